@@ -1,7 +1,7 @@
 """Commands for runs and packs: `python -m pretrain COMMAND`, or `low-precision COMMAND`.
 
-`accelerate launch ... train_accelerate.py` trains. The commands of `python -m packing` are
-available here too.
+The commands of `python -m packing` are available here too. Training is not a command of this
+program: start it with `accelerate launch ... train_accelerate.py RECIPE`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from foundation.command import run_command
 from pretrain.settings import commands
 
-# By command: the module whose `main` runs it, and a short description.
+# Map each command to the module whose `main` runs the command, and to a description for the help.
 RUNS = {
     "plan": (
         "pretrain.run.plan_command",
@@ -57,7 +57,8 @@ RUNS = {
         "search for a fast and stable configuration, one group of settings at a time",
     ),
 }
-# Commands of `python -m packing`, whose `main` expects the command as its first argument.
+# Map each command of `python -m packing` to its module and its description. The `main` of that
+# module expects the name of the command as its first argument.
 PACKS = {
     "tokenizer": ("packing.__main__", "train a tokenizer on text"),
     "prepare": ("packing.__main__", "tokenize text and pack it"),
@@ -68,14 +69,15 @@ COMMANDS = RUNS | PACKS
 
 
 def console() -> NoReturn:
-    """Run the installed program `low-precision`."""
+    """Run the command on the command line and exit. Entry point of the program `low-precision`."""
     sys.exit(main(sys.argv[1:]))
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command that the first argument names, and return its exit status.
+    """Run the command whose name is the first argument, and return its exit status.
 
-    `foundation.command.run_command` lists the statuses. Returns 2 for an unknown command.
+    `foundation.command.run_command` documents the exit statuses. The status for an unknown command
+    is 2.
     """
     if arguments and arguments[0] in COMMANDS:
         return run_command(lambda: _run(arguments))
@@ -93,20 +95,25 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Parse the arguments of a command, then import its module and run it."""
+    """Run the command `arguments[0]` with the remaining arguments, and return its exit status.
+
+    The options of commands that import torch are parsed before their module is imported, so that
+    --help and typos answer at once.
+    """
     name, *options = arguments
     parsed: Any = arguments if name in PACKS else options
     if name in commands.COMMANDS:
         parsed = commands.read(name, options)
     module = importlib.import_module(COMMANDS[name][0])
     if name == "evaluate":
-        # The launcher's function builds the model. It stands outside of the package.
+        # `assemble` builds the model. It is passed as an argument because train_accelerate.py is
+        # not part of the package `pretrain`.
         return module.main(parsed, importlib.import_module("train_accelerate").assemble)
     return module.main(parsed)
 
 
 def usage() -> str:
-    """Return the help of the program, with one line per command."""
+    """Return the help text of the program, with one line for each command."""
     lines = [f"  {name:<10} {description}" for name, (_, description) in COMMANDS.items()]
     return "\n".join(
         [

@@ -1,1 +1,1 @@
-"""Checkpoints that are complete or absent, and that any number of processes can load."""
+"""Checkpoints of a run. They are never incomplete, and any number of processes can load them."""

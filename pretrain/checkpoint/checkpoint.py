@@ -1,14 +1,15 @@
-"""Save and load the checkpoints of a run, in the background and over any number of processes.
+"""Save the checkpoints of a run in the background, and load them with any number of processes.
 
-A checkpoint is complete or absent, never partial. format.py describes its files. Disks flip bits
-and copies of folders may be incomplete, so every byte is hashed again before it is used.
+A folder with the name of a checkpoint is always complete. format.py describes the files of a
+checkpoint. Disks may flip bits and a copied folder may lack files, so all files of a checkpoint are
+hashed and compared with the manifest before the checkpoint is used.
 
-A save copies the tensors to host memory, and a thread writes the copies while training continues.
-The thread must not use the process group: its collectives belong to the training thread and must
-come in the same order on all ranks. The thread of each rank writes and flushes its own files.
-Between two steps, ranks exchange the records of their files (`Checkpoints.settle`). When all ranks
-have written, the first rank's thread writes the state and then the manifest, and renames the
-folder.
+A save first copies the tensors to host memory. Then a thread of each rank writes the copies while
+training continues. The thread must not call collectives, because all ranks must call collectives in
+the same order, and the training thread calls them too. The thread of a rank writes and flushes the
+files of this rank only. Between two steps, the ranks exchange the records of the files that they
+have written (`Checkpoints.settle`). When all ranks have written their files, the thread of the
+first rank writes the state, then writes the manifest, and then gives the folder its final name.
 """
 
 from __future__ import annotations
@@ -49,38 +50,42 @@ from pretrain.checkpoint.format import (
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.gradients import local_part
 
-# Threads that write and hash. They release the interpreter lock, but training needs the cores too.
+# Number of threads that write and hash files. More threads would take CPU cores from the training.
 THREADS = 4
-# Bytes. A copy starts at a multiple of this number, so that it can be viewed in any dtype.
+# Each copied tensor starts at a multiple of this number of bytes, so that it can be viewed in any
+# dtype.
 ALIGNMENT = 64
-GROUPS = Path("/sys/fs/cgroup")  # Linux control groups, version 2
-# Values whose bits are summed at once, because the sum needs a copy in 64 bits.
+GROUPS = Path("/sys/fs/cgroup")  # folder of Linux control groups, version 2
+# Number of values whose bits are summed at once. The limit saves memory, because the sum converts
+# the values to 64 bits.
 PIECE = 2**24
-# Share of the free memory that copies may use. The rest is for other processes on the machine.
+# Share of the free host memory that copies may use. The rest is for other processes on the machine.
 SHARE = 0.8
-_SEEN_WITHIN = 5.0  # seconds; a network disk may show a new file late
+# Seconds to wait for a new file to appear on all machines. A network disk may show it late.
+_SEEN_WITHIN = 5.0
 _log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
-# For each file, the local parts of its tensors by name.
+# Map each file name to the tensors in the file. The tensors are local parts, by tensor name.
 Files = Mapping[str, Tensors]
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    If torch.distributed is initialized, all methods are collective unless their docstring says
-    otherwise: all ranks call them in the same order. Threads write one save at a time, and every
-    other method waits for it first.
+    All methods are collective, except the methods whose docstring says "Not collective": if
+    torch.distributed is initialized, all ranks must call them in the same order. Only one save is
+    written at a time. The methods that save, load, rename or select checkpoints first wait until
+    this save is complete.
 
     Args:
         folder: Folder of the checkpoints, on a disk that all processes share.
         keep: Number of newest checkpoints to keep.
-        before: Step at which the decay of the learning rate begins. The newest checkpoint up to
-            this step is kept too.
+        before: Step at which the decay of the learning rate begins. The newest checkpoint that is
+            not later than this step is also kept. With None, no further checkpoint is kept.
 
     Attributes:
-        damaged: Damaged checkpoints that `newest` has seen.
+        damaged: Folders of the damaged checkpoints that `newest` has found.
     """
 
     def __init__(self, folder: Path, keep: int, *, before: int | None = None) -> None:
@@ -91,9 +96,9 @@ class Checkpoints:
         self.rank = torch.distributed.get_rank() if is_distributed else 0
         self.world_size = torch.distributed.get_world_size() if is_distributed else 1
         self.damaged: set[Path] = set()
-        # The checkpoint last saved or loaded, and complete.
+        # The checkpoint that was saved or loaded last. A save is included when it is complete.
         self._complete: Path | None = None
-        # The checkpoint that was verified last. `load` need not hash it again.
+        # The checkpoint that was verified last, if it was intact. `load` does not hash it again.
         self._intact: Path | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._staging = Staging()
@@ -101,7 +106,10 @@ class Checkpoints:
 
     @property
     def latest(self) -> Path | None:
-        """Return the checkpoint last saved or loaded, which may still be in writing, or None."""
+        """Return the checkpoint that was saved or loaded last, or None.
+
+        A save that is still running in the background is included. Not collective.
+        """
         return self._pending.final if self._pending else self._complete
 
     # ── Saving ──
@@ -117,36 +125,42 @@ class Checkpoints:
         behind: bool = False,
         say: Callable[[str], object] = print,
     ) -> Path:
-        """Save checkpoint `step`, delete old checkpoints, and return the path of the new one.
+        """Save the checkpoint of step `step` and delete old checkpoints.
 
-        A checkpoint that was just saved or loaded is not written again.
+        Return the path of the checkpoint. If the checkpoint of this step was saved or loaded last,
+        it is not written again.
 
         Args:
             step: Number of steps done.
-            model: Parameters and persistent buffers by their Hugging Face names, a tied tensor
-                once. Plain tensors or DTensors on any device.
-            optimizer: Tensors of the optimizer, by names that a later run uses again.
-            state: JSON object.
-            spared: Step of a checkpoint that is not deleted, however old it is.
-            behind: Return as soon as the tensors are copied, while a thread writes the copies. If
-                the host has no memory for copies, return when this process's part is written.
-            say: Called on the first rank with a message when the checkpoint is complete.
+            model: Parameters and persistent buffers by their Hugging Face names. Tied tensors
+                appear once. They are plain tensors or DTensors on any device.
+            optimizer: Tensors of the optimizer, by names that do not change between runs.
+            state: JSON object that is saved with the tensors.
+            spared: Step of a checkpoint that is not deleted, even if it is old.
+            behind: If True, return when the tensors are copied to host memory. A thread then writes
+                the copies. If the host has no memory for copies, return when the files of this
+                rank are written. If False, return when the checkpoint is complete.
+            say: Function that is called on the first rank with a message when the checkpoint is
+                complete.
 
         Raises:
-            InputError: The checkpoint cannot be written, because the disk is full or read-only.
-                With `behind`, the next method call raises it. Earlier checkpoints are unchanged.
+            InputError: The checkpoint cannot be written, for example because the disk is full or
+                read-only. Earlier checkpoints are unchanged. With `behind`, the error is raised by
+                the next method that waits for the save.
         """
         start = time.perf_counter()
         final = step_folder(self.folder, step)
-        # Waiting for an earlier save counts as time in which training is stopped.
+        # The wait for an earlier save is part of the time for which training is stopped.
         self.wait()
         if final == self._complete:
             if self.rank == 0:
-                self._prune(final, spared)  # another checkpoint may be spared now
+                # `spared` may differ from the last call.
+                self._prune(final, spared)
             return final
         partial = on_disk.partial_folder(final)
         if self.rank == 0:
-            # Remove what a killed process left. No rank writes before the exchange in `_lay_out`.
+            # Remove the files of a process that was killed while it wrote this checkpoint. No rank
+            # writes a file before the collective in `_lay_out`, so only old files are removed.
             shutil.rmtree(partial, ignore_errors=True)
         files, index = self._lay_out(model, optimizer)
         copies = self._staging.copy(files) if behind else None
@@ -166,10 +180,11 @@ class Checkpoints:
             self._pending.completed = self._thread.submit(lambda: complete(written.result()))
         if behind and copies is None:
             _log.warning(
-                "rank %d: host memory has no room for copies, so training stops while it writes",
+                "rank %d: host memory has no room for copies, so training stops until the files of "
+                "this rank are written",
                 self.rank,
             )
-            written.exception()  # waits until this process's part is written
+            written.exception()  # waits until the files of this rank are written
         if not behind:
             self.wait()
         return final
@@ -177,7 +192,11 @@ class Checkpoints:
     def _lay_out(
         self, model: Tensors, optimizer: Tensors
     ) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
-        """Return the files that this rank writes, and the index of all tensors in all files."""
+        """Assign all tensors to files.
+
+        Return the files that this rank writes, and the indices of the model's and the optimizer's
+        tensors. An index maps the name of each tensor to its pieces in the files of all ranks.
+        """
         groups = {"model": model, "optimizer": optimizer}
         offers = from_all_ranks(
             {
@@ -199,18 +218,18 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """True if this process's part of the running save has failed. Not collective.
+        """Return True if this rank's part of the running save has failed. Not collective.
 
-        `wait` raises the failure.
+        `wait` raises the error.
         """
         pending = self._pending
         futures = (pending.written, pending.completed) if pending else ()
         return any(future and future.done() and future.exception() for future in futures)
 
     def settle(self) -> None:
-        """Complete the running save if all ranks have written their part.
+        """Start to complete the running save if all ranks have written their files.
 
-        Call it between two steps. It does not wait for the disk.
+        Call this method between two steps. It does not wait for the disk.
         """
         pending = self._pending
         if pending is None or pending.completed is not None:
@@ -225,7 +244,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the running save is complete.
 
-        Raises InputError on all ranks if it has failed on any rank.
+        Raises InputError on all ranks if the save has failed on any rank.
         """
         pending = self._pending
         if pending is None:
@@ -236,19 +255,20 @@ class Checkpoints:
         reasons = reasons or self._failures(pending.completed)
         if not reasons:
             self._complete = pending.final
-            self.damaged.discard(pending.final)  # it has been written again
+            # A damaged checkpoint of the same step has been replaced by this save.
+            self.damaged.discard(pending.final)
             return
         if self.rank == 0:
             shutil.rmtree(on_disk.partial_folder(pending.final), ignore_errors=True)
         earlier = f"{self._complete} is" if self._complete else "earlier checkpoints are"
         raise InputError(
             f"{self.folder}: step {step_of(pending.final)} could not be saved: {reasons[0]}; "
-            f"{earlier} untouched. {memory(free_bytes(self.folder) / GIB)} are free; make room, or "
-            "set a `run_dir` on another disk, and start again"
+            f"{earlier} untouched. The disk has {memory(free_bytes(self.folder) / GIB)} of free "
+            "space; either free disk space, or set a `run_dir` on another disk. Then start again"
         )
 
     def _failures(self, future: Future[Any] | None) -> list[str]:
-        """Wait for `future` on all ranks and return one line for each rank where it failed."""
+        """Wait for `future` on all ranks. Return one line for each rank whose future has failed."""
         reason = None
         if error := future and future.exception():
             line = one_line(error, named=type(error) is not InputError)
@@ -258,17 +278,18 @@ class Checkpoints:
     def close(self) -> None:
         """Wait until no thread of this process writes. Not collective.
 
-        For a process that may end with an error.
+        Unlike `wait`, this method can be called by a process that ends with an error.
         """
         self._thread.shutdown()
 
     # ── Pruning, and the newest checkpoint ──
 
     def _prune(self, newest: Path, spared: int | None) -> None:
-        """Delete old checkpoints after `newest` was saved. Runs on the first rank.
+        """Delete old checkpoints after `newest` was saved. Called on the first rank only.
 
-        The `keep` newest are kept, that of step `spared`, and the newest up to step `before`.
-        Damaged checkpoints are neither deleted nor counted.
+        Keep the `keep` newest checkpoints, the checkpoint of step `spared`, and the newest
+        checkpoint that is not later than step `before`. Damaged checkpoints are not deleted, and
+        are not among the `keep` newest ones.
         """
         candidates = [
             path
@@ -283,32 +304,33 @@ class Checkpoints:
         on_disk.remove(self.folder, old)
 
     def abandon_newer(self, step: int) -> None:
-        """Rename all checkpoints after `step`, for a run that goes back to `step`.
+        """Rename all checkpoints after step `step`. Call this if a run continues from `step`.
 
-        Otherwise the next automatic resume would continue the abandoned training. The renamed
-        checkpoints are deleted when the run has saved its next checkpoint.
+        Without the renaming, the next automatic resume would continue from a later checkpoint of
+        the abandoned training. The next save deletes the renamed checkpoints.
         """
         self.wait()
         if self.rank == 0:
             for path in step_folders(self.folder):
                 if step_of(path) > step:
                     _log.warning(
-                        "%s was renamed to %s: the run goes on from step %d",
+                        "%s was renamed to %s, because the run continues from step %d",
                         path,
                         on_disk.set_aside(path).name,
                         step,
                     )
-        from_all_ranks(None)  # no rank looks for checkpoints before all are renamed
+        from_all_ranks(None)  # the other ranks wait until all checkpoints are renamed
 
     def newest(self, *, before: int | None = None) -> Path | None:
         """Return the newest intact checkpoint, or None if there is none.
 
-        Every byte is verified. A damaged checkpoint is logged, added to `damaged` and not changed;
-        then the next older one is tried. With `before`, only checkpoints of earlier steps are
-        considered.
+        All files of the newest checkpoint are hashed. If the checkpoint is damaged, a warning is
+        logged, the checkpoint is added to `damaged`, and the next older checkpoint is tried. Files
+        are not changed. With `before`, only checkpoints of steps before `before` are considered.
         """
         self.wait()
-        # A network disk may show other checkpoints to the other ranks.
+        # All ranks use the list of the first rank, because a network disk may show different
+        # checkpoints to different machines.
         steps, *_ = from_all_ranks([step_of(path) for path in step_folders(self.folder)])
         for step in steps:
             if before is not None and step >= before:
@@ -320,22 +342,22 @@ class Checkpoints:
             self.damaged.add(path)
             if self.rank == 0:
                 _log.warning(
-                    "%s is DAMAGED and is not used; trying the one before it. %s",
+                    "%s is DAMAGED and is not used; trying the next older checkpoint. %s",
                     path,
                     "; ".join(problems),
                 )
         return None
 
     def owns(self, path: Path) -> bool:
-        """Return whether the checkpoint at `path` is in this run's folder. Not collective."""
+        """Return True if the checkpoint at `path` is in this run's folder. Not collective."""
         return path.resolve().parent == self.folder.resolve()
 
     # ── Loading ──
 
     def read_state(self, path: Path) -> dict[str, Any]:
-        """Verify a checkpoint and return its `state`, without loading tensors.
+        """Verify the checkpoint at `path` and return its state, the JSON object given to `save`.
 
-        Raises InputError if the checkpoint is missing or damaged.
+        Tensors are not loaded. Raises InputError if the checkpoint is missing or damaged.
         """
         self._require_intact(path)
         return load_object(path / on_disk.STATE, "resume from another checkpoint")
@@ -343,20 +365,21 @@ class Checkpoints:
     def load(
         self, path: Path, model: Tensors, optimizer: Tensors, *, left_out: Collection[str] = ()
     ) -> None:
-        """Copy the checkpoint at `path` into the given tensors, whatever their sharding.
+        """Copy the checkpoint at `path` into the given tensors.
 
-        One of the ranks hashes each file. Then each rank maps the files and reads only the bytes of
-        its own part.
+        The tensors may be sharded in another way than the tensors that were saved. Each file is
+        hashed by one of the ranks. Then each rank maps the files into memory and reads only the
+        bytes of its local parts.
 
         Args:
             path: Folder of the checkpoint.
-            model: Tensors to fill, by name.
-            optimizer: Tensors to fill, by name.
-            left_out: Names of the optimizer's tensors in the checkpoint that are not loaded.
+            model: Tensors of the model that are filled, by name.
+            optimizer: Tensors of the optimizer that are filled, by name.
+            left_out: Names of optimizer tensors in the checkpoint that are not loaded.
 
         Raises:
-            InputError: A file is damaged, or names, shapes or integer dtypes differ. Nothing has
-                been copied then.
+            InputError: A file is damaged, or the names, shapes or integer dtypes of the tensors
+                differ from those in the checkpoint. No tensor has been changed.
         """
         self._require_intact(path)
         manifest = read_manifest(path)
@@ -369,21 +392,28 @@ class Checkpoints:
         ]
         if problems:
             raise InputError(
-                f"{path}: does not fit this run: {'; '.join(problems[:5])}. Use the recipe that "
-                "made it, or another checkpoint; to start from the beginning, set another `run_dir`"
+                f"{path}: does not fit this run: {'; '.join(problems[:5])}. Either use the recipe "
+                "that this checkpoint was saved with, or choose another checkpoint, or set another "
+                "`run_dir` to start from the beginning"
             )
         on_disk.load_tensors(path, manifest.model, model)
         on_disk.load_tensors(path, optimizer_index, optimizer)
         self._complete = path
 
     def _require_intact(self, path: Path) -> None:
-        """Raise InputError if a byte of the checkpoint at `path` has changed. Hash it only once."""
+        """Raise InputError if the checkpoint at `path` is missing or damaged.
+
+        A checkpoint that was verified last is not hashed again.
+        """
         self.wait()
         if path != self._intact and (problems := self._verify(path)):
             raise InputError(f"{path}: cannot be used: {'; '.join(problems)}")
 
     def _verify(self, path: Path) -> list[str]:
-        """Return the problems of the checkpoint at `path`. Each rank hashes some of the files."""
+        """Compare the files of the checkpoint at `path` with its manifest.
+
+        Return one line for each problem. Each rank hashes a different part of the files.
+        """
         try:
             files = sorted(read_manifest(path).files, key=lambda file: file.name)
             problems = find_damage(path, files[self.rank :: self.world_size])
@@ -398,19 +428,19 @@ class Checkpoints:
 
 
 class Staging:
-    """Host memory for a copy of the tensors of one checkpoint.
+    """Host memory for the copies of the tensors of one checkpoint.
 
-    The memory is allocated once, because allocating it takes eight times as long as copying into
-    it. For tensors on a GPU it is pinned.
+    The memory is allocated once and used again by later saves, because an allocation takes eight
+    times as long as a copy. If the tensors are on a GPU, the memory is pinned.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
-        """Copy the tensors to the host and wait for the device.
+        """Copy the tensors to host memory, wait for the device, and return the copies.
 
-        The copies are valid until the next call. Return None if the host has no memory for them.
+        The next call overwrites the copies. Return None if the host has no memory for them.
         """
         tensors = [tensor for group in files.values() for tensor in group.values()]
         needed = sum(_rounded(tensor.nbytes) for tensor in tensors)
@@ -419,7 +449,7 @@ class Staging:
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             if needed * local_ranks > SHARE * free_memory():
                 return None
-            # `zeros` writes to the memory, so that its pages exist.
+            # `zeros` writes to all pages, so that the operating system allocates them.
             self._memory = torch.zeros(needed, dtype=torch.uint8)
             if device:
                 _pin(self._memory)
@@ -438,22 +468,24 @@ class Staging:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that this process may still use.
+    """Return the number of bytes of memory that this process may still allocate.
 
-    They are the free bytes of the machine or, if that is less, the bytes that the tightest control
-    group of the process leaves. SLURM, Docker and Kubernetes limit jobs by control groups and kill
-    a job that exceeds its limit.
+    This is the free memory of the machine, or the free memory within the limit of a Linux control
+    group of this process, whichever is the smallest. SLURM, Docker and Kubernetes limit jobs by
+    control groups, and kill a job that exceeds its limit.
     """
     free = psutil.virtual_memory().available
-    with suppress(OSError):  # not Linux
+    with suppress(OSError):  # the machine does not run Linux
         name = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
         group = GROUPS / name.lstrip("/")
-        # The parents limit the group too. A container sees the outermost one as its own.
+        # The limits of the parent groups apply too. In a container, the outermost folder is the
+        # group of the container.
         for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # a group without a limit
+            with suppress(OSError, ValueError):  # the group does not exist or has no limit
                 lines = (folder / "memory.stat").read_text().splitlines()
                 statistics = dict(line.split() for line in lines)
-                # Cached files, which the kernel drops before it kills a process.
+                # The memory of cached files is free, because the kernel drops cached files before
+                # it kills a process.
                 cached = int(statistics["active_file"]) + int(statistics["inactive_file"])
                 used = int((folder / "memory.current").read_text()) - cached
                 free = min(free, int((folder / "memory.max").read_text()) - used)
@@ -461,42 +493,48 @@ def free_memory() -> int:
 
 
 def _rounded(count: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
+    """Round `count`, a number of bytes, up to a multiple of ALIGNMENT."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _pin(buffer: Tensor) -> None:
     """Pin `buffer` by registering it with CUDA.
 
-    torch's allocator of pinned memory would round 20 GiB up to 32 GiB.
+    torch's allocator of pinned memory is not used, because it rounds sizes up to a power of two and
+    would allocate 32 GiB for 20 GiB.
     """
     cudart = torch.cuda.cudart()
     address = buffer.data_ptr()
     if int(cudart.cudaHostRegister(address, buffer.numel(), 1)) != 0:
         _log.warning(
-            "the copy of a checkpoint cannot be pinned in host memory; "
-            "a save stops training for longer"
+            "the host memory for copies of checkpoints cannot be pinned, so each save stops "
+            "training for longer"
         )
         return
     finalizer = weakref.finalize(buffer, cudart.cudaHostUnregister, address)
-    finalizer.atexit = False  # CUDA may be shut down by then
+    finalizer.atexit = False  # CUDA may already be shut down when the process exits
 
 
 @dataclass
 class PendingSave:
-    """A save that is being written to the folder `final`."""
+    """A save that a thread is writing."""
 
+    # Folder of the checkpoint when it is complete.
     final: Path
-    # Records of this rank's files; done when they are on the disk.
+    # Future with the records of this rank's files. It is done when the files are on the disk.
     written: Future[list[FileRecord]]
-    # Called with the records of all ranks, in the first rank's thread.
+    # Function that completes the checkpoint. It is called with the file records of all ranks.
     complete: Callable[[list[FileRecord]], None]
-    # Done when the checkpoint has its final name; on the other ranks, done at once.
+    # Future of the call of `complete`, or None before the call. On the first rank it is done when
+    # the checkpoint has its final name. On other ranks `complete` does nothing.
     completed: Future[None] | None = None
 
 
 def write_part(partial: Path, files: Files) -> list[FileRecord]:
-    """Write this rank's files to the folder `partial`, several at a time, and return records."""
+    """Write this rank's files to the folder `partial`, and return their records.
+
+    Several threads write files at the same time.
+    """
     partial.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:
         return list(threads.map(lambda name: write_tensors(partial / name, files[name]), files))
@@ -506,12 +544,13 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
 
 
 def checksums(tensors: Tensors) -> dict[str, int]:
-    """Return the sum of each tensor's bit patterns, times their positions, modulo 2^64. Collective.
+    """Return the checksum of each tensor by name. Collective.
 
-    The sum is the same for every number of shards of the first dimension. Replicas count once,
-    unless their bits differ.
+    The checksum is the sum of `sum_of_bits` over the distinct blocks of the tensor, modulo 2^64. It
+    does not depend on the number of shards of the first dimension. Replicas of a block are added
+    once if their bits are equal. If their bits differ, both are added, so the checksum changes.
     """
-    # The offset identifies a block of a tensor.
+    # The sums of all ranks. The offset identifies the block of the tensor that a rank holds.
     ranks = from_all_ranks(
         {
             name: (on_disk.block_of(tensor).offset, sum_of_bits(tensor))
@@ -528,9 +567,9 @@ def checksums(tensors: Tensors) -> dict[str, int]:
 def sum_of_bits(tensor: Tensor) -> int:
     """Return the weighted sum of the bit patterns in this process's part of a tensor.
 
-    A bit pattern, read as an integer, is multiplied by its position in the full tensor, counted
-    from 1. So values that are in each other's place change the sum. Products and sums are modulo
-    2^64. The host waits for the device.
+    The bit pattern of each value is read as an integer and multiplied by the position of the value
+    in the full tensor, counted from 1. The sum therefore changes if two values are swapped.
+    Products and sums are modulo 2^64. The host waits for the device.
     """
     bits = local_part(tensor).reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
     first = 1
@@ -548,10 +587,10 @@ def sum_of_bits(tensor: Tensor) -> int:
 
 
 def bytes_needed(model: Tensors, optimizer: Tensors) -> int:
-    """Return the bytes of one checkpoint on the disk, over all ranks.
+    """Return the number of bytes of one checkpoint on the disk, over all ranks.
 
-    A DTensor counts with its global shape, and a replicated tensor once. Headers and manifest are
-    counted as 1 MiB.
+    The size of a DTensor is that of the full tensor. A replicated tensor is included once. Headers
+    and manifest are estimated as 1 MiB.
     """
     tensors = (*model.values(), *optimizer.values())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 2**20
@@ -560,20 +599,20 @@ def bytes_needed(model: Tensors, optimizer: Tensors) -> int:
 def check_space(folder: Path, needed: int) -> None:
     """Raise InputError if the disk of `folder` has less than `needed` bytes free.
 
-    The folder need not exist yet.
+    The folder may be missing.
     """
     free = free_bytes(folder)
     if free < needed:
         raise InputError(
             f"{folder}: checkpoints need {memory(needed / GIB)}, and {memory(free / GIB)} are "
-            "free; make room, or lower `checkpoint.keep`"
+            "free; either free disk space, or lower `checkpoint.keep`"
         )
 
 
 def require_shared(folder: Path) -> None:
-    """Raise InputError if a process does not see the `folder` that the first has made.
+    """Raise InputError if `folder` is not on a disk that all processes share. Collective.
 
-    Collective.
+    The first process creates a file in the folder, and all processes check that the file exists.
     """
     if not torch.distributed.is_initialized():
         return
@@ -582,8 +621,8 @@ def require_shared(folder: Path) -> None:
     deadline = time.monotonic() + _SEEN_WITHIN
     if is_first:
         token.touch()
-    from_all_ranks(None)  # the token exists now
-    # Listing the folder refreshes the cache of a network disk.
+    from_all_ranks(None)  # all ranks wait until the first rank has created the token
+    # `listdir` is used because it refreshes the cache of a network disk.
     while not (is_visible := folder.is_dir() and token.name in os.listdir(folder)):
         if time.monotonic() >= deadline:
             break
@@ -593,6 +632,6 @@ def require_shared(folder: Path) -> None:
         token.unlink()
     for host in filter(None, blind_hosts):
         raise InputError(
-            f"{folder}: {host} does not see the folder of the first machine; "
-            "put it on a disk that all machines share"
+            f"{folder}: {host} does not see the folder that the first machine has created; choose "
+            "a folder on a disk that all machines share"
         )

@@ -1,13 +1,13 @@
 """The format of a checkpoint: its folder, its manifest, and its tensors in safetensors files.
 
     checkpoints/                                  on a disk that all processes share
-      step-00000100/                              complete
-        model-00000-of-00002-part-000.safetensors      parameters by Hugging Face name, by rank
-        optimizer-00000-of-00002-part-000.safetensors
+      step-00000100/                              a complete checkpoint
+        model-00000-of-00002-part-000.safetensors      parameters that rank 0 of 2 has written
+        optimizer-00000-of-00002-part-000.safetensors  tensors of the optimizer
         state.json                                step, tokens and the identity of the training
-        manifest.json                             written last
-      .partial-step-00000200/                     being written
-      abandoned-step-00000150/                    set aside; the next save deletes it
+        manifest.json                             index of files and tensors, written last
+      .partial-step-00000200/                     a checkpoint that is being written
+      abandoned-step-00000150/                    a checkpoint set aside; the next save deletes it
 
     manifest.json:
     {"format": 1, "step": 100, "world_size": 2,
@@ -20,16 +20,17 @@
      "optimizer": {...},
      "sha256": "of everything above, to detect a flipped bit in the manifest"}
 
-A checkpoint is set aside if the run went back to an earlier step, if it was written again, or if it
-is too old.
+A checkpoint is set aside in three cases: the run went back to an earlier step, the checkpoint was
+written again, or the checkpoint is older than the checkpoints that the run keeps.
 
-Each file is flushed to the disk, the manifest comes last, and only then does the folder get its
-name. A process may die at any instruction and the machine at any moment: a folder named step-* is
-complete.
+Each file is flushed to the disk. The manifest is written after all other files, and only then is
+the folder renamed to step-*. Therefore a folder with this name is complete, even if a process or
+the machine stops during a save.
 
-Each process holds one block of each tensor: the full tensor (plain tensors, Replicate) or a part of
-it (DTensor, Shard). A block that several processes hold is written by one of them, so data-parallel
-replicas share the writing. docs/log.md explains why torch.distributed.checkpoint is not used.
+Each process holds one block of each tensor. The block is the full tensor (plain tensors, Replicate)
+or a part of the tensor (DTensor, Shard). If several processes hold the same block, one of them
+writes it. The blocks are distributed, so that data-parallel replicas share the work of writing.
+docs/log.md explains why torch.distributed.checkpoint is not used.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 PARTIAL_STEP = ".partial-"
 ABANDONED_STEP = "abandoned-"
-# Size at which a rank starts a new file. The last block of a file may exceed it. Files of this size
-# are enough to keep the hashing threads busy.
+# Bytes after which a rank starts a new file. The last block of a file may exceed this size. Smaller
+# files are not needed, because a large checkpoint has enough files for all hashing threads.
 PART_BYTES = 2 * 2**30
+# Map the dtype names of safetensors to torch dtypes.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -79,7 +81,7 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # the names of safetensors
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _log = logging.getLogger(__name__)
 
 
@@ -87,36 +89,47 @@ _log = logging.getLogger(__name__)
 
 
 def step_folder(parent: Path, step: int) -> Path:
-    """Return the folder of checkpoint `step` in `parent`."""
+    """Return the path in `parent` of the checkpoint of step `step`."""
     return parent / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in the name of a checkpoint folder. Raise ValueError for another name."""
+    """Return the step in the name of a checkpoint folder.
+
+    Raises ValueError if `folder` does not have the name of a checkpoint.
+    """
     return int(folder.name.removeprefix("step-"))
 
 
 def step_folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` with the name of a complete checkpoint, newest first."""
+    """Return the folders of complete checkpoints in `parent`, the newest first."""
     folders = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(folders, key=step_of, reverse=True)
 
 
 def newest_in(source: Path) -> Path:
-    """Return the newest checkpoint of the run folder `source`, or `source` if it has none."""
+    """Return the newest checkpoint of the run folder `source`.
+
+    Return `source` itself if it contains no checkpoints.
+    """
     return next(iter(step_folders(source / "checkpoints")), source)
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the folder where the checkpoint `final` is written before it is complete."""
+    """Return the folder in which the checkpoint `final` is written until it is complete."""
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
 
 
 def complete(final: Path, manifest: Manifest, state: bytes) -> None:
-    """Write the state and the manifest, and rename the partial folder to `final`.
+    """Write the state and the manifest of a checkpoint, and give its folder the final name.
 
-    The files of `manifest` must be written already. An existing folder `final` is set aside. Raises
-    OSError.
+    All files in `manifest` must have been written to the partial folder. If the folder `final`
+    exists, it is set aside. Raises OSError if a file cannot be written.
+
+    Args:
+        final: Folder of the complete checkpoint.
+        manifest: Files and tensors of the checkpoint. The file of the state is added.
+        state: Content of the file of the state, as JSON.
     """
     partial = partial_folder(final)
     state_record = FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()})
@@ -133,9 +146,9 @@ def complete(final: Path, manifest: Manifest, state: bytes) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint so that no run resumes from it automatically. Return the new path.
+    """Rename a checkpoint, so that no run resumes from it automatically. Return the new path.
 
-    A folder that already has the new name is deleted.
+    If another folder has the new path, that folder is deleted first.
     """
     aside = folder.with_name(f"{ABANDONED_STEP}{folder.name}")
     if aside.exists():
@@ -145,13 +158,16 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(parent: Path, folders: list[Path]) -> None:
-    """Delete `folders`, the checkpoints set aside in `parent`, and partial ones of dead processes.
+    """Delete checkpoints that are not needed any more.
 
-    A failure is only logged, because it costs nothing but space.
+    Delete the checkpoints in `folders`. Also delete all folders in `parent` of checkpoints that
+    were set aside, and of checkpoints that ended processes have not completed. If a deletion fails,
+    only a warning is logged, because the remaining files only occupy disk space.
     """
     try:
         for folder in folders:
-            # Renamed first: an interrupted deletion leaves nothing that looks like a checkpoint.
+            # A checkpoint is renamed before it is deleted. Otherwise an interrupted deletion would
+            # leave an incomplete folder with the name of a complete checkpoint.
             set_aside(folder)
         for leftover in (*parent.glob(f"{ABANDONED_STEP}step-*"), *parent.glob(f"{PARTIAL_STEP}*")):
             shutil.rmtree(leftover)
@@ -164,53 +180,69 @@ def remove(parent: Path, folders: list[Path]) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of a tensor, and the file that has it under the tensor's name."""
+    """One block of a tensor, and the file that contains the block under the tensor's name."""
 
+    # Name of the file.
     file: str
+    # Index of the block's first value in the full tensor, for each dimension.
     offset: tuple[int, ...]
+    # Shape of the block.
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A full tensor, with the disjoint pieces that cover it."""
+    """Dtype, shape and pieces of one tensor in a checkpoint."""
 
-    dtype: str  # name in safetensors
-    shape: tuple[int, ...]  # global
+    # Name of the dtype in safetensors.
+    dtype: str
+    # Shape of the full tensor.
+    shape: tuple[int, ...]
+    # Disjoint blocks that together are the full tensor.
     pieces: tuple[Piece, ...]
-    # Of the live tensor (`checksums`). None in checkpoints of earlier versions, whose `checksum`
-    # did not weigh positions.
+    # Checksum of the tensor in memory (see `pretrain.checkpoint.checkpoint.checksums`). It is None
+    # in checkpoints of earlier versions, which had a checksum that ignored positions.
     weighted_sum: int | None = None
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files and tensors of a checkpoint."""
+    """Content of manifest.json: the files and tensors of a checkpoint."""
 
     step: int
+    # Number of ranks that wrote the checkpoint.
     world_size: int
-    files: list[FileRecord]  # with SHA-256; all files except the manifest
+    # Name, size and SHA-256 of all files except the manifest.
+    files: list[FileRecord]
+    # Map the names of the model's tensors to their entries.
     model: dict[str, TensorEntry]
+    # Map the names of the optimizer's tensors to their entries.
     optimizer: dict[str, TensorEntry]
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint at `folder`.
 
-    Raises InputError if it is missing or damaged, or if its pieces do not fill a tensor.
+    Raises InputError if the manifest is missing or damaged, or if the pieces of a tensor do not add
+    up to the full tensor.
     """
     path = folder / MANIFEST
     content = load_object(
-        path, "this is no complete checkpoint; name a step-* folder in the `checkpoints` of a run"
+        path,
+        "this is no complete checkpoint; choose a step-* folder in the `checkpoints` of a run",
     )
     if content.pop("sha256", None) != hash_of(content):
-        raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
+        raise InputError(
+            f"{path}: the file is damaged, because its content does not match its SHA-256"
+        )
     manifest = TypeAdapter(Manifest).validate_python(content)
     files = {record.name for record in manifest.files}
     for name, entry in (*manifest.model.items(), *manifest.optimizer.items()):
         values = sum(math.prod(piece.shape) for piece in entry.pieces if piece.file in files)
         if values != math.prod(entry.shape):
-            raise InputError(f"{path}: the pieces of {name} in its files do not fill the tensor")
+            raise InputError(
+                f"{path}: the pieces of {name} in the listed files do not add up to the tensor"
+            )
     return manifest
 
 
@@ -219,24 +251,29 @@ def read_manifest(folder: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Description of a process's part of a tensor, without its data, to be sent to all ranks."""
+    """Description of the block that one process holds of a tensor. It is sent to all ranks."""
 
+    # Name of the dtype in safetensors.
     dtype: str
+    # Shape of the full tensor.
     global_shape: tuple[int, ...]
+    # Index of the block's first value in the full tensor, for each dimension.
     offset: tuple[int, ...]
+    # Shape of the block.
     shape: tuple[int, ...]
+    # Number of bytes of the block.
     bytes: int
 
 
 def block_of(tensor: Tensor) -> ShardBlock:
-    """Describe this process's part of `tensor`.
+    """Return a description of the block that this process holds of `tensor`.
 
-    Raises ValueError for a DTensor whose part is not one block.
+    Raises ValueError if `tensor` is a DTensor of which this process does not hold one block.
     """
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):
-        # torch.distributed.checkpoint uses this method. It rejects Partial placements.
+        # torch.distributed.checkpoint uses this method too. It rejects Partial placements.
         (chunk,) = tensor.__create_chunk_list__()
         offset = tuple(chunk.offsets)
     return ShardBlock(
@@ -245,7 +282,10 @@ def block_of(tensor: Tensor) -> ShardBlock:
 
 
 def rank_stem(kind: str, rank: int, world_size: int) -> str:
-    """Return the prefix of the names of all files that `rank` writes."""
+    """Return the common prefix of the names of the files that `rank` writes.
+
+    `kind` is "model" or "optimizer".
+    """
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
@@ -254,17 +294,20 @@ def lay_out(
     offers: list[dict[str, ShardBlock]],
     checksums: Mapping[str, int | None],
 ) -> dict[str, TensorEntry]:
-    """Assign the blocks of all tensors to ranks and files, and return the index of the tensors.
+    """Assign the blocks of all tensors to ranks and files.
 
-    Each distinct block is written by one of the ranks that hold it. Blocks are assigned in order of
-    size, the largest first, each to the rank with the fewest bytes so far (LPT scheduling). A rank
-    begins a new file after every PART_BYTES. The function is pure, so all ranks compute the same
-    index without another exchange.
+    Return a dict that maps the name of each tensor to its entry in the manifest.
+
+    Each distinct block is written by one of the ranks that hold the block. The blocks are assigned
+    in order of size, the largest block first. Each block is assigned to the rank that has the
+    fewest bytes at that point (LPT scheduling). A rank starts a new file after every PART_BYTES.
+    The result depends on the arguments only, so all ranks compute the same entries without another
+    collective.
 
     Args:
         kind: "model" or "optimizer".
-        offers: For each rank, the block that it holds of each tensor.
-        checksums: Checksum of each tensor.
+        offers: For each rank, a dict that maps each tensor to the block that the rank holds.
+        checksums: Map each tensor to its checksum.
     """
     any_block = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(any_block)}
@@ -275,7 +318,7 @@ def lay_out(
     written = [0] * len(offers)  # bytes assigned to each rank
     largest_first = sorted(holders, key=lambda item: (-item[1].bytes, item[0], item[1].offset))
     for name, block in largest_first:
-        if not block.bytes:  # with more ranks than rows, some ranks hold nothing
+        if not block.bytes:  # the tensor has fewer rows than there are ranks
             continue
         rank = min(holders[name, block], key=lambda rank: (written[rank], rank))
         stem = rank_stem(kind, rank, len(offers))
@@ -294,13 +337,14 @@ def lay_out(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write `tensors` as one safetensors file, flush it, and return its size and SHA-256.
+    """Write `tensors` to one safetensors file, and flush the file to the disk.
 
-    `tensors` are local parts on any device. Neither writing nor hashing holds Python's lock. Raises
-    InputError if the disk is full.
+    Return the record of the file, with its size and SHA-256. `tensors` are local parts on any
+    device. Other Python threads can run during writing and hashing. Raises InputError if the file
+    cannot be written, for example because the disk is full.
     """
     with refusing((SafetensorError,), f"{path}: cannot be written"):
-        # The copies have no name, so that they are freed before the file is hashed.
+        # No variable refers to the copies, so that they are freed before the file is hashed.
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
             path,
@@ -317,11 +361,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
     """Return one line for each reason why the saved tensors cannot be loaded into `targets`.
 
-    A floating-point tensor may be loaded into another floating-point dtype, because a recipe may
+    A floating-point tensor can be loaded into another floating-point dtype, because a recipe may
     change the dtype of the moments.
+
+    Args:
+        index: Map the names of the saved tensors to their entries in the manifest.
+        targets: Map names to the tensors to fill.
     """
-    problems = [f"it lacks {name}" for name in sorted(targets.keys() - index.keys())]
-    problems += [f"only it has {name}" for name in sorted(index.keys() - targets.keys())]
+    problems = [f"the checkpoint lacks {name}" for name in sorted(targets.keys() - index.keys())]
+    problems += [
+        f"only the checkpoint has {name}" for name in sorted(index.keys() - targets.keys())
+    ]
     for name in sorted(targets.keys() & index.keys()):
         saved = index[name]
         target = targets[name]
@@ -329,8 +379,8 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
         is_convertible = len(dtypes) == 1 or all(dtype.is_floating_point for dtype in dtypes)
         if saved.shape != tuple(target.shape) or not is_convertible:
             problems.append(
-                f"{name} is {saved.dtype} {list(saved.shape)} there and "
-                f"{DTYPE_NAMES[target.dtype]} {list(target.shape)} here"
+                f"{name} is {saved.dtype} {list(saved.shape)} in the checkpoint and "
+                f"{DTYPE_NAMES[target.dtype]} {list(target.shape)} in this run"
             )
     return problems
 
@@ -338,10 +388,11 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
 def load_tensors(
     folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]
 ) -> None:
-    """Fill `targets` from the checkpoint in `folder`, converted to their dtypes.
+    """Copy the tensors of the checkpoint in `folder` into `targets`.
 
-    The targets may have any sharding, and must have no `mismatches`. Files are mapped and not
-    loaded: a rank reads only the bytes of its own part.
+    The values are converted to the dtypes of `targets`. `mismatches` must have returned no line for
+    `index` and `targets`. The targets may have any sharding. The files are mapped into memory, so
+    that a rank reads only the bytes of its local parts.
     """
     with ExitStack() as stack, torch.no_grad():
         open_file = cache(
@@ -354,7 +405,8 @@ def load_tensors(
                 if overlap := _overlap(piece, block):
                     in_piece, in_block = overlap
                     file = open_file(piece.file)
-                    # A tensor without dimensions has no slices, so full pieces are read whole.
+                    # `get_slice` does not support tensors without dimensions. Therefore pieces that
+                    # are needed completely are read with `get_tensor`.
                     is_full = in_piece == tuple(slice(0, size) for size in piece.shape)
                     values = file.get_tensor(name) if is_full else file.get_slice(name)[in_piece]
                     local[in_block].copy_(values)
@@ -363,7 +415,11 @@ def load_tensors(
 def _overlap(
     piece: Piece | ShardBlock, block: Piece | ShardBlock
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the common part of two blocks of a tensor as slices of each, or None."""
+    """Return the slices of the values that two blocks of a tensor have in common.
+
+    Return two tuples with one slice per dimension. The first tuple selects the common values in
+    `piece`, the second one in `block`. Return None if the blocks have no common values.
+    """
     in_piece = []
     in_block = []
     dimensions = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)

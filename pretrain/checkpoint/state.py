@@ -1,4 +1,4 @@
-"""The state of a run between two steps: counters, changes of its settings, and random seeds."""
+"""Counters of a run, comparison of its settings with a checkpoint's, and random seeds of steps."""
 
 from __future__ import annotations
 
@@ -14,33 +14,51 @@ _64_BITS = 2**64 - 1
 class TrainState:
     """Counters of a run between two optimizer steps.
 
-    The learning rate and the random numbers of a step depend on `step` alone. Its packs depend on
-    `step`, on `left_out` and on `shift`.
+    The learning rate and the random numbers of a step depend on `step` alone. The packs of a step
+    depend on `step`, `left_out` and `shift`.
     """
 
-    steps: int  # horizon; the run is finished when `step` reaches it
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # tokens seen, padding included, over all ranks
-    valid_tokens: int = 0  # tokens with a label
-    skipped_steps: int = 0  # steps without an update, because a loss or gradient was not finite
-    left_out: int = 0  # steps whose packs rollbacks have skipped
-    # Data offset in packs relative to step * packs_per_step. Not zero if an earlier run had another
-    # number of packs a step; may be negative.
+    # Horizon: the run is finished when `step` reaches this number.
+    steps: int
+    # Number of steps done, including skipped steps.
+    step: int = 0
+    # Number of trained tokens over all ranks, including padding.
+    tokens: int = 0
+    # Number of trained tokens that had a label.
+    valid_tokens: int = 0
+    # Number of steps whose update was skipped by the health checks.
+    skipped_steps: int = 0
+    # Number of steps whose packs were skipped by rollbacks.
+    left_out: int = 0
+    # Offset of the data in packs, relative to step * packs_per_step. It is not zero if the number
+    # of packs per step has changed in the history of the run. It may be negative.
     shift: int = 0
-    place: int = 0  # position of the next step in the stream of packs
+    # Position of the next step in the stream of packs.
+    place: int = 0
 
     @property
     def finished(self) -> bool:
-        """True if the run has reached its horizon."""
+        """Return True if the run has reached its horizon."""
         return self.step >= self.steps
 
     @property
     def data_steps(self) -> tuple[int, int]:
-        """The steps [first, end) of the stream of packs that are still to be trained."""
+        """Return (first, end) of the steps that are still to be trained. `end` is excluded.
+
+        The steps are numbered as in the stream of packs, in which steps that rollbacks have skipped
+        count too.
+        """
         return self.step + self.left_out, self.steps + self.left_out
 
     def advance(self, *, tokens: int, valid_tokens: int, place: int, skipped: bool = False) -> None:
-        """Count one step of `tokens` tokens over all ranks, whose packs end at `place`."""
+        """Add one step to the counters.
+
+        Args:
+            tokens: Number of tokens of the step over all ranks, including padding.
+            valid_tokens: Number of these tokens that have a label.
+            place: Position in the stream of packs after the packs of the step.
+            skipped: True if the step has not updated the weights.
+        """
         self.step += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens
@@ -48,18 +66,24 @@ class TrainState:
         self.place = place
 
 
-# Differences between the history of a run and its recipe, as in checkpoints and environment.json.
-# `changed` lists the steps after which settings changed, as {"step": 100, "was": {key: old value}}.
-# `left_out` is the number of steps whose packs had been skipped before the folder's first step.
+# Format of the differences between the history of a run and its recipe, which checkpoints and
+# environment.json contain. This value is for a run without differences. `changed` has an entry
+# {"step": 100, "was": {key: old value}} for each resume that has changed settings after this step.
+# `left_out` is the number of steps whose packs were skipped before the run folder's first step.
 NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ between two identities.
 
-    Identities are flat mappings of dotted settings and fingerprints. A missing key equals None.
+    An identity is a dict that maps dotted keys to settings and fingerprints. A missing key is
+    treated like the value None.
+
+    Args:
+        saved: Identity in a checkpoint.
+        current: Identity of the run.
     """
-    # `saved` went through JSON, which turns tuples into lists.
+    # Convert `current` to JSON and back, like `saved`. JSON turns tuples into lists.
     current = json.loads(json.dumps(current))
     keys = sorted(saved.keys() | current.keys())
     return [key for key in keys if saved.get(key) != current.get(key)]
@@ -68,8 +92,13 @@ def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
 def step_seed(seed: int, step: int, rank: int) -> int:
     """Return a 64-bit seed for one step of one rank.
 
-    It is computed by chained splitmix64, with the constants of Vigna's C code. Similar arguments
-    give unrelated seeds.
+    Args:
+        seed: Seed of the run.
+        step: Number of steps before the step.
+        rank: Rank of the process.
+
+    Similar arguments give unrelated seeds. The three numbers are combined by the generator
+    splitmix64, with the constants of Vigna's C code.
     """
     state = 0
     for part in (seed, step, rank):
@@ -81,13 +110,13 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed torch's CPU and CUDA generators for one step of one rank, before its first forward.
+    """Seed torch's CPU and CUDA generators for one step of one rank.
 
-    The seed depends on (seed, step, rank) alone. Therefore a checkpoint needs no generator states,
-    and random numbers of an evaluation or a sample between two steps do not change the training. A
-    run that is resumed with the same world size repeats its dropout masks and its stochastic
-    rounding bit for bit.
+    Call this function before the first forward of the step. The seed depends on the three arguments
+    alone. Therefore checkpoints do not contain generator states, and random numbers that are drawn
+    between two steps, for example by sampling, do not change the training. A run that is resumed
+    with the same world size repeats its dropout masks and its stochastic rounding bit for bit.
     """
-    import torch  # imported here because comparing runs works without torch
+    import torch  # imported here, so that runs can be compared without torch
 
     torch.manual_seed(step_seed(seed, step, rank))

@@ -1,4 +1,4 @@
-"""Columns of the report's tables. Console, Markdown and page use the same columns."""
+"""Columns of the report's tables. The console and the HTML page use the same columns."""
 
 from __future__ import annotations
 
@@ -17,47 +17,61 @@ from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunReco
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. Its rows are of any type, for example ComparedRun or GroupResult."""
+    """A column of a table.
+
+    A row of the table is any object from which `value` computes the value in the column, for
+    example a ComparedRun or a GroupResult.
+    """
 
     title: str
+    # Explanation of the column, without a full stop. "" if the title explains itself.
     meaning: str
-    # Returns the value of a row, or None if it is unknown. The page sorts by it.
+    # Function that returns the value of a row, or None if the value is not known. The page sorts
+    # the rows by this value.
     value: Callable[[Any], Any]
-    # Returns the text of a value.
+    # Function that formats a value as text.
     form: Callable[[Any], str] = str
-    # Returns text to print behind the value of a row.
+    # Function that returns a text to append to the formatted value of a row.
     suffix: Callable[[Any], str] = lambda row: ""
-    # The column holds text: it is aligned to the left, and the page sorts it ascending first.
+    # True if the column holds text instead of numbers. Text is aligned to the left, and the first
+    # click on the title in the page sorts it in ascending order.
     is_text: bool = False
 
     def text(self, row: Any) -> str:
-        """Return the text of a row, which is a dash for an unknown value."""
+        """Return the text of a row in this column. It is a dash if the value is not known."""
         value = self.value(row)
         return UNKNOWN if value is None else self.form(value) + self.suffix(row)
 
 
 def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table with one line for each row."""
     header = [column.title for column in columns]
     cells = [[column.text(row) for column in columns] for row in rows]
-    # Columns of text come first.
+    # The columns of text are left of all other columns.
     return markdown(header, cells, names=sum(column.is_text for column in columns))
 
 
 def meanings(columns: Iterable[Column]) -> list[str]:
-    """Return an explanation of each column that has one."""
+    """Return the explanations of the columns, each with the column's title, without repetitions."""
     texts = [f"{column.title}: {column.meaning}." for column in columns if column.meaning]
     return list(dict.fromkeys(texts))
 
 
 def signed(nats: float, digits: int = 4) -> str:
-    """Format a difference with its sign: +0.0004. The minus is as wide as the plus."""
-    rounded = round(nats, digits) + 0.0  # turns -0.0 into 0.0
+    """Format a loss difference with its sign: +0.0004 or −0.0004.
+
+    The minus sign is U+2212, which is as wide as the plus sign.
+    """
+    # Adding 0.0 turns -0.0 into 0.0.
+    rounded = round(nats, digits) + 0.0
     return f"{rounded:+.{digits}f}".replace("-", "−")
 
 
 def as_text(value: Any) -> str:
-    """Format a setting: fingerprints and commits are shortened, floats lose their noise."""
+    """Format the value of a setting.
+
+    Fingerprints and commit hashes are cut to 10 characters. Floats have 6 significant digits.
+    """
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", value):
         return value[:10]
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -70,9 +84,14 @@ def column_of_part(
     value: Callable[[Any], Any],
     form: Callable[[Any], str] = str,
 ) -> Column:
-    """Return a column with `value` of an attribute of the rows, for rows that have the attribute.
+    """Return a column whose value is computed from one attribute of each row.
 
-    The attribute of a row may be None.
+    Args:
+        attribute: Name of the attribute. If the attribute of a row is None, the value is None.
+        title: Title of the column.
+        meaning: Explanation of the column, or "".
+        value: Function that computes the value from the attribute.
+        form: Function that formats the value as text.
     """
 
     def of_row(row: Any) -> Any:
@@ -90,10 +109,16 @@ def _summary_column(
     counts: Callable[[RunRecord], Any] = bool,
     **options: Any,
 ) -> Column:
-    """Return a column with `key` of the summaries.
+    """Return a column with the value of `key` in each run's summary. The rows are ComparedRuns.
 
-    `counts` returns something true if the value of a run counts. With `own_speed` only speeds of
-    hardware that the run had for itself count.
+    Args:
+        title: Title of the column.
+        meaning: Explanation of the column, or "".
+        key: Key of the summary.
+        form: Function that formats the value as text.
+        counts: Function of a run. If its result is false, the value of the run is not shown. With
+            `own_speed`, only speeds of the hardware are shown.
+        options: Other fields of Column.
     """
 
     def value(compared: ComparedRun) -> Any:
@@ -103,19 +128,25 @@ def _summary_column(
 
 
 def _end_suffix(compared: ComparedRun) -> str:
-    """Return a note for a run that has not finished normally."""
+    """Return ", halted" or ", not finished" if the run has not reached its last step, else ""."""
     if "halted" in compared.run.summary:
         return ", halted"
     return ", not finished" if compared.run.is_unfinished else ""
 
 
-AT_END = f"the mean of the last fifth of the steps, or of the last {FEWEST_STEPS} if that is more"
+AT_END = (
+    f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if they are more"
+)
 RUN = Column("run", "", lambda compared: compared.label, is_text=True)
 
 
 def figures_of(comparison: RunComparison) -> list[Column]:
-    """Return the columns that have a value for at least one run."""
-    # A branch may have fewer steps at its end than the other runs.
+    """Return the columns of the table with all figures of the runs.
+
+    Columns without a value for any run are omitted.
+    """
+    # The suffix of the loss shows the number of averaged steps if it differs between runs. A run
+    # that branched from a checkpoint may have fewer steps at its end than the other runs.
     is_same_end = len({run.summary.get(END_KEY) for run in comparison.runs}) == 1
     columns = [
         RUN,
@@ -127,13 +158,16 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         ),
         Column(
             "weights",
-            "storage of the weights",
+            "dtype of the stored weights",
             lambda compared: compared.run.config.get("weights"),
             is_text=True,
         ),
         *map(_setting_column, distinguishing_keys(comparison.runs)),
         Column(
-            "backend", "engine of the products", lambda compared: compared.run.backend, is_text=True
+            "backend",
+            "engine that computes the matrix products",
+            lambda compared: compared.run.backend,
+            is_text=True,
         ),
         _summary_column("steps", "", "steps", "{:,}".format, suffix=_end_suffix),
         _summary_column("tokens", "", "tokens", count),
@@ -148,20 +182,21 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         ),
         _summary_column(
             "held-out",
-            "loss on packs that are not trained on",
+            "loss in nats per token on held-out packs, which are not used for training",
             "held_out_loss",
             "{:.4f}".format,
             suffix=lambda compared: compared.run.when_evaluated,
         ),
         Column(
             "held-out − baseline",
-            "if both were last evaluated after the same step",
+            "held-out loss minus the baseline's held-out loss, if both runs were last evaluated "
+            "after the same step",
             lambda compared: compared.held_out_gap,
             signed,
         ),
         _summary_column(
             "tok/s",
-            "median over all steps except the first two, padding included",
+            "tokens per second, including padding: median over all steps except the first two",
             "tokens_per_second",
             "{:,.0f}".format,
             counts=lambda run: not run.side_by_side,
@@ -169,33 +204,33 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         ),
         Column(
             "× baseline",
-            "only on the same kind of machine",
+            "speed divided by the baseline's speed, if both runs used the same kind of machine",
             lambda compared: compared.speedup,
             "{:.2f}".format,
         ),
         _summary_column(
             "MFU",
-            "the model's FLOPs over the device's BF16 peak",
+            "model FLOPs utilization: the model's FLOP/s divided by the device's BF16 peak",
             "mfu_bf16_peak",
             percent,
             counts=own_speed,
         ),
         _summary_column(
             "MFU, nanoGPT's",
-            "the same with nanoGPT's count of FLOPs",
+            "model FLOPs utilization with the number of FLOPs that nanoGPT counts",
             "mfu_nanogpt",
             percent,
             counts=own_speed,
         ),
         _summary_column(
             "memory",
-            "peak allocation on a GPU; on a CPU the memory of the process",
+            "peak of the allocated memory on a GPU, or the memory of the process on a CPU",
             "memory_gib",
             memory,
         ),
         _summary_column(
             "frozen",
-            "share of parameters whose update was lost to rounding",
+            "share of the parameters whose update was lost to rounding",
             "frozen_updates",
             percent,
         ),
@@ -212,10 +247,10 @@ def figures_of(comparison: RunComparison) -> list[Column]:
 
 
 def _setting_column(key: str) -> Column:
-    """Return the column of a setting that differs between runs."""
+    """Return the column of the setting `key`, which differs between runs."""
     return Column(
         key,
-        "a setting in which runs differ",
+        "a setting that differs between the runs",
         lambda compared: option(compared.run, key),
         as_text,
         is_text=True,
@@ -223,7 +258,10 @@ def _setting_column(key: str) -> Column:
 
 
 def differences_of(comparison: RunComparison) -> list[Column]:
-    """Return columns with each run's loss minus the baseline's at the end, and its verdict."""
+    """Return the columns of the table with the loss difference and the verdict of each run.
+
+    The difference is the run's training loss minus the baseline's training loss at the end.
+    """
     gap_column = partial(column_of_part, "gap")
     base = comparison.baseline.label
     confidence = f"{100 * CONFIDENCE:.0f} %"
@@ -232,24 +270,27 @@ def differences_of(comparison: RunComparison) -> list[Column]:
         RUN,
         gap_column(
             f"minus {base}, at the end",
-            f"paired by step: {AT_END}",
+            f"training loss minus {base}'s training loss at the same step, in nats per token: "
+            f"{AT_END}",
             lambda gap: gap.mean,
             partial(signed, digits=5),
         ),
         gap_column(
             f"± {confidence}",
-            f"half of the {confidence} interval of the mean along this run, not over seeds. It "
-            f"considers that neighbouring steps are correlated. Below {FEWEST_STEPS} steps there "
-            "is none",
+            f"half-width of the {confidence} interval of this mean. The interval describes the "
+            "variation between the steps of this run, not between seeds, and takes the "
+            "correlation of neighbouring steps into account. At least "
+            f"{FEWEST_STEPS} steps are needed",
             lambda gap: gap.half_width,
             "{:.5f}".format,
         ),
-        gap_column("steps", "", lambda gap: gap.steps),
+        gap_column("steps", "number of averaged steps", lambda gap: gap.steps),
         Column(
             "verdict",
-            f"position of the interval: within ± {comparison.tolerance:g} nats around the "
-            f"baseline, or beyond. A run is called beyond only if the {confidence} hold for all "
-            "rows together (Bonferroni)",
+            "within: the interval lies within ± "
+            f"{comparison.tolerance:g} nats around the baseline. Above or below: the interval, "
+            "widened for the number of rows (Bonferroni), lies completely above or below that "
+            "range",
             lambda compared: compared.verdict,
         ),
     ]

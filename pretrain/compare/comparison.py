@@ -1,4 +1,4 @@
-"""Comparison of single runs with a baseline: differences, verdicts, and notes."""
+"""Comparison of single runs with a baseline run: loss differences, verdicts, and notes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pretrain.compare.differences import Gap
 from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, why_not_paired
 from pretrain.metrics.run_record import RunRecord
 
-# Colours of runs in their order: ten colours that are easy to distinguish (Tableau's and plotly's).
-# The next ten runs have the same colours with another dash.
+# Colours of the first ten runs: the default palette of Tableau and plotly, whose colours are easy
+# to distinguish. Every further ten runs have the same colours, with the next dash in DASHES.
 COLOURS = (
     "#1F77B4",
     "#FF7F0E",
@@ -27,40 +27,47 @@ COLOURS = (
     "#17BECF",
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
-# Default of `--gate`: nats per token by which a run may end above its baseline and still pass.
+# Loss difference in nats per token within which two runs count as equal, unless `--gate` is set.
 TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run compared with the baseline. Properties are None if they are unknown."""
+    """A run compared with the baseline. Properties whose value is not known are None."""
 
     run: RunRecord
+    # The baseline run.
     base: RunRecord
-    # Name of the run, unique within a comparison.
+    # Name of `run`, unique within a comparison.
     label: str
+    # Colour of the curves of `run`, such as "#1F77B4".
     colour: str
-    # Dash of the run's line, by plotly's names.
+    # Dash of the curves of `run`: "solid" or another name of plotly.
     dash: str
+    # Loss difference within which `run` counts as equal to the baseline, in nats per token.
     tolerance: float
-    # Number of runs that are compared with the baseline, this one included.
+    # Number of runs that are compared with the baseline, including `run`.
     comparisons: int
 
     @property
     def is_baseline(self) -> bool:
-        """Return True if this run is the baseline."""
+        """Return True if `run` is the baseline."""
         return self.run is self.base
 
     @cached_property
     def pairing_obstacle(self) -> str | None:
-        """Return why the run's steps cannot be paired with the baseline's, else None."""
+        """Return the reason why the run and the baseline cannot be compared step by step.
+
+        Return None if they can be compared.
+        """
         return why_not_paired(self.base, self.run)
 
     @property
     def not_paired(self) -> str | None:
-        """Return why there is no difference at the end, or None if there is one.
+        """Return the reason why there is no loss difference at the end of training.
 
-        The steps cannot be paired, or one of the two runs has failed.
+        Either the two runs cannot be compared step by step, or one of them has failed. Return None
+        if there is a loss difference.
         """
         if self.is_baseline or self.pairing_obstacle:
             return self.pairing_obstacle
@@ -72,14 +79,17 @@ class ComparedRun:
 
     @cached_property
     def differences(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return steps, and losses minus the baseline's. Return None if they cannot be paired."""
+        """Return step numbers, and the run's training losses minus the baseline's.
+
+        Return None if the run and the baseline cannot be compared step by step.
+        """
         return None if self.pairing_obstacle else loss_differences(self.base, self.run)
 
     @cached_property
     def gap(self) -> Gap | None:
-        """Return the difference at the end of the run, paired by step.
+        """Return the mean loss difference between the run and the baseline at the end of training.
 
-        Return None for the baseline and if `not_paired` gives a reason.
+        Return None if the run is the baseline, or if there is no difference (`not_paired`).
         """
         if self.is_baseline or self.not_paired or self.differences is None:
             return None
@@ -87,7 +97,10 @@ class ComparedRun:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict: "within", "above", "below", "cannot tell", or why there is none."""
+        """Return "within", "above", "below", "cannot tell", or the reason why there is no verdict.
+
+        `Gap.verdict` explains the verdicts.
+        """
         if self.run.broke_off:
             return self.run.broke_off
         if self.gap:
@@ -96,9 +109,10 @@ class ComparedRun:
 
     @property
     def held_out_gap(self) -> float | None:
-        """Return the held-out loss minus the baseline's.
+        """Return the run's last held-out loss minus the baseline's last held-out loss.
 
-        Return None unless both were last evaluated after the same step on the same packs.
+        Return None if the run is the baseline, if the two runs cannot be compared, or if their last
+        evaluations were after different steps or on different packs.
         """
         if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
             return None
@@ -108,10 +122,12 @@ class ComparedRun:
 
     @property
     def speedup(self) -> float | None:
-        """Return the speed divided by the baseline's, on the same kind of machine, else None.
+        """Return the speed of the run divided by the baseline's speed.
 
-        Otherwise the speed of a machine would be attributed to a precision. Software versions may
-        differ, because their effect may be the subject of the comparison.
+        Return None if the run is the baseline, or if one of the two speeds is not known. Also
+        return None if the two runs used different kinds of machines, because the ratio would show
+        the effect of the machine instead of the precision. Software versions may differ, because
+        their effect may be the subject of the comparison.
         """
         if self.is_baseline or machine_of(self.base) != machine_of(self.run):
             return None
@@ -120,14 +136,20 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Runs compared with the first of them."""
+    """A list of runs, each compared with the first run, which is the baseline."""
 
+    # All runs, the baseline first.
     compared_runs: list[ComparedRun]
+    # Loss difference within which a run counts as equal to the baseline, in nats per token.
     tolerance: float
 
     @classmethod
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
-        """Compare `runs`, which must be comparable, with the first run."""
+        """Compare each of `runs` with the first run.
+
+        Call `check_comparable` first. `tolerance` is the loss difference within
+        which a run counts as equal to the first one, in nats per token.
+        """
         labels = unique_names([run.name for run in runs], runs)
         compared_runs = [
             ComparedRun(
@@ -145,7 +167,7 @@ class RunComparison:
 
     @property
     def baseline(self) -> ComparedRun:
-        """Return the run that the others are compared with."""
+        """Return the run with which all other runs are compared."""
         return self.compared_runs[0]
 
     @property
@@ -154,7 +176,10 @@ class RunComparison:
         return [compared.run for compared in self.compared_runs]
 
     def answer(self) -> str:
-        """Return the verdicts with their runs in one sentence, or the name of a single run."""
+        """Return one sentence that lists the runs of each verdict.
+
+        If there is only one run, return its name.
+        """
         base = self.baseline.label
         verdicts = {compared.label: compared.verdict for compared in self.compared_runs[1:]}
         if not verdicts:
@@ -162,21 +187,21 @@ class RunComparison:
         return f"Against {base}, ± {self.tolerance:g} nats: {by_verdict(verdicts)}."
 
     def notes(self, *, over_seeds: bool = False) -> list[str]:
-        """Return remarks for the reader of the tables.
+        """Return notes that explain the tables of the report.
 
-        With `over_seeds`, the comparison over seeds pairs the runs, so single runs need no note
-        about pairing.
+        If `over_seeds` is true, the report compares groups of seeds. Then it does not compare
+        single runs step by step, and the notes about runs that cannot be paired are omitted.
         """
         notes = []
         for compared in self.compared_runs:
             run = compared.run
             if run.broke_off:
-                reason = run.summary.get("halted", "its results do not count as an end")
+                reason = run.summary.get("halted", "it has no result at the end of training")
                 notes.append(f"{compared.label} {run.broke_off}: {reason}")
             elif compared.not_paired and not over_seeds:
                 notes.append(
-                    f"{compared.label} is not paired with {self.baseline.label}: "
-                    f"{compared.not_paired}."
+                    f"{compared.label} is not paired with {self.baseline.label}, so their losses "
+                    f"are not compared: {compared.not_paired}."
                 )
             if run.changed_settings:
                 changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
@@ -184,17 +209,21 @@ class RunComparison:
                     f"{compared.label} changed its settings during training: {'; '.join(changes)}."
                 )
         if any(run.side_by_side for run in self.runs):
-            notes.append("Runs that shared their machine with other runs have no speed.")
+            notes.append("Speeds are omitted for runs that shared their machine with other runs.")
         evaluated = [run for run in self.runs if "held_out_loss" in run.summary]
         if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
             notes.append(
-                "Held-out losses are from different data, so they do not show which run is better."
+                "The held-out losses were computed on different data, so they do not show which "
+                "run is better."
             )
         return notes
 
 
 def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
-    """Return a name for each run: its name in `names`, or its path if that name is not unique."""
+    """Return a unique name for each run.
+
+    It is the run's entry in `names`, or the path of the run if several runs have the same entry.
+    """
     return [
         name if names.count(name) == 1 else str(run.path)
         for name, run in zip(names, runs, strict=True)
@@ -202,7 +231,10 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 
 
 def by_verdict(verdicts: Mapping[str, str]) -> str:
-    """Return the verdicts, each with the names that have it, from verdicts by name."""
+    """Return a text that lists the names of each verdict: "within: a, b; above: c".
+
+    `verdicts` maps names to verdicts.
+    """
     names: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         names.setdefault(verdict, []).append(name)
@@ -210,9 +242,9 @@ def by_verdict(verdicts: Mapping[str, str]) -> str:
 
 
 def own_speed(run: RunRecord) -> float | None:
-    """Return the tokens/s that hardware has computed for this run alone.
+    """Return the median speed of a run in tokens/s, if it is the speed of the hardware.
 
-    Return None if the precision was emulated or the run shared its machine.
+    Return None if the precision was emulated, or if the run shared its machine with other runs.
     """
     if run.side_by_side or run.emulated:
         return None
@@ -220,14 +252,17 @@ def own_speed(run: RunRecord) -> float | None:
 
 
 def speed_ratio(base: RunRecord, run: RunRecord) -> float | None:
-    """Return the speed of `run` divided by that of `base`, or None if `own_speed` lacks one."""
+    """Return the speed of `run` divided by the speed of `base`.
+
+    Return None if `own_speed` returns None for one of them.
+    """
     base_speed = own_speed(base)
     speed = own_speed(run)
     return speed / base_speed if speed and base_speed else None
 
 
 def machine_of(run: RunRecord) -> str:
-    """Return the machine of a run: "2 × NVIDIA H200", or a CPU with its number of cores."""
+    """Describe the devices of a run: "2 × NVIDIA H200", "1 × CPU, 8 cores, Linux x86_64"."""
     processes, name = run.devices
     machine = f"{processes} × {name}"
     if name == "CPU":

@@ -1,9 +1,12 @@
-"""Statistics of the difference between two losses, in nats per token: intervals and verdicts.
+"""Intervals and verdicts for the difference between two losses, in nats per token.
 
-Along one run, the sample consists of the differences of its steps, and neighbouring steps are
-correlated. Over seeds, the sample consists of the differences of pairs of runs. A seed changes the
-initialization and the order of the data. That effect drops out of the difference between two runs
-with the same seed.
+There are two kinds of samples:
+
+* `Gap` compares a single pair of runs. The sample has one loss difference per step, and the
+  differences of neighbouring steps are correlated.
+* `SeedDifference` compares several pairs of runs. The sample has one loss difference per seed. A
+  seed determines the initialization and the order of the data. The effect of the seed drops out,
+  because both runs of a pair have the same seed.
 """
 
 from __future__ import annotations
@@ -18,21 +21,23 @@ import numpy as np
 
 from pretrain.metrics.run_record import FEWEST_STEPS
 
-# Confidence of every interval that is reported.
+# Confidence of every reported interval.
 CONFIDENCE = 0.95
-# Minimum number of seeds for an interval. An interval of two seeds is nearly four times as wide as
-# one of three.
+# Minimum number of seeds for an interval. With two seeds, an interval would be nearly four times as
+# wide as with three seeds.
 FEWEST_SEEDS = 3
-# Default margin: differences up to this share of the baseline's loss count as none.
+# Default margin, as a share of the baseline's loss. A smaller difference counts as equivalent.
 MARGIN = 0.003
-# Confidence of the interval that is equivalent to two one-sided tests at 5 %.
+# Confidence of the interval for the verdict "equivalent". If this interval lies within the margin,
+# two one-sided tests at 5 % each show that the difference is smaller than the margin.
 EQUIVALENCE = 0.90
-# Variance of the means over which the sequential test mixes, in squared standard deviations. This
-# value makes the intervals narrowest at five to eight seeds.
+# Parameter of the sequential test in `anytime_half_width`: the variance of the normal distribution
+# of assumed true means, in units of the squared standard deviation. The value 10 makes the
+# intervals narrowest at five to eight seeds.
 MIXED_OVER = 10.0
-# Resolution of quantiles.
+# Resolution of the quantiles of Student's t.
 _STEP = 2.0**-40
-# Verdicts over seeds, and endings of "worse" and "better".
+# Verdicts over seeds, and the endings that "worse" and "better" may have.
 EQUIVALENT = "equivalent"
 WORSE = "worse"
 BETTER = "better"
@@ -44,8 +49,8 @@ BEYOND_MARGIN = " by more than the margin"
 def t_probability(t: float, freedom: int) -> float:
     """Return the probability that a Student's t variable lies within ±`t`.
 
-    `freedom` is the number of degrees of freedom, at least 1. For whole numbers the probability is
-    a finite sum (Abramowitz and Stegun 26.7.3-4).
+    `freedom` is the number of degrees of freedom, at least 1. Because it is a whole number, the
+    probability is a finite sum (Abramowitz and Stegun 26.7.3-4).
     """
     angle = math.atan(t / math.sqrt(freedom))
     cosine = math.cos(angle)
@@ -62,9 +67,10 @@ def t_probability(t: float, freedom: int) -> float:
 
 
 def t_quantile(freedom: int, confidence: float) -> float:
-    """Return the bound that |t| does not exceed with probability `confidence`, below 1.
+    """Return the bound within which a Student's t variable lies with probability `confidence`.
 
-    The quantile for 4 degrees of freedom and 0.95 is 2.776.
+    The variable lies between minus the bound and the bound. `freedom` is the number of degrees of
+    freedom, and `confidence` is below 1. For 4 degrees of freedom and 0.95 the bound is 2.776.
     """
     steps = bisect_left(
         range(2**62), confidence, key=lambda steps: t_probability(_STEP * steps, freedom)
@@ -73,17 +79,24 @@ def t_quantile(freedom: int, confidence: float) -> float:
 
 
 def half_width(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
-    """Return half of the interval of the mean of correlated `values`.
+    """Return the half-width of the confidence interval of the mean of correlated values.
 
-    There must be at least FEWEST_STEPS values. A trend makes the interval wide, as it should.
+    `values` is an array [step] with at least FEWEST_STEPS elements. If the values have a trend, the
+    interval becomes wide, because the mean depends on the length of the run then.
 
-    Neighbouring steps share their past, so n values contain less information than n independent
-    ones. The values are cut into batches of n^(1/3) consecutive ones. The N batch means are
-    modelled as a first-order autoregression. The correlation r of neighbours is estimated too low,
-    by (1 + 3r) / N (Kendall 1954). It is raised by that and by its standard error, because an
-    estimate that is too low makes the interval too narrow. The variance of the mean is then that of
-    N / k independent values with k = (1 + r) / (1 - r) - 2r (1 - r^N) / (N (1 - r)^2). Student's t
-    has N / k - 1 degrees of freedom. Tests simulate how often the interval covers the true mean.
+    The values of neighbouring steps are correlated, so n values contain less information than n
+    independent values. The interval is computed in these steps:
+
+    1. Cut the n values into N batches of about n^(1/3) consecutive values, and compute the mean of
+       each batch. The batch means are modelled as a first-order autoregression.
+    2. Estimate the correlation r of neighbouring batch means. This estimate is too low by
+       (1 + 3r) / N on average (Kendall 1954), and a low estimate would make the interval too
+       narrow. So add this bias and the standard error of the estimate to r.
+    3. The mean is as uncertain as the mean of N / k independent batch means, where
+       k = (1 + r) / (1 - r) - 2r (1 - r^N) / (N (1 - r)^2). Compute the interval by Student's t
+       with N / k - 1 degrees of freedom.
+
+    Tests simulate how often the interval contains the true mean.
     """
     size = round(len(values) ** (1 / 3))
     means = values[len(values) % size :].reshape(-1, size).mean(axis=1)
@@ -102,22 +115,24 @@ def half_width(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """Mean of the step-by-step differences between two losses, in nats per token."""
+    """Mean of the step-by-step differences between the losses of two runs, in nats per token."""
 
+    # Mean of the differences.
     mean: float
-    # Half of the interval at CONFIDENCE. None below FEWEST_STEPS.
+    # Half-width of the interval of the mean at CONFIDENCE. None for fewer than FEWEST_STEPS steps.
     half_width: float | None
-    # Half of the interval that holds for all comparisons together (Bonferroni). 0 below
-    # FEWEST_STEPS.
+    # Half-width of the wider interval that is corrected for the number of comparisons (Bonferroni).
+    # 0 for fewer than FEWEST_STEPS steps.
     cautious: float
+    # Number of steps.
     steps: int
 
     @classmethod
     def over(cls, differences: np.ndarray, comparisons: int = 1) -> Gap:
-        """Summarise per-step loss differences. There must be at least one.
+        """Summarise the loss differences of at least one step.
 
-        `comparisons` is the number of comparisons that are made together, for the Bonferroni
-        correction.
+        `differences` is an array [step], in nats per token. `comparisons` is the number of pairs of
+        runs that are compared together. The Bonferroni correction depends on it.
         """
         steps = len(differences)
         mean = float(differences.mean())
@@ -128,14 +143,15 @@ class Gap:
 
     @property
     def upper(self) -> float:
-        """Return the upper end of the interval, or the mean if there is no interval."""
+        """Return the upper end of the interval at CONFIDENCE, or the mean without an interval."""
         return self.mean + (self.half_width or 0.0)
 
     def verdict(self, tolerance: float) -> str:
-        """Return the position of the interval relative to ± `tolerance`.
+        """Return the position of the mean's interval relative to ± `tolerance`, in nats per token.
 
-        "within": the interval lies within ± `tolerance`. "above" or "below": the interval that
-        holds for all comparisons together lies beyond it. Otherwise "cannot tell".
+        Return "within" if the interval at CONFIDENCE lies within ± `tolerance`. Return "above" or
+        "below" if the interval that is corrected for the number of comparisons lies completely
+        above `tolerance` or completely below -`tolerance`. Return "cannot tell" otherwise.
         """
         distance = abs(self.mean)
         if distance + (self.half_width or 0.0) <= tolerance:
@@ -147,19 +163,20 @@ class Gap:
 
 @dataclass(frozen=True)
 class SeedDifference:
-    """Losses minus the baseline's losses of the same seeds."""
+    """Losses of several runs, minus the losses of the baseline's runs with the same seeds."""
 
+    # Map each seed to the loss of its run minus the loss of the baseline's run.
     by_seed: dict[int, float]
-    # Mean of the baseline's losses of these seeds.
+    # Mean loss of the baseline's runs with the seeds in `by_seed`.
     baseline: float
 
     @classmethod
     def of(
         cls, losses: Mapping[int, float], baseline: Mapping[int, float]
     ) -> SeedDifference | None:
-        """Return the difference over the seeds that both have, or None without a common seed.
+        """Return the difference between `losses` and `baseline`, which map seeds to finite losses.
 
-        `losses` and `baseline` have finite losses by seed.
+        Only seeds that both mappings have are included. Return None if there is no such seed.
         """
         seeds = sorted(losses.keys() & baseline.keys())
         if not seeds:
@@ -169,18 +186,18 @@ class SeedDifference:
 
     @property
     def mean(self) -> float:
-        """Return the mean difference over seeds."""
+        """Return the mean of the differences over all seeds."""
         return statistics.fmean(self.by_seed.values())
 
     @property
     def sum_of_squares(self) -> float:
-        """Return the sum of squared deviations from the mean."""
+        """Return the sum of the squared deviations of the differences from their mean."""
         return math.fsum((value - self.mean) ** 2 for value in self.by_seed.values())
 
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
-        """Return half of the interval of the mean by Student's t.
+        """Return the half-width of the mean's confidence interval by Student's t.
 
-        Return None for fewer than FEWEST_SEEDS.
+        Return None for fewer than FEWEST_SEEDS seeds.
         """
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
@@ -189,29 +206,38 @@ class SeedDifference:
         return t_quantile(number - 1, confidence) * error
 
     def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str:
-        """Return the verdict of a single look.
+        """Return the verdict if the number of seeds was fixed before the first result.
 
-        The interval at EQUIVALENCE is compared with the margin, a share of the baseline's loss.
-        The interval at CONFIDENCE for all `comparisons` together (Bonferroni) is compared with
-        zero.
+        The interval at EQUIVALENCE is compared with the margin. The interval at CONFIDENCE,
+        corrected for the number of comparisons (Bonferroni), is compared with zero and the margin.
+        `_verdict_of` lists the verdicts.
+
+        Args:
+            margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
+            comparisons: Number of differences that are compared together.
         """
         zero_half = self.half_width(1 - (1 - CONFIDENCE) / comparisons)
         return self._verdict_of(self.half_width(EQUIVALENCE), zero_half, margin)
 
     def anytime_half_width(self, error: float) -> float | None:
-        """Return half of an interval that holds after every number of seeds at once.
+        """Return the half-width of an interval that stays valid if seeds are added one by one.
 
-        The interval misses the mean after any number of seeds with probability `error` at most. So
-        one may look after each seed and stop when the interval is narrow enough. Return None while
-        the interval is unbounded, and for fewer than FEWEST_SEEDS.
+        With a probability of at least 1 - `error`, the intervals after all numbers of seeds contain
+        the true mean. So it is valid to look at the interval after each seed, and to train no more
+        seeds once the interval is narrow enough. Return None if the interval is unbounded, or for
+        fewer than FEWEST_SEEDS seeds.
 
-        The test against a mean m is a martingale for normal differences of any standard deviation,
-        because it mixes the likelihood of the t statistic over alternatives N(0, MIXED_OVER · sd²)
-        (Lai 1976, Annals of Statistics 4(2); Wang and Ramdas 2025, Sequential Analysis 44(1)):
-        (1 + nv)^(-1/2) ((S + n d²) / (S + n d² / (1 + nv)))^(n/2), where d is the mean minus m, v
-        is MIXED_OVER, and S is the sum of squares about the mean. The probability that it ever
-        exceeds 1 / error is at most `error` (Ville). The interval consists of all m whose test has
-        not exceeded it.
+        The interval after n seeds consists of all means m for which the statistic
+
+            (1 + nv)^(-1/2) ((S + n d²) / (S + n d² / (1 + nv)))^(n/2)
+
+        is at most 1 / error. Here d is the observed mean minus m, v is MIXED_OVER, and S is the sum
+        of the squared deviations from the observed mean. The statistic averages the likelihood
+        ratio of the t statistic over assumed true means with the distribution N(m, v · sd²). If m
+        is the true mean and the differences are normal with any standard deviation, the statistic
+        is a martingale (Lai 1976, Annals of Statistics 4(2); Wang and Ramdas 2025, Sequential
+        Analysis 44(1)). By Ville's inequality, the probability that such a statistic exceeds
+        1 / error after any number of seeds is at most `error`.
         """
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
@@ -223,10 +249,16 @@ class SeedDifference:
         return math.sqrt(self.sum_of_squares * (bound - 1) / (number * (1 - bound / spread)))
 
     def anytime_verdict(self, margin: float, error: float) -> str:
-        """Return the verdict by `anytime_half_width`, which holds after every number of seeds.
+        """Return a verdict that stays valid if seeds are added one by one.
 
-        Equivalence is two one-sided tests at `error` each, so their interval is the one at twice
-        `error`. The verdict is "cannot tell" until the interval at `error` is finite.
+        The intervals come from `anytime_half_width`. The interval that excludes zero or the margin
+        has the error probability `error`. The interval that must lie within the margin has twice
+        this probability, because equivalence consists of two one-sided tests at `error` each. The
+        verdict is "cannot tell" as long as an interval is unbounded.
+
+        Args:
+            margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
+            error: Error probability, between 0 and 1.
         """
         equivalence_half = self.anytime_half_width(2 * error)
         return self._verdict_of(equivalence_half, self.anytime_half_width(error), margin)
@@ -234,11 +266,18 @@ class SeedDifference:
     def _verdict_of(
         self, equivalence_half: float | None, zero_half: float | None, margin: float
     ) -> str:
-        """Return the verdict from two half-widths of the mean's interval.
+        """Return the verdict from the half-widths of two intervals of the mean.
 
-        The interval of `equivalence_half` may lie within the margin. The interval of `zero_half`
-        may exclude zero or the margin. Both can be true: "worse, within the margin". Without an
-        interval the verdict is "cannot tell".
+        * "equivalent": the first interval lies within the margin.
+        * "worse" or "better": the second interval excludes zero.
+        * "worse, within the margin": both are true.
+        * "worse by more than the margin": the second interval lies completely beyond the margin.
+        * "cannot tell": none of these is true, or a half-width is None.
+
+        Args:
+            equivalence_half: Half-width of the first interval, or None.
+            zero_half: Half-width of the second interval, or None.
+            margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
         """
         if equivalence_half is None or zero_half is None:
             return CANNOT_TELL
@@ -254,7 +293,7 @@ class SeedDifference:
 
 
 def fewest_seeds(error: float) -> int:
-    """Return the smallest number of seeds with a finite `anytime_half_width` at `error`."""
+    """Return the smallest number of seeds for which `anytime_half_width` with `error` is finite."""
     seeds = FEWEST_SEEDS
     while SeedDifference(dict.fromkeys(range(seeds), 0.0), 1.0).anytime_half_width(error) is None:
         seeds += 1

@@ -1,4 +1,7 @@
-"""Loss plot of a run as PNG, and the smoothing and ranges that the report's page uses too."""
+"""Loss plot of a run as PNG, and functions for smoothed curves and ranges of axes.
+
+The HTML page of the report uses these functions too.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,32 @@ from foundation.units import count
 from pretrain.compare.output_files import WRITTEN_BY
 from pretrain.metrics.run_record import RunRecord
 
-# Share of a run's steps in each mean of a smoothed curve.
+# Window of the moving mean, as a share of the run's steps.
 SMOOTHED_SHARE = 1 / 50
+# Colour of all curves in the plot: blue.
 COLOUR = "#1F77B4"
-# Share of a run's first steps that do not count for the range, because the loss falls steeply.
+# Share of a run's first steps that are ignored when the range of the vertical axis is computed,
+# because the loss falls steeply in these steps.
 FALL_SHARE = 1 / 30
 
 
 def window_of(steps: int) -> int:
-    """Return the number of steps in each mean of a smoothed curve.
+    """Return the window of the moving mean for a run with `steps` steps, in steps.
 
-    The number is odd, so that a mean has equally many steps before and after its own.
+    The window is odd, so that it has as many steps before its centre as after it.
     """
     return round(steps * SMOOTHED_SHARE) // 2 * 2 + 1
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of the finite values in the `window` around each value.
+    """Replace each value by the mean of the finite values in a window around it.
 
-    `window` is odd and is cut off at both ends. The mean is NaN if no value is finite.
+    At both ends of the curve, the window has fewer values. The mean is NaN if the window has no
+    finite value.
+
+    Args:
+        values: Values of a curve, float64 [step].
+        window: Number of values in the window, odd. The value itself is in the centre.
     """
     if not len(values):
         return values
@@ -45,10 +55,14 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 def range_after_the_fall(
     curves: Sequence[np.ndarray], points: Sequence[np.ndarray] = ()
 ) -> tuple[float, float] | None:
-    """Return the range of the vertical axis, or None if no value is finite.
+    """Return the lower and upper end of the vertical axis, or None if no value is finite.
 
-    The range covers all `points`, and `curves` without their steep first fall, which would flatten
-    the rest.
+    The first values of a loss curve fall steeply. They are ignored, because the rest of the curve
+    would look flat otherwise.
+
+    Args:
+        curves: Values of curves [step]. The first FALL_SHARE of each curve is ignored.
+        points: Values that are all considered, for example held-out losses.
     """
     tails = [curve[int(len(curve) * FALL_SHARE) :] for curve in curves]
     values = np.concatenate([*tails, *points, []])
@@ -61,13 +75,13 @@ def range_after_the_fall(
 
 
 def picture_of_run(run: RunRecord) -> bytes:
-    """Return a PNG with the loss and the held-out loss of a run by step."""
-    # Imported late: it takes half a second. Figure instead of pyplot, which needs a display and
-    # keeps state.
+    """Return a PNG that plots the training loss and the held-out loss of a run over the steps."""
+    # The import takes half a second, so it is not at the top of the file. Figure is used instead of
+    # pyplot, because pyplot needs a display and keeps global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), dpi=150)
-    # Fixed margins, because computing them takes longer than drawing.
+    # Set the margins, because matplotlib takes longer to compute them than to draw.
     axes = figure.add_axes((0.08, 0.1, 0.905, 0.79))
     steps, losses = run.curve("loss")
     window = window_of(len(run.steps))
@@ -89,7 +103,10 @@ def picture_of_run(run: RunRecord) -> bytes:
 
 
 def _title_of(run: RunRecord) -> str:
-    """Return two lines: the name of the run, and its model, precision and tokens."""
+    """Return the plot's title: a line with the run's name, and one with model, precision, tokens.
+
+    If the run has failed, the reason follows its name.
+    """
     precision = f"{run.precision}, weights {run.config.get('weights')}"
     if run.emulated:
         precision += " (emulated)"
@@ -99,9 +116,10 @@ def _title_of(run: RunRecord) -> str:
 
 
 def model_name(run: RunRecord) -> str:
-    """Return the last part of `model.source`, or the architecture if there is no source.
+    """Return a short name of the run's model.
 
-    If the source is the `final` folder of a run, return the name of that run.
+    It is the last part of `model.source`. If `model.source` is the `final` folder of another run,
+    it is the name of that run. Without `model.source`, it is the architecture.
     """
     model = run.config.get("model") or {}
     model_type = (model.get("config") or {}).get("model_type", "model")

@@ -1,7 +1,9 @@
 """Run all cells of an experiment and compare them: `python -m pretrain matrix MATRIX.yaml`.
 
-Exit status: 0 all cells finished, 1 a cell failed, 2 invalid input, 130, 138 or 143 stopped by a
-signal.
+A cell is one training run of the experiment.
+
+Exit status: 0 if all cells are finished, 1 if a cell failed, 2 for invalid input, and 130, 138 or
+143 if a signal stopped the command.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
 
 def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
-    """Return the runs of the cells that have started, the best first.
+    """Sort the runs of all cells that have at least one step, the best run first.
 
-    Finished runs come before unfinished ones, and runs with a held-out loss before runs without.
-    Within these classes, lower losses come first. Runs within TOLERANCE of the best of them count
-    as equal and stay in the order of `cells`, and so do the runs within TOLERANCE of the next one.
+    Finished runs are placed before unfinished runs. Among both, runs with a held-out loss are
+    placed before runs without one, which are sorted by their training loss. Within each of these
+    four classes, lower losses are placed first, but small differences are ignored: the best run and
+    all runs within TOLERANCE of its loss have the same rank. The next worse run and all runs within
+    TOLERANCE of that run's loss have the next rank. Runs of the same rank are in the order of
+    `cells`.
     """
     entries = []
     for cell in cells:
@@ -40,7 +45,7 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
             run_class = (not cell.is_finished(), "held_out_loss" not in run.summary)
             training_loss = run.summary.get(LOSS_KEY, math.inf)
             entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
-    # The class and the best loss of the runs that count as equal to a run.
+    # Map the path of each run to its rank: its class and the lowest loss of the runs of that rank.
     ranks = {}
     best: tuple[Any, float] = (None, 0.0)
     for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):
@@ -51,16 +56,17 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
 
 
 def write_report(matrix: Matrix) -> str:
-    """Write the page over all ended cells, the best first. Return the text to print.
+    """Write the report's HTML page and return the report as text for the console.
 
-    The report includes halted cells. Without them, the mean of their other seeds would make a cell
-    look too good.
+    The report has the baseline first, and then all finished and halted cells, the best first.
+    Halted cells are included, because the mean over the other seeds of a halted cell would look too
+    good.
     """
     finished = [cell for cell in matrix.cells if cell.is_finished()]
     if not finished:
-        return "No cell is finished, so there is nothing to report yet."
-    # If the baseline has not finished, another seed of its cell takes its place, because all seeds
-    # of a cell together are the baseline.
+        return "No cell is finished, so there is no report yet."
+    # If the baseline is not finished, the cell with the same settings and another seed replaces it,
+    # or else the first finished cell.
     seeds = [cell for cell in finished if cell.but_for_seed == matrix.baseline.but_for_seed]
     baseline = matrix.baseline if matrix.baseline in finished else (seeds or finished)[0]
     folders = {cell.run_dir for cell in finished}
@@ -73,22 +79,25 @@ def write_report(matrix: Matrix) -> str:
     parts = [*report.tables(), f"Written: {page}"]
     if not seeds:
         parts.append(
-            f"The baseline {matrix.baseline.name} is not finished: {baseline.name} takes its place."
+            f"The baseline {matrix.baseline.name} is not finished, so this report uses "
+            f"{baseline.name} as the baseline."
         )
     if missing := len(matrix.cells) - len(runs):
-        parts.append(f"{missing} of {len(matrix.cells)} cells are not finished and not included.")
+        parts.append(
+            f"{missing} of {len(matrix.cells)} cells are not finished and are not included."
+        )
     return "\n\n".join(parts)
 
 
 def page_of(matrix: Matrix) -> Path:
-    """Return the path of the report's page."""
+    """Return the path of the report's HTML page."""
     return matrix.folder / f"{matrix.settings.name}.html"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    Raises InputError for a mistake in the arguments.
+    Raises InputError for a mistake in the arguments or in the matrix file.
     """
     options = parse_arguments(arguments)
     matrix = load_matrix(
@@ -102,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cell is not None:
         if options.cell >= len(cells):
             raise InputError(
-                f"command line: --cell {options.cell}: no such cell; they are counted from 0 to "
-                f"{len(cells) - 1}"
+                f"command line: --cell {options.cell}: there is no such cell; choose a number from "
+                f"0 to {len(cells) - 1}"
             )
         cells = [cells[options.cell]]
     if options.count:
@@ -118,17 +127,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
-    """Run `cells`, print how they ended and the report, and return the exit status.
+    """Run `cells` of the matrix, print their results and the report, and return the exit status.
 
-    With `single`, the only cell runs without the report, because others may run cells of the
-    matrix at the same time.
+    `single` is true if `cells` has only the cell that `--cell` selects. Then no report is written,
+    because other jobs of the same job array may still run the other cells.
     """
-    # The lock of the matrix prevents two commands from starting the same runs. A single cell has
-    # the lock of its run.
+    # The lock of the matrix folder prevents two commands from starting the same runs. `--cell` does
+    # not lock it, so that several jobs can each run one cell. The run of the cell locks its own
+    # folder.
     lock = contextlib.nullcontext() if single else RunFolder(matrix.folder)
     with lock, StopRequest(passed_on=True) as stop:
         if not single:
-            check_replaceable(page_of(matrix), f"{matrix.path}, its report")
+            check_replaceable(page_of(matrix), f"{matrix.path}: report")
             finished = sum(cell.is_finished() for cell in cells)
             say(f"{finished} of {len(cells)} cells are already finished")
         outcomes = run_all(matrix, cells, stop)
@@ -153,11 +163,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(
         prog="python -m pretrain matrix",
-        description="Run all cells of an experiment and compare them. Finished cells are not run "
-        "again.",
+        description="Run all cells of an experiment and compare them. A cell is one training run "
+        "of the experiment. Finished cells are not run again.",
     )
     parser.add_argument(
-        "matrix", type=Path, help="the experiment, a YAML file; see recipes/matrices/"
+        "matrix",
+        type=Path,
+        help="YAML file that describes the experiment; examples are in recipes/matrices/",
     )
     parser.add_argument(
         "overrides",
@@ -170,25 +182,28 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="key=value",
-        help="run only the cells with this value; may be repeated",
+        help="run only the cells in which this setting has this value; may be repeated",
     )
     parser.add_argument(
         "--cell",
         type=int,
         metavar="N",
-        help="run only the N-th of the selected cells, counted from 0, as in a job array",
+        help="run only the selected cell with this number, counted from 0; for job arrays",
     )
     parser.add_argument(
-        "--at-once", type=int, metavar="N", help="number of cells to run at the same time"
+        "--at-once", type=int, metavar="N", help="maximum number of cells that run at the same time"
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="distribute the cells over this number of GPUs"
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs of this machine over which the cells are distributed",
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes of each cell"
+        "--processes", type=int, metavar="N", help="number of processes that train each cell"
     )
     parser.add_argument("--count", action="store_true", help="print the number of cells and exit")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the command of each cell and exit"
+        "--dry-run", action="store_true", help="print the command that runs each cell, and exit"
     )
     return parser.parse_intermixed_args(arguments)

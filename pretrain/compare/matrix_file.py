@@ -1,8 +1,14 @@
-"""Read a matrix file: the runs of an experiment, all checked before the first one starts.
+"""Read a matrix file, which describes the runs of an experiment.
 
-A cell is one combination of the axes' values. It is an ordinary run: the base recipe with
-`key=value` overrides, in its own folder. In a group, cells have names, and each cell is trained
-with every combination of the group's axes.
+The runs are called cells. A cell is an ordinary training run of the base recipe with `key=value`
+overrides, in a separate run folder. A matrix file can describe cells in three ways:
+
+* `axes` lists values for some keys. Every combination of these values is a cell.
+* `cells` lists cells one by one.
+* `groups` lists cells by name, together with axes. Every combination of a named cell and the values
+  of the axes is a cell.
+
+All cells are checked before the first cell is started.
 """
 
 from __future__ import annotations
@@ -47,15 +53,16 @@ from pretrain.settings.config import (
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
-# Keys of a recipe, dotted or nested, with their values.
+# Map keys of a recipe, dotted or nested, to values.
 Values = dict[str, Any]
-# Keys of a recipe, each with a list of values.
+# Map keys of a recipe to lists of values.
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
-# Key in the values of a group's cell: the name of the cell.
+# Key of `Cell.values` under which a cell of a group stores the cell's name in the group.
 CELL = "cell"
-# Keys that a cell's name omits, because their values are clear without them.
+# Keys that are omitted in the names of cells: `bf16` instead of `precision=bf16`.
 _WITHOUT_KEY = (CELL, "precision", "weights", "fp8_config.scope")
-# Keys, and prefixes of keys, that change neither the training, nor its speed, nor its measurement.
+# Keys, and prefixes of keys, that have no effect on the training, its speed or its evaluation. A
+# finished run in the run folder remains valid if only these keys have changed.
 _IDLE = (
     "name",
     "run_dir",
@@ -69,96 +76,115 @@ _IDLE = (
 
 
 class MatrixGroup(Settings):
-    """Named cells, each trained with every combination of the axes.
+    """Named cells, each of which is trained with every combination of the axes' values.
 
-    Cells vary fastest, then the last axis.
+    Runs are ordered by the values of the first axis, then by the values of the next axes, and then
+    by cell.
     """
 
+    # Map keys of a recipe to the list of their values.
     axes: Axes = Field(default_factory=dict)
-    # Settings of each cell by its name.
+    # Map the name of each cell to its settings.
     cells: Annotated[dict[str, Values], Field(min_length=1)]
 
 
 class LaunchSettings(Settings):
-    """Settings that a matrix and a search in phases have in common."""
+    """Settings that exist both in a matrix file and in a phases file."""
 
+    # Name of the experiment, for paths and reports.
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     # The base recipe.
     recipe: FilePath
-    # Accelerate configuration of the runs. `precision` in a cell overrides its precision.
+    # Accelerate configuration of all runs. If a cell sets `precision`, the precision of this
+    # configuration is ignored.
     accelerate: FilePath
-    # Settings that override the recipe in every cell that does not set them itself.
+    # Settings that override the recipe in every cell, unless the cell sets the same key.
     overrides: Values = Field(default_factory=dict)
-    # Number of GPUs of this machine to distribute the runs over, one for each process. null: each
-    # run sees all GPUs.
+    # Number of GPUs of this machine over which the runs are distributed. Each process uses one GPU.
+    # null: each run can use all GPUs.
     gpus: PositiveCount | None = None
     # Number of processes of each run. null: the number in the accelerate configuration.
     processes: PositiveCount | None = None
 
 
 class CellSettings(Settings):
-    """Settings that a matrix and a phase have in common: the combinations to train."""
+    """Settings that exist both in a matrix file and in each phase: the cells to train."""
 
-    # Keys with their values. Every combination is a cell.
+    # Map keys of a recipe to the list of their values. Every combination of the values is a cell.
     axes: Axes = Field(default_factory=dict)
-    # Further cells besides the combinations.
+    # Settings of more cells, in addition to the combinations of `axes`.
     cells: list[Values] = Field(default_factory=list)
 
 
 class MatrixSettings(LaunchSettings, CellSettings):
     """Content of a matrix file."""
 
-    # Named cells, each trained with every combination of its group's axes.
+    # Named cells, each of which is trained with every combination of the axes in the same group.
     groups: list[MatrixGroup] = Field(default_factory=list)
-    # Values of the cell that the others are compared with. null: the first cell.
+    # Values that identify the baseline, the cell with which all other cells are compared. null: the
+    # first cell.
     baseline: Values | None = None
+    # Run folder of each cell. {matrix} is replaced by `name`, and {cell} by the name of the cell.
     run_dir: PathText = "runs/{matrix}/{cell}"
-    # Number of runs at the same time. null: one for each group of `gpus`, else one. Speeds of runs
-    # that share a device cannot be compared, only their losses.
+    # Maximum number of runs at the same time. null: with `gpus`, as many as there are groups of
+    # `processes` GPUs, and one run otherwise. Runs that share a device have comparable losses, but
+    # no comparable speeds.
     at_once: PositiveCount | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run of a matrix."""
+    """One training run of a matrix."""
 
+    # Name of the cell, which is also the last part of its run folder's path by default.
     name: str
-    # Values that distinguish the cell: its settings or, in a group, its name and the axes' values.
+    # Values that distinguish the cell from the other cells, by dotted key. A cell of a group has
+    # its name in the group under the key CELL, and the values of the axes. Any other cell has its
+    # settings from `axes` or `cells`.
     values: Values
-    # Arguments of the launcher's command line, including `run_dir`.
+    # Settings that override the recipe, as key=value arguments of the command line. They include
+    # `run_dir`.
     overrides: tuple[str, ...]
-    # The recipe that the launcher will see, with its precision resolved.
+    # The recipe with all overrides and the resolved precision.
     recipe: Recipe
+    # The run folder.
     run_dir: Path
 
     @property
     def but_for_seed(self) -> Values:
-        """Return `values` without the seed. Cells that differ only in their seed share them."""
+        """Return `values` without the seed.
+
+        The result is equal for two cells that differ only in their seeds.
+        """
         return {key: value for key, value in self.values.items() if key != "seed"}
 
     @property
     def log(self) -> Path:
-        """Return the file with the launcher's output of all starts."""
+        """Return the path of the log file. Every start of the cell appends its output to it."""
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     @property
     def mark(self) -> Path:
-        """Return the file that records which cell was started in the folder, and its settings."""
+        """Return the path of the cell's mark in the run folder.
+
+        The mark is a JSON file. It is written when the cell is started, and records the values and
+        the settings of the cell.
+        """
         return self.run_dir / MATRIX_FILE
 
     @property
     def settings(self) -> Values:
-        """Return the settings that decide the training, its data, its measurement and its speed."""
-        # If the run prepares its packs, their place follows from other settings.
+        """Return the settings that affect the training, its data, its evaluation or its speed."""
+        # If the run prepares its packs, their path is determined by other settings.
         packs = ("data.packs",) if self.recipe.data.prepares else ()
         return settings_without(self.recipe, _IDLE + packs)
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
-        """Return the settings that differ from the settings of the run in the folder.
+        """Return the settings that have changed since the run in the run folder was started.
 
-        Each key has the current value and the value of the run. Without a run of a matrix in the
-        folder there are no differences.
+        Map the dotted key of each changed setting to its current value and its value in the run.
+        The mapping is empty if the run folder has no mark.
         """
         if not self.mark.is_file():
             return {}
@@ -168,9 +194,10 @@ class Cell:
         return {key: (current.get(key), recorded.get(key)) for key in changed}
 
     def record(self) -> RunRecord | None:
-        """Return the run's record so far.
+        """Return the record of the run in the run folder.
 
-        Return None if the run has no step yet or the folder holds another training.
+        The run may still be training. Return None if the run has no step yet, if the run folder has
+        no mark, or if it contains a run with other settings.
         """
         with contextlib.suppress(InputError):
             if self.mark.is_file() and not self.differences:
@@ -178,38 +205,44 @@ class Cell:
         return None
 
     def is_finished(self) -> bool:
-        """Return True if the folder holds this training and the training is finished."""
+        """Return True if the run folder contains a finished run with the cell's settings."""
         is_current = self.mark.is_file() and not self.differences
         return is_current and read_finished(self.run_dir) is not None
 
     def check_folder(self) -> None:
-        """Raise InputError if the folder holds another finished training.
+        """Raise InputError if the run folder contains a finished run with other settings.
 
-        Its launcher might take that training for this one.
+        Otherwise the launcher might report that run as the run of this cell.
         """
         if self.differences and read_finished(self.run_dir) is not None:
             raise InputError(
-                f"{self.run_dir}: was trained with other settings (now, and then): "
-                f"{in_words(self.differences)}; set them back, name another `run_dir`, or remove "
-                f"{self.run_dir} to train it again"
+                f"{self.run_dir}: the finished run in this folder had other settings (current "
+                f"value and value of the run): {in_words(self.differences)}; either set the "
+                "values of the run again, or choose another `run_dir`, or remove "
+                f"{self.run_dir} to train the cell again"
             )
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """An experiment: its cells in order, and the baseline."""
+    """An experiment, which consists of cells."""
 
+    # Path of the matrix file, or another description of the matrix. Messages begin with it.
     path: str
+    # Content of the matrix file.
     settings: MatrixSettings
+    # All cells in order.
     cells: tuple[Cell, ...]
+    # The cell with which all other cells are compared.
     baseline: Cell
-    # Number of processes of each cell. 1 if accelerate will count the GPUs that it sees.
+    # Number of processes of each cell. 1 if accelerate determines the number from the visible GPUs.
     processes: int
+    # True if the accelerate configuration sets `use_cpu`.
     on_cpu: bool
 
     @property
     def slots(self) -> int | None:
-        """Return the number of groups of GPUs, one for each running cell.
+        """Return the number of groups into which the GPUs are divided. A cell uses one group.
 
         Return None if cells are not distributed over GPUs.
         """
@@ -222,14 +255,15 @@ class Matrix:
 
     @property
     def folder(self) -> Path:
-        """Return the innermost folder that contains all runs. The report is written there."""
+        """Return the innermost folder that contains all run folders, for the report."""
         return Path(os.path.commonpath([cell.run_dir.parent for cell in self.cells]))
 
     def only(self, filters: Sequence[str]) -> list[Cell]:
-        """Return the cells that match the `key=value` filters.
+        """Return the cells that `filters`, a list of key=value arguments, selects.
 
-        A cell matches if, for every key, its value is one of the values given for the key. Raises
-        InputError if no cell matches.
+        A key may occur several times. A cell is selected if, for every key in `filters`, the cell
+        has one of the values that `filters` has for this key. Raises InputError if no cell is
+        selected.
         """
         keys = {key_of(text) for text in filters}
         chosen = [
@@ -240,45 +274,62 @@ class Matrix:
         if not chosen:
             names = ", ".join(cell.name for cell in self.cells)
             raise InputError(
-                f"command line: --only {' '.join(filters)} matches none of the cells {names}"
+                f"command line: --only {' '.join(filters)} selects none of the cells {names}; set "
+                "--only to a key and value of a cell"
             )
         return chosen
 
 
 def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> Matrix:
-    """Read the matrix file at `path` and return its cells.
+    """Read the matrix file at `path` and return the matrix.
 
-    `overrides` of the command line precede the file's. `changes` that are not None replace keys of
-    the file. Raises InputError that names the file and the key or cell.
+    Raises InputError for a mistake. The message names the file, and the key or the cell.
+
+    Args:
+        path: The matrix file.
+        overrides: key=value arguments. They override the recipe and the `overrides` in the file.
+        changes: Keys of the matrix file with values that replace those in the file. Values that are
+            None are ignored.
     """
     return make_matrix(str(path), read_settings(MatrixSettings, path, changes), overrides)
 
 
 def read_settings(cls: type[S], path: str | Path, changes: Mapping[str, Any]) -> S:
-    """Read the file at `path`. `changes` that are not None replace keys of the file.
+    """Read the YAML file at `path` and return its content as an object of `cls`.
 
-    Raises InputError that names the file and the key.
+    `changes` maps keys of the file to values that replace those in the file. Values that are None
+    are ignored. Raises InputError for a mistake. The message names the file and the key.
     """
     replaced = {key: value for key, value in changes.items() if value is not None}
     return parse(cls, load_yaml(path) | replaced, str(path))
 
 
 def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = ()) -> Matrix:
-    """Return the cells of `settings`. Messages call them `path`."""
+    """Return the matrix that `settings` describes, with all cells checked.
+
+    Raises InputError for a mistake.
+
+    Args:
+        path: Path of the matrix file, or another description of the matrix. Messages begin with it.
+        settings: Content of the matrix file.
+        overrides: key=value arguments. They override the recipe and `settings.overrides`.
+    """
     accelerate = load_yaml(settings.accelerate)
     processes = _processes_of(settings, accelerate)
     if settings.gpus and settings.gpus < (processes or 1):
         raise InputError(
-            f"{path}: `gpus: {settings.gpus}` is less than the {processes} processes of a run; "
-            "lower `processes`"
+            f"{path}: `gpus: {settings.gpus}` is less than the {processes} processes of a run, and "
+            f"each process needs one GPU; either set `processes` to {settings.gpus} or less, or "
+            f"set `gpus` to {processes} or more"
         )
     combinations = _combinations(settings)
     overridden = dict(parse_overrides(overrides))
     for key in itertools.chain.from_iterable(values for values, _ in combinations):
         if key in overridden:
             raise InputError(
-                f"{path}: `{key}` distinguishes the cells, so it cannot be overridden; to run "
-                f"only some cells, use `--only {key}=VALUE`, once for each value"
+                f"{path}: the cells differ in `{key}`, so it cannot be overridden on the command "
+                f"line; to run only some of the cells, use `--only {key}=VALUE`, once for each "
+                "value"
             )
     environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
@@ -288,21 +339,21 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         try:
             arguments = [*common, *as_overrides(cell_settings)]
             cell = _make_cell(settings, environment, name, values, arguments)
-            # Raises InputError if the path cannot be filled in.
+            # Check that the keys in braces in `train.begin_with` exist.
             branch_checkpoint(cell.recipe)
             check_launch(cell.recipe, processes)
             for other in cells:
                 if other.run_dir == cell.run_dir:
                     raise InputError(
-                        f"would share a run folder with {other.name}; remove one of them, or give "
-                        "it another name"
+                        f"this cell has the same run folder as cell {other.name}; either remove "
+                        "one of the two cells, or change its name"
                     )
         except InputError as error:
             lines = str(error).splitlines()
             raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
         cells.append(cell)
     if not cells:
-        raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
+        raise InputError(f"{path}: this file has no cell; set `axes`, `cells` or `groups`")
     return Matrix(
         path,
         settings,
@@ -314,16 +365,23 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
 
 
 def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:
-    """Return the number of processes of a run, or None if accelerate will count the GPUs."""
+    """Return the number of processes of each run.
+
+    `accelerate` is the content of the accelerate configuration. Return None if it does not set the
+    number, so that accelerate starts one process for each visible GPU.
+    """
     if settings.processes:
         return settings.processes
-    # YAML reads a bare NO as false.
+    # YAML reads NO without quotation marks as false.
     is_single = str(accelerate.get("distributed_type", "NO")).upper() in ("NO", "FALSE")
     return 1 if is_single else accelerate.get("num_processes")
 
 
 def _precision_environment(accelerate: Values) -> dict[str, str]:
-    """Return the precision variables that `accelerate launch` sets for a configuration."""
+    """Return the environment variables for the precision that `accelerate launch` would set.
+
+    `accelerate` is the content of the accelerate configuration.
+    """
     fp8_config = accelerate.get("fp8_config") or {}
     return {"ACCELERATE_MIXED_PRECISION": str(accelerate.get("mixed_precision", "no"))} | {
         f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in fp8_config.items()
@@ -339,11 +397,21 @@ def _make_cell(
 ) -> Cell:
     """Return a cell.
 
-    `environment` has the precision variables of its launch. If a key occurs several times in
-    `overrides`, the last value counts.
+    Raises InputError for a mistake in the settings of the cell.
+
+    Args:
+        settings: Content of the matrix file.
+        environment: Environment variables for the precision, from `_precision_environment`.
+        name: Name of the cell.
+        values: Values that distinguish the cell from the other cells.
+        overrides: Settings that override the recipe, as key=value. If a key occurs several times,
+            its last value is used.
     """
     if any(text.startswith("run_dir=") for text in overrides):
-        raise InputError("`run_dir`: every cell has its own folder; set the matrix's `run_dir`")
+        raise InputError(
+            "`run_dir`: the run folder of a cell cannot be overridden; set `run_dir` at the top of "
+            "the matrix file"
+        )
     run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
     last = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
     arguments = tuple(last.values())
@@ -352,9 +420,13 @@ def _make_cell(
 
 
 def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
-    """Return the values that distinguish each cell, and its settings, with dotted keys.
+    """Return a pair for each cell of the matrix file, in the order of the cells.
 
-    The combinations of the axes come first, then the listed cells, then the groups.
+    The first element of a pair has the values that distinguish the cell from the other cells
+    (`Cell.values`). The second element has all settings that the cell overrides. Both map dotted
+    keys to values.
+
+    The combinations of the axes are first, then the listed cells, and then the cells of the groups.
     """
     combinations = [
         (values, values)
@@ -367,9 +439,10 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 
 
 def _crossed(axes: Axes) -> list[Values]:
-    """Return every combination of the axes' values. The last axis varies fastest.
+    """Return every combination of the axes' values, as a mapping from dotted keys to values.
 
-    Without axes there is one empty combination.
+    Combinations are ordered by the values of the first axis, then of the second one, and so on.
+    Without axes, the result is one empty mapping.
     """
     return [
         flatten(dict(zip(axes, values, strict=True)))
@@ -378,21 +451,25 @@ def _crossed(axes: Axes) -> list[Values]:
 
 
 def _find_baseline(path: str, baseline: Values | None, cells: Sequence[Cell]) -> Cell:
-    """Return the first cell with the values of `baseline`, or the first cell without `baseline`.
+    """Return the baseline: the first cell that has the values in `baseline`.
 
-    Raises InputError unless the cells with these values differ only in their seed.
+    If `baseline` is None, return the first cell. Raises InputError if no cell has these values, or
+    if the cells with these values differ in more than their seed. Messages begin with `path`.
     """
     values = flatten(baseline) if baseline else cells[0].values
     matching = [cell for cell in cells if values.items() <= cell.values.items()]
     if not matching or any(cell.but_for_seed != matching[0].but_for_seed for cell in matching):
         names = ", ".join(cell.name for cell in matching or cells)
         number = "several" if matching else "none"
-        raise InputError(f"{path}: `baseline`: {values} matches {number} of the cells {names}")
+        raise InputError(
+            f"{path}: `baseline`: {values} matches {number} of the cells {names}; set `baseline` "
+            "to values that only one cell has, apart from its seeds"
+        )
     return matching[0]
 
 
 def _name_of(values: Values) -> str:
-    """Return a name for a cell that is also its folder's name.
+    """Return the name of a cell with the given values, which can be part of a path.
 
     Examples: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`.
     """
@@ -409,14 +486,15 @@ def key_of(override: str) -> str:
 
 
 def as_overrides(values: Values) -> list[str]:
-    """Return values as key=value arguments."""
+    """Return `values`, which maps dotted keys to values, as key=value arguments."""
     return [f"{key}={_text(key, value)}" for key, value in values.items()]
 
 
 def _text(key: str, value: Any) -> str:
-    """Return the text on a command line that is read back as `value`.
+    """Return a text from which the command line reads `value` for the setting `key`.
 
-    A string that needs no quotes is returned unchanged, and other values as JSON.
+    A string is returned unchanged if the command line reads it as the same string. Any other value
+    is returned as JSON.
     """
     if isinstance(value, str) and value.strip() and value_from_text(Recipe, key, value) == value:
         return value

@@ -1,8 +1,9 @@
-"""Run the cells of a matrix, several at a time, until all have ended or a signal arrives.
+"""Run the cells of a matrix, several at a time, until all cells have ended or a signal arrives.
 
-Each cell runs in processes of its own session. So Ctrl-C on a terminal reaches them only through
-the matrix, and only once. The processes survive if the matrix is killed. Until they have ended, the
-lock of the run folder prevents that the cell is started again.
+The processes of each cell form a separate session. So the terminal does not deliver Ctrl-C to them.
+The matrix process receives it and passes it on, and each cell receives it only once. The processes
+of a cell survive if the matrix process is killed. Then the lock of the run folder prevents another
+start of the cell until these processes have ended.
 """
 
 from __future__ import annotations
@@ -30,33 +31,44 @@ from pretrain.compare.matrix_file import Cell, Matrix
 from pretrain.metrics.run_folder import check_ours
 from pretrain.settings.config import branch_checkpoint
 
+# Seconds between two checks of the running cells.
 POLL_SECONDS = 0.2
-# Lines of the log to print for a failed cell.
+# Number of log lines that are printed if a cell has failed.
 SHOWN_LOG_LINES = 12
+# Environment variable that lists the GPUs that a process can use.
 DEVICES = "CUDA_VISIBLE_DEVICES"
+# Script that trains one cell.
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
 
 
 @dataclass
 class Outcome:
-    """Result of a cell in this run of the matrix."""
+    """Result of a cell after one call of `run_all`."""
 
     cell: Cell
-    # "finished", "finished before", "failed", "halted", "stopped" or "not started".
+    # "finished", "failed", "halted" or "stopped" if the call has started the cell. "finished
+    # before" or "not started" otherwise.
     status: str
-    # 0 if the cell was not started.
+    # Seconds from the start of the cell to its end. 0 if the call has not started the cell.
     seconds: float = 0.0
 
     @property
     def is_finished(self) -> bool:
-        """Return True if the cell is finished, now or before."""
+        """Return True if the status is "finished" or "finished before"."""
         return self.status.startswith("finished")
 
 
 class StartedCell:
-    """The processes of a cell. They form a process group, and write to the cell's log.
+    """The processes of a cell, which form one process group and write to the cell's log.
 
-    `slot` is the index of the group of GPUs that they use, or None.
+    The constructor starts the processes.
+
+    Args:
+        cell: The cell.
+        command: Command that launches the cell, as arguments.
+        environment: Environment variables of the processes.
+        slot: Index of the group of GPUs that the processes use. None if cells are not distributed
+            over GPUs.
     """
 
     def __init__(
@@ -72,30 +84,36 @@ class StartedCell:
             )
 
     def signal(self, number: int) -> None:
-        """Send a signal to all processes of the group.
+        """Send the signal `number` to all processes of the cell.
 
-        accelerate's launcher of a single process does not pass signals on.
+        Sending it to the launcher alone is not enough, because accelerate's launcher of a single
+        process does not pass signals on.
         """
-        with contextlib.suppress(ProcessLookupError):  # the group has just ended
+        # ProcessLookupError means that all processes have just ended.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def has_ended(self) -> bool:
-        """Return True if no process of the group is running.
+        """Return True if no process of the cell is running.
 
-        After a signal, the launcher ends before its trainer has saved.
+        The end of the launcher is not enough: after a signal, it ends while the training processes
+        still save a checkpoint.
         """
         launcher_has_ended = self.process.poll() is not None
         return launcher_has_ended and not any(map(self._is_running, psutil.process_iter()))
 
     def _is_running(self, process: psutil.Process) -> bool:
-        """Return True if `process` belongs to the group and is running."""
+        """Return True if `process` is a process of the cell and is running."""
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getpgid(process.pid) == self.process.pid:
                 return process.status() != psutil.STATUS_ZOMBIE
         return False
 
     def outcome(self, *, stop_requested: bool) -> Outcome:
-        """Return the result of the ended cell, from the content of its run folder."""
+        """Return the result of the cell, which has ended. Its status is read from the run folder.
+
+        `stop_requested` is true if a signal has stopped the matrix.
+        """
         run = self.cell.record()
         if self.cell.is_finished():
             status = "finished"
@@ -107,10 +125,13 @@ class StartedCell:
 
 
 def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Outcome]:
-    """Run the cells that are not finished until all have ended or a signal arrives.
+    """Run the cells that are not finished, until all cells have ended or a signal arrives.
 
-    Cells start in order, and at most `matrix.at_once` run at a time. Raises InputError before the
-    first start if the data of a cell is missing or its folder holds another training.
+    Cells are started in order, and at most `matrix.at_once` of them run at the same time. Before
+    the first start, raise InputError if the data of a cell is missing, or if the folder of a cell
+    contains another finished training.
+
+    Return the result of each cell in `cells`, in the same order.
     """
     outcomes = {
         cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started")
@@ -145,54 +166,60 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
                     _report_end(started, outcome, list(outcomes.values()))
             time.sleep(POLL_SECONDS)
     finally:
-        # Cells are still running only after an error in this function. Nothing may go on
-        # unattended.
+        # Cells are still running here only after an exception in this function. Stop them, because
+        # nothing watches them any longer.
         for started in running:
             started.signal(signal.SIGTERM)
     return list(outcomes.values())
 
 
 def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
-    """Pass the signals received since the last call on to the running cells."""
+    """Send all signals that the matrix process has received since the last call to the cells."""
     while stop.received:
         received = stop.received.pop(0)
         names = ", ".join(started.cell.name for started in running)
-        say(f"{received.name}: these cells save and stop: {names}")
-        # torchrun does not handle SIGUSR1.
+        say(f"{received.name}: these cells save a checkpoint and stop: {names}")
+        # Send SIGTERM in place of SIGUSR1, which torchrun does not handle.
         number = signal.SIGTERM if received == signal.SIGUSR1 else received
         for started in running:
             started.signal(number)
 
 
 def _report_end(started: StartedCell, outcome: Outcome, outcomes: Sequence[Outcome]) -> None:
-    """Print how a cell ended, with the end of its log if it has failed or halted."""
+    """Print the result of a cell. If the cell failed or halted, also print the end of its log.
+
+    `outcomes` are the results of all cells, for the number of finished cells.
+    """
     done = sum(outcome.is_finished for outcome in outcomes)
-    progress = f", {done} of {len(outcomes)} cells done" if len(outcomes) > 1 else ""
+    progress = f", {done} of {len(outcomes)} cells finished" if len(outcomes) > 1 else ""
     say(f"{started.cell.name}: {outcome.status} after {duration(outcome.seconds)}{progress}")
     if outcome.status in ("failed", "halted"):
         log = started.cell.log
         output = log.read_bytes()[started.log_begins :].decode(errors="replace")
         lines = output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
-        say("\n  | ".join([f"  the end of {log}:", *lines]))
+        say("\n  | ".join([f"  last lines of {log}:", *lines]))
 
 
 def say(text: str) -> None:
-    """Print a line at once, also into a pipe."""
+    """Print a line and flush it, so that it appears at once even if stdout is a pipe."""
     print(text, flush=True)
 
 
 def report_stop(number: signal.Signals) -> int:
-    """Print that a signal has stopped the command. Return the command's exit status."""
-    say("\nstopped; the same command continues from here")
+    """Print that a signal has stopped the command. Return the command's exit status.
+
+    `number` is the signal.
+    """
+    say("\nstopped; run the same command again to continue")
     return 128 + number
 
 
 def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
-    """Return the next cell that may start, or None.
+    """Return the first cell of `waiting` that may be started, or None if all must wait.
 
-    A cell that branches from a checkpoint waits until the checkpoint exists, because a running cell
-    may write it. If no cell is running (`alone`), the first cell starts and reports the missing
-    checkpoint.
+    A cell that branches from a checkpoint must wait until the checkpoint exists, because a running
+    cell may still write it. If no cell is running (`alone`), nothing can write the checkpoint. Then
+    the first cell is returned, so that it is started and reports the missing checkpoint.
     """
     for cell in waiting:
         checkpoint = branch_checkpoint(cell.recipe)
@@ -204,10 +231,16 @@ def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
 def start(
     matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool
 ) -> StartedCell:
-    """Mark the cell's folder and start its launcher.
+    """Write the cell's mark into its run folder and start the processes of the cell.
 
-    The cell gets the GPUs that the fewest running cells use. Raises InputError, and writes nothing,
-    if the folder is not the folder of a run.
+    The cell uses the group of GPUs with the fewest running cells. If the run folder cannot be
+    written, or contains files that no training has written, raise InputError and write nothing.
+
+    Args:
+        matrix: The matrix.
+        cell: The cell to start.
+        running: The running cells.
+        side_by_side: Whether the cell shares its devices with other cells.
     """
     check_ours(cell.run_dir)
     used = [started.slot for started in running]
@@ -218,9 +251,10 @@ def start(
 
 
 def command_of(matrix: Matrix, cell: Cell) -> list[str]:
-    """Return the command that a user would type to launch the cell.
+    """Return the command that trains the cell, as a list of arguments.
 
-    `--quiet` suppresses accelerate's traceback below our own error message.
+    A user can type the same command. `--quiet` suppresses the traceback that accelerate prints
+    after the training's own error message.
     """
     launch = [
         sys.executable,
@@ -236,16 +270,23 @@ def command_of(matrix: Matrix, cell: Cell) -> list[str]:
 
 
 def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:
-    """Return the command that trains a recipe, for the user to copy."""
+    """Return the shell command that trains a recipe, for the user to copy.
+
+    Args:
+        accelerate: The accelerate configuration.
+        recipe: The recipe file.
+        overrides: Settings that override the recipe, as key=value.
+    """
     launch = ["accelerate", "launch", "--config_file", str(accelerate), "train_accelerate.py"]
     return shlex.join([*launch, str(recipe), *overrides])
 
 
 def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
-    """Return the environment of a cell that sees only the GPUs of `slot`.
+    """Return the environment variables of a cell.
 
-    With None, the cell sees all GPUs. Cells that run on a CPU at the same time share its cores.
-    Raises InputError if there are fewer GPUs than `gpus`.
+    They make only the GPUs of the group with the index `slot` visible to the cell, or all GPUs if
+    `slot` is None. If cells run on a CPU at the same time, each cell uses an equal share of the
+    cores. Raises InputError if fewer GPUs are visible than the setting `gpus` of the matrix.
     """
     environment = dict(os.environ)
     if slot is not None:
@@ -253,7 +294,8 @@ def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
         numbers = range(slot * matrix.processes, (slot + 1) * matrix.processes)
         if visible and numbers.stop > len(visible):
             raise InputError(
-                f"`gpus`: {DEVICES} names only {len(visible)} GPUs; set `gpus` to that number"
+                f"`gpus`: {DEVICES} lists only {len(visible)} GPUs; set `gpus` to {len(visible)}, "
+                "or list more GPUs"
             )
         names = [visible[number] if visible else str(number) for number in numbers]
         environment[DEVICES] = ",".join(names)
@@ -266,9 +308,14 @@ def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
 def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     """Write the cell's mark into its run folder.
 
-    The mark names the matrix, the cell and its settings. `side_by_side` is true if any part of the
-    run shared its machine with other runs. Then its speed does not show the speed of its precision,
-    and reports omit it.
+    The mark is a JSON file with the name of the matrix, the values of the cell and its settings. It
+    also records whether any part of the run shared its devices with other runs. The speed of such a
+    run is too low, and reports omit it.
+
+    Args:
+        matrix: Name of the matrix.
+        cell: The cell.
+        side_by_side: Whether the cell shares its devices with other runs after this start.
     """
     was_shared = cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"]
     write_json(

@@ -1,4 +1,4 @@
-"""Protect files of the user from being overwritten by a report or a picture."""
+"""Check that a report or a picture does not overwrite a file that the user made."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from pathlib import Path
 
 from foundation.errors import InputError
 
-# Stands in every page and picture that a command writes to a path of the user's choice.
+# Mark of this program. Commands write it into every page and picture whose path the user chooses.
 WRITTEN_BY = "written by python -m pretrain"
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
-    """Raise InputError if `path` is a folder or a file that no command of ours has written.
+    """Raise InputError unless `path` may be overwritten by a page or a picture.
 
-    `named` is the option that asks for `path`. An empty file may be replaced.
+    A path may be overwritten if it does not exist, if it is an empty file, or if it is a file with
+    the mark WRITTEN_BY. `named` is the option that sets `path`, for the message.
     """
     if not path.exists():
         return
     content = path.read_bytes() if path.is_file() else b"a folder"
     if content and WRITTEN_BY.encode() not in content:
         raise InputError(
-            f"{named} {path}: exists and was not written by this program; move it away, "
-            "or give another name"
+            f"{named} {path}: this path exists and was not written by this program; either move it "
+            "away, or choose another path"
         )

@@ -1,9 +1,11 @@
-"""Render the report as one HTML page that needs no network.
+"""Render the report as one HTML file that needs no network.
 
-`page/page.html` is the template. The page contains plotly's script for its pictures. Text and
-tables are plain HTML, so they can be read and searched without scripts. Names come from run folders
-and are never markup: Jinja escapes them in the page, and `escape` in pictures, where plotly reads
-some HTML.
+`page/page.html` is the template. The file includes plotly's script, which draws the pictures. Text
+and tables are plain HTML, so they can be read and searched without scripts.
+
+Names of runs and settings come from run folders and may contain characters of HTML. Jinja escapes
+them in text and tables. In pictures they are escaped by `escape`, because plotly interprets some
+HTML.
 """
 
 from __future__ import annotations
@@ -29,17 +31,20 @@ from pretrain.settings.config import flatten
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+# Folder of the template, the styles and the script.
 FOLDER = Path(__file__).with_name("page")
-# Maximum number of points of a curve, which is what a screen can show.
+# Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Number of layers whose cosine with BF16 is drawn besides that of the complete gradient.
+# Number of layers whose cosine with the BF16 gradient is drawn. The cosine of the complete gradient
+# is drawn too.
 WORST_LAYERS = 3
-# Prefix of a step's keys for the cosine of a layer.
+# Prefix of the keys in metrics.jsonl for the cosine of one layer. The name of the layer follows.
 LAYER = "gap/cosine/"
-# Titles of panels.
-LOSS_GAP = "low precision's loss minus BF16's"
-COSINE = "the gradient's cosine with BF16's"
-# Panels in their order, with the key of a step. The difference from the baseline has no key.
+# Titles of the two panels with the gap to BF16.
+LOSS_GAP = "low-precision loss minus BF16 loss"
+COSINE = "cosine of the gradient with the BF16 gradient"
+# Map the title of each panel, from top to bottom, to a key in metrics.jsonl. The value of "minus
+# the baseline" is None, because that curve is computed from two runs.
 PANELS = {
     "training loss": "loss",
     "held-out loss": "held_out_loss",
@@ -52,38 +57,41 @@ PANELS = {
 }
 # Panels whose curves are smoothed.
 SMOOTHED = ("training loss", "minus the baseline", "gradient norm", "frozen updates")
-# Panels with curves that have no value at most steps. Their points are marked.
+# Panels with values at only a few steps. Each value is drawn as a point.
 POINTS = ("held-out loss", LOSS_GAP, COSINE)
-# Keys of quantization statistics, with their titles.
+# Map the keys of the quantization statistics to their titles in the menu.
 MEASURES = {
     "underflow": "underflow",
     "saturation": "saturation",
-    "scale": "scale, as log2",
-    "amax": "largest value, as log2",
+    "scale": "log2 of the scale",
+    "amax": "log2 of the largest value",
 }
-# Measures that are drawn as binary logarithms.
+# Keys of MEASURES whose values are drawn as binary logarithms.
 LOGARITHMIC = ("scale", "amax")
-# Settings that differ between all runs and are no part of a comparison.
+# Keys, and prefixes of keys, that are not listed among the differences, because every run has
+# another value.
 NAMES = ("settings.name", "settings.run_dir", "settings.log.")
 
-# Step numbers and values.
+# Step numbers (int64) and values (float64) of a curve.
 Curve = tuple[np.ndarray, np.ndarray]
-# Maps of a run by measure and operand: `layers`, `steps`, and `values` [layer, step].
+# Map (key of MEASURES, operand) to the heat map of a run. A heat map is a dict with the names of
+# its rows (`layers`), the numbers of its columns (`steps`) and the array `values` [layer, step].
 HeatMaps = dict[tuple[str, str], dict[str, Any]]
 
 
 def render(
     comparison: RunComparison, seeds: SeedComparison | None, answer: str, every: float | None
 ) -> bytes:
-    """Return the page.
+    """Return the HTML page, encoded in UTF-8.
 
     Args:
-        comparison: The runs.
-        seeds: The same runs grouped by seeds, or None for a comparison of single runs.
-        answer: The sentence at the top.
-        every: Seconds after which the page reloads itself, or None.
+        comparison: The comparison of each run with the baseline.
+        seeds: The comparison of groups of runs that differ only in their seeds. None if only single
+            runs are compared.
+        answer: The sentence at the top of the page.
+        every: Seconds after which the page reloads itself. None if it does not reload itself.
     """
-    # Imported late, because only a page needs them.
+    # These imports are slow, and only the page needs them.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
@@ -119,14 +127,17 @@ def render(
 
 
 def _about(run: RunRecord) -> str:
-    """Return the model, machine and torch version of the baseline in one line."""
+    """Return one line with the model, the machine and the torch version of `run`, the baseline."""
     about = f"{model_name(run)} · {machine_of(run)}"
     torch = (run.environment.get("packages") or {}).get("torch")
     return f"{about} · torch {torch}" if torch else about
 
 
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
-    """Return the pictures of the page by name. Pictures without content are omitted."""
+    """Map "curves" and "quantization" to the pictures of the page.
+
+    "quantization" is missing if no run has quantization statistics.
+    """
     figures = {"curves": curves_figure(comparison)}
     statistics = {
         compared.label: maps
@@ -139,10 +150,11 @@ def pictures(comparison: RunComparison) -> dict[str, Figure]:
 
 
 def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
-    """Return the curves of a run by (panel, layer). The layer is "" for curves of the model.
+    """Map (title of the panel, name of the layer) to each curve of a run.
 
-    Of the layers' cosines with BF16, those with the lowest value at the last measurement are
-    included.
+    The name of the layer is "" except for cosines of single layers. These are included for the
+    WORST_LAYERS layers with the lowest cosine at the last measurement. Curves without a finite
+    value are omitted.
     """
     run = compared.run
     curves = {(panel, ""): run.curve(key) for panel, key in PANELS.items() if key}
@@ -160,7 +172,10 @@ def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
 
 
 def _worst_layers(run: RunRecord) -> list[str]:
-    """Return the keys of the layers with the lowest cosine at the last measurement of the gap."""
+    """Return the keys of the cosines of the WORST_LAYERS layers with the lowest cosines.
+
+    The last measurement in `run` is used. The lowest cosine is the first.
+    """
     measured = [step for step in run.steps if "gap/loss" in step]
     cosines = {
         key: value
@@ -172,9 +187,10 @@ def _worst_layers(run: RunRecord) -> list[str]:
 
 
 def curves_figure(comparison: RunComparison) -> Figure:
-    """Draw the curves of all runs, one panel below the other with a common horizontal axis.
+    """Draw the curves of all runs in panels, one below the other, with a common horizontal axis.
 
-    The axis shows steps, or tokens if the runs' steps differ in size.
+    The horizontal axis shows steps. If the number of tokens per step differs between the runs, it
+    shows tokens.
     """
     from plotly.subplots import make_subplots
 
@@ -195,7 +211,8 @@ def curves_figure(comparison: RunComparison) -> Figure:
             for layer, (steps, values) in layers.items():
                 figure.add_scatter(
                     **_trace(compared, panel, layer, steps * scale, values),
-                    # A run has one entry in the legend, and each of its layers has one.
+                    # Each run has one entry in the legend, and each curve of a single layer has
+                    # one too.
                     showlegend=bool(layer) or (row == 1 and len(compared_runs) > 1),
                     row=row,
                     col=1,
@@ -212,7 +229,17 @@ def curves_figure(comparison: RunComparison) -> Figure:
 def _trace(
     compared: ComparedRun, panel: str, layer: str, x: np.ndarray, y: np.ndarray
 ) -> dict[str, Any]:
-    """Return plotly's arguments for one curve. Long curves are thinned to MOST_POINTS."""
+    """Return the arguments with which plotly draws one curve.
+
+    If the curve has more than MOST_POINTS points, only MOST_POINTS of them are drawn.
+
+    Args:
+        compared: The run.
+        panel: Title of the panel.
+        layer: Name of the layer, or "".
+        x: Horizontal positions, [point].
+        y: Values, [point].
+    """
     chosen = np.unique(np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).astype(int))
     return {
         "x": x[chosen],
@@ -229,10 +256,11 @@ def _trace(
 
 
 def heat_maps(path: Path) -> HeatMaps:
-    """Read a run's quantization statistics as maps by measure and operand.
+    """Read the quantization statistics of a run from the file at `path`, and return heat maps.
 
-    A map has `layers`, `steps`, and `values` as float64 [layer, step]. Scales and largest values
-    are binary logarithms. Return an empty dictionary if the run quantizes nothing.
+    `values` of a heat map is float64 [layer, step], with NaN for missing values. Scales and largest
+    values are replaced by their binary logarithms. Return an empty dict if the file does not exist,
+    because the run quantizes nothing.
     """
     lines = read_lines(path) if path.is_file() else []
     steps = [line["step"] for line in lines]
@@ -256,9 +284,10 @@ def heat_maps(path: Path) -> HeatMaps:
 
 
 def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
-    """Draw the quantization statistics by layer and step, with one map per operand.
+    """Draw the quantization statistics by layer and step, with one heat map per operand.
 
-    `statistics` has the maps of each run by its label. A menu chooses the run and the measure.
+    `statistics` maps the label of each run to its heat maps. The reader of the page chooses the run
+    and the measure in a menu.
     """
     from plotly.subplots import make_subplots
 
@@ -269,7 +298,7 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
         shared_yaxes=True,
         subplot_titles=[escape(operand) for operand in operands],
     )
-    # The choice of the menu that shows each trace.
+    # The entry of the menu that shows each trace. A trace is one heat map.
     choices = []
     for label, maps in statistics.items():
         for (measure, operand), heat_map in maps.items():
@@ -286,7 +315,7 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
     rows = max(
         len(heat_map["layers"]) for maps in statistics.values() for heat_map in maps.values()
     )
-    # A choice of the menu shows the traces whose entry in `choices` equals it.
+    # An entry of the menu shows the traces whose element in `choices` equals this entry.
     buttons = [
         {
             "label": choice,
@@ -313,7 +342,11 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
 
 
 def audit_of(run: RunRecord) -> list[str]:
-    """Return the observed precisions of the linears, with one line per precision of the run."""
+    """Return the observed precisions of the linear layers, with one line per precision of the run.
+
+    For example: "delayed (emulation): 28 linears in delayed, 1 linear in bf16 (scope linear
+    excludes the LM head)". The engine is in the first parentheses.
+    """
     only_precision = {run.audit.get("effective", run.precision): run.audit}
     lines = []
     for name, audit in run.audit.get("precisions", only_precision).items():
@@ -328,18 +361,22 @@ def audit_of(run: RunRecord) -> list[str]:
 
 
 def _effective(product: Mapping[str, Any]) -> str:
-    """Return the observed precision of a product, with the reason if it is not quantized."""
+    """Return the observed precision of `product`, the audit's record of a linear layer.
+
+    If the layer is not quantized, the reason follows in parentheses.
+    """
     reason = product.get("reason")
     return f"{product['effective']} ({reason})" if reason else product["effective"]
 
 
 def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
-    """Return the keys of settings and environment whose values differ between runs.
+    """Return the differences between the runs in their settings and their environment.
 
-    Each key has its values, and for each value the labels of the runs that have it.
+    Map each key whose value differs to a dict. This dict maps each value to the labels of the runs
+    that have the value.
     """
     records = [
-        # The precision is one text, also that of a schedule.
+        # `run.precision` is a text even if the recipe has a schedule of several precisions.
         flatten(
             {
                 "settings": run.config | {"precision": run.precision},

@@ -1,14 +1,17 @@
 """Search for a fast and stable configuration in phases: `python -m pretrain phases PHASES.yaml`.
 
-A phase is a small matrix over a few settings. It is measured on top of the fastest cell of the
-phases before it, so three phases of four cells take 12 runs instead of 64. The search ends at the
-first phase that gains nothing or has no stable cell. The answer is the fastest cell so far, with
-the command that trains with it. A cell is stable if it has finished with a finite loss at every
-step, and has neither skipped nor rolled back a step. Finished runs are not repeated: the same
-command continues the search.
+A phase is a small matrix: each of its cells is a short run with other values of a few settings. All
+cells of a phase also have the settings of the fastest cells of the earlier phases. So three phases
+of four cells need 12 runs, while all combinations would need 64.
 
-Exit status: 0 an answer, 1 no cell of the first phase is stable, 2 invalid input, 130, 138 or 143
-stopped by a signal.
+A cell is stable if it has finished, has a finite loss at every step, and has neither skipped nor
+rolled back a step. The search ends early after a phase without a stable cell, and after a phase
+whose fastest cell gains less than `least_gain` (1 %) over the earlier phases. The result is the
+fastest cell, with the command that trains with its settings. To continue an interrupted search, run
+the same command again. Finished runs are not repeated.
+
+Exit status: 0 if the search has a result, 1 if no cell of the first phase is stable, 2 for invalid
+input, and 130, 138 or 143 if a signal stopped the command.
 """
 
 from __future__ import annotations
@@ -51,39 +54,48 @@ from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS
 from pretrain.settings.config import fill_in, flatten
 
-# Minimum number of steps for a meaningful median of the speed.
+# Minimum number of steps of a run. The median of its speed needs a few steps after the warm-up.
 LEAST_STEPS = WARM_UP_STEPS + 3
 
 
 class PhaseSettings(CellSettings):
-    """One phase, described like the cells of a matrix file."""
+    """Settings of one phase. `axes` and `cells` describe its cells as in a matrix file."""
 
+    # Name of the phase, for paths and reports.
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
 class PhasesSettings(LaunchSettings):
-    """Content of a phases file. `overrides` apply to every phase: few steps, no checkpoints."""
+    """Content of a phases file.
 
+    `overrides` apply to every phase. They usually make the runs short and switch checkpoints off.
+    """
+
+    # The phases in order.
     phases: Annotated[list[PhaseSettings], Field(min_length=1)]
-    # Minimum gain in tokens/s over the phases before. With less, the search ends.
+    # Minimum gain of a phase: the speed of its fastest cell, divided by the speed of the fastest
+    # cell of the earlier phases, minus 1. If the gain is smaller, the search ends.
     least_gain: Share = 0.01
-    # Folder of the search, which contains the folders of all runs.
+    # Folder of the search, which contains the run folders of all cells. {name} is replaced by the
+    # name of the search.
     run_dir: PathText = "runs/{name}"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured cell: its summary, and whether its speed counts."""
+    """A measured cell: its summary, and whether its speed is used in the search."""
 
+    # Name of the phase.
     phase: str
     cell: Cell
+    # Summary of the run. Empty if the run has no step.
     figures: dict[str, Any]
-    # Reason why the speed does not count, or "".
+    # The reason why the speed is not used, or "" if it is used.
     unstable: str
 
     @classmethod
     def of(cls, phase: str, outcome: Outcome) -> Measured:
-        """Return the measurement of an ended cell."""
+        """Return the measurement of a cell that has ended. `phase` is the name of its phase."""
         run = outcome.cell.record()
         reason = ""
         if run is not None and run.broke_off:
@@ -91,14 +103,14 @@ class Measured:
         elif run is None or not outcome.is_finished:
             reason = f"{outcome.status}: see {outcome.cell.log}"
         elif run.side_by_side:
-            reason = "it shared its devices with another run"
+            reason = "the run shared its devices with another run"
         elif run.summary["skipped_steps"] or run.summary.get("rollbacks"):
             reason = "a step was skipped or rolled back"
         return cls(phase, outcome.cell, run.summary if run else {}, reason)
 
     @property
     def speed(self) -> float:
-        """Return the tokens/s over all devices, or 0 if the speed does not count."""
+        """Return the speed of all devices together in tokens/s, or 0 if the speed is not used."""
         return 0.0 if self.unstable else self.figures["tokens_per_second"]
 
 
@@ -106,13 +118,17 @@ class Measured:
 class Search:
     """The state of a search."""
 
+    # Path of the phases file.
     path: Path
+    # Content of the phases file.
     settings: PhasesSettings
+    # Settings from the command line that override the recipe, as key=value.
     overrides: tuple[str, ...]
+    # All measured cells. Within each phase, the fastest cell is the first.
     measured: list[Measured] = field(default_factory=list)
-    # The best cell of each phase that gained, in order.
+    # The fastest cell of each phase that gained speed, in the order of the phases.
     chosen: list[Measured] = field(default_factory=list)
-    # Why the search has ended.
+    # The reason why the search has ended, for the report.
     ended: str = "all phases are measured"
 
     @property
@@ -122,14 +138,18 @@ class Search:
 
     @property
     def values(self) -> Values:
-        """Return the values of the chosen cells. Later phases override earlier ones."""
+        """Return the values of all chosen cells, by dotted key.
+
+        If several chosen cells have the same key, the value of the last phase is returned.
+        """
         return {key: value for best in self.chosen for key, value in best.cell.values.items()}
 
     def matrix(self, phase: PhaseSettings, values: Values) -> Matrix:
-        """Return the cells of `phase` with the chosen `values`.
+        """Return `phase` as a matrix whose cells also have the settings in `values`.
 
-        The path of the runs names the choices so far, because other choices lead to other runs.
-        Raises InputError that names the phase if it has a mistake.
+        The paths of the run folders contain the names of the chosen cells of earlier phases,
+        because the runs depend on these cells. Raises InputError for a mistake in the phase. The
+        message names the phase.
         """
         folder = self.folder.joinpath(phase.name, *(best.cell.name for best in self.chosen))
         settings = MatrixSettings(
@@ -142,10 +162,11 @@ class Search:
         return make_matrix(f"{self.path}, phase {phase.name}", settings, self.overrides)
 
     def check(self) -> list[Matrix]:
-        """Return every phase as a matrix, before the first phase starts.
+        """Check all phases before the first phase starts, and return each phase as a matrix.
 
-        Each phase uses the first cells of the phases before it, because it may need their settings.
-        Raises InputError for a mistake in any phase.
+        The fastest cells of the earlier phases are not known yet, but a phase may need settings of
+        such a cell. So the first cell of each earlier phase is used instead. Raises InputError for
+        a mistake in any phase.
         """
         matrices = []
         values: Values = {}
@@ -163,7 +184,10 @@ class Search:
         return matrices
 
     def judge(self, phase: str, outcomes: Sequence[Outcome]) -> bool:
-        """Add the cells of an ended phase, and return True if the search continues."""
+        """Record the cells of a phase that has ended, and choose its fastest cell.
+
+        Return True if the search continues. `phase` is the name of the phase.
+        """
         measured = [Measured.of(phase, outcome) for outcome in outcomes]
         self.measured += sorted(measured, key=lambda cell: -cell.speed)
         best = max(measured, key=lambda cell: cell.speed)
@@ -174,17 +198,17 @@ class Search:
             gain = best.speed / self.chosen[-1].speed - 1
             if gain < self.settings.least_gain:
                 self.ended = (
-                    f"the fastest of phase {phase} gains {gain:+.1%}, less than "
-                    f"{self.settings.least_gain:+.1%}"
+                    f"the gain of the fastest cell of phase {phase} is {gain:+.1%}, which is less "
+                    f"than {self.settings.least_gain:+.1%}"
                 )
                 return False
         self.chosen.append(best)
         return True
 
     def report(self) -> str:
-        """Return the table of all cells and the answer in Markdown.
+        """Return a Markdown text with the table of all measured cells and the result of the search.
 
-        Cells are sorted by phase and speed.
+        Cells are sorted by phase, and within each phase by speed.
         """
         rows = [
             [
@@ -203,16 +227,23 @@ class Search:
             settings = self.settings
             overrides = [*self.overrides, *as_overrides(self.values)]
             lines += [
-                f"To train with the best configuration, without the `overrides` of {self.path}:",
+                "This command trains with the best configuration. It does not include the "
+                f"`overrides` of {self.path}:",
                 f"    {launch_command(settings.accelerate, settings.recipe, overrides)}",
             ]
         return "\n\n".join(lines)
 
 
 def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
-    """Read the phases file at `path`. `changes` that are not None replace keys of the file.
+    """Read the phases file at `path` and return a search that has not started.
 
-    Raises InputError that names the file and the key.
+    Raises InputError for a mistake. The message names the file and the key.
+
+    Args:
+        path: The phases file.
+        overrides: Settings from the command line that override the recipe, as key=value.
+        changes: Keys of the phases file with values that replace those in the file. Values that are
+            None are ignored.
     """
     return Search(path, read_settings(PhasesSettings, path, changes), tuple(overrides))
 
@@ -221,7 +252,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser("python -m pretrain phases", __doc__)
     parser.add_argument(
-        "phases", type=Path, help="the phases and their order, a YAML file; see recipes/phases/"
+        "phases",
+        type=Path,
+        help="YAML file that describes the phases in order; examples are in recipes/phases/",
     )
     parser.add_argument(
         "overrides",
@@ -233,12 +266,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--gpus",
         type=int,
         metavar="N",
-        help="distribute the cells of a phase over this number of GPUs",
+        help="number of GPUs of this machine over which the cells of a phase are distributed",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the commands of all phases, based on the first cells, and exit",
+        help="print the commands that run the cells of all phases, and exit; each phase is based "
+        "on the first cells of the earlier phases, because the fastest ones are not known",
     )
     return parser.parse_intermixed_args(arguments)
 
@@ -256,14 +290,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for phase, matrix in zip(search.settings.phases, matrices, strict=True):
             print(f"# {phase.name}{note}")
             print("\n".join(shlex.join(command_of(matrix, cell)) for cell in matrix.cells))
-            note = ", based on the first cells; the search uses the best cells"
+            note = ", based on the first cells of the earlier phases; the search uses the fastest"
         return 0
     with RunFolder(search.folder), StopRequest(passed_on=True) as stop:
         return measure(search, stop)
 
 
 def measure(search: Search, stop: StopRequest) -> int:
-    """Run the phases until one gains nothing. Return the exit status."""
+    """Run the phases in order until the search ends. Return the exit status of the command."""
     page = search.folder / "phases.md"
     phases = search.settings.phases
     for place, phase in enumerate(phases, start=1):
@@ -276,5 +310,5 @@ def measure(search: Search, stop: StopRequest) -> int:
         replace_file(page, f"{search.report()}\n".encode())
         if not continues:
             break
-    say(f"\n{search.report()}\n\nThe table is in {page}")
+    say(f"\n{search.report()}\n\nWritten: {page}")
     return 0 if search.chosen else 1

@@ -1,7 +1,7 @@
 """Compare runs in tables and on a page: `python -m pretrain report RUN [RUN ...] [--out FILE]`.
 
-The report only reads files and does not import torch. So it starts at once, works while runs are
-training, and works on machines that could not train them.
+The report only reads the files of the runs and does not import torch. So the command starts at
+once, works while the runs are still training, and works on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, rea
 
 @dataclass(frozen=True)
 class Report:
-    """A comparison of runs, and a comparison over seeds if the runs form groups of seeds."""
+    """A report that compares runs: one by one, and also over seeds if possible."""
 
+    # Comparison of each run with the first run.
     comparison: RunComparison
+    # Comparison of groups of runs that differ only in their seeds. None if the baseline has only
+    # one seed, or if there is only one group.
     seeds: SeedComparison | None
 
     @classmethod
@@ -43,16 +46,18 @@ class Report:
         tolerance: float = TOLERANCE,
         margin: float = MARGIN,
     ) -> Report:
-        """Compare `runs` with the first of them.
+        """Compare each of `runs` with the first run, which is the baseline.
 
-        Raises InputError if a run cannot be compared fairly with the first.
+        Raises InputError if a run cannot be compared fairly with the first run.
 
         Args:
             runs: The runs, the baseline first.
-            vary: Keys and sections that may differ because they are the subject of the comparison.
-                `seed` may differ if the baseline has several seeds.
-            tolerance: Tolerance of the gate in nats per token.
-            margin: Margin of the comparison over seeds, as a share of the baseline's loss.
+            vary: Keys and sections in which the runs may differ, because they are the subject of
+                the comparison. `seed` need not be listed if the baseline has several seeds.
+            tolerance: Loss difference within which a run counts as equal to the baseline, in nats
+                per token.
+            margin: Largest difference that counts as equivalent over seeds, as a share of the
+                baseline's loss.
         """
         base_group, *other_groups = grouped(runs).values()
         over_seeds = len(base_group) > 1 and bool(other_groups)
@@ -62,11 +67,11 @@ class Report:
 
     @property
     def answer(self) -> str:
-        """Return the result in one sentence. A comparison over seeds has precedence."""
+        """Return the result in one sentence: over seeds if possible, else for single runs."""
         return (self.seeds or self.comparison).answer()
 
     def tables(self) -> list[str]:
-        """Return the answer, the tables and the notes as parts of a Markdown text."""
+        """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
         parts = [self.answer]
         explanations = []
         compared_runs = self.comparison.compared_runs
@@ -86,23 +91,29 @@ class Report:
         return list(filter(None, parts))
 
     def write(self, page: Path, *, every: float | None = None) -> None:
-        """Write the page. With `every`, it reloads itself after that number of seconds."""
+        """Write the report as an HTML page to the path `page`.
+
+        If `every` is set, the page reloads itself after that number of seconds.
+        """
         replace_file(page, render(self.comparison, self.seeds, self.answer, every))
 
     def judge(self) -> list[str]:
-        """Return why the gate fails, with a line for each failed run or group of seeds.
+        """Return the reasons why the gate fails: one line for each failed run or group of seeds.
 
-        Raises InputError if the baseline cannot be compared with.
+        The list is empty if the gate passes. Raises InputError if the gate cannot be computed, for
+        example because the baseline is not finished.
         """
         tolerance = self.comparison.tolerance
         if self.seeds:
             return list(_failed_groups(self.seeds, tolerance))
         base, *compared_runs = self.comparison.compared_runs
         if not compared_runs:
-            raise InputError(f"--gate: {base.label} is the only run; name at least one other")
+            raise InputError(
+                f"--gate: {base.label} is the only run; add at least one run to compare with it"
+            )
         if base.run.broke_off or base.run.is_unfinished:
             raise InputError(
-                f"--gate: the baseline {base.label} has not finished; name a finished run first"
+                f"--gate: the baseline {base.label} has not finished; put a finished run first"
             )
         return [
             failure
@@ -112,7 +123,11 @@ class Report:
 
 
 def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> str | None:
-    """Return why a run fails the gate, or None if it passes."""
+    """Return the reason why a run fails the gate, or None if the run passes.
+
+    Raises InputError if the run cannot be compared with the baseline `base`. `tolerance` is in nats
+    per token.
+    """
     if compared.run.broke_off:
         return f"{compared.label} {compared.run.broke_off}"
     gap = compared.gap
@@ -125,55 +140,57 @@ def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> s
             f"{compared.label} is not finished: it has "
             f"{plural(compared.run.summary['steps'], 'step')}"
         )
-    # Without an interval, `upper` is the mean.
+    # If there are too few steps for an interval, `upper` is the mean difference.
     if gap.upper <= tolerance:
         return None
     half = "" if gap.half_width is None else f" ± {gap.half_width:.5f}"
     return (
-        f"{compared.label} ends {signed(gap.mean, 5)}{half} nats from {base.label}, over the last "
-        f"{gap.steps} steps; {tolerance:g} are allowed"
+        f"{compared.label}: its loss minus {base.label}'s loss is {signed(gap.mean, 5)}{half} nats "
+        f"over the last {gap.steps} steps; {tolerance:g} nats are allowed"
     )
 
 
 def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
-    """Yield why groups of seeds fail the gate.
+    """Yield the reason for each group of seeds that fails the gate.
 
-    A group passes if all its runs have finished and the upper end of its interval over seeds is
-    within the tolerance.
+    A group passes if all runs of the group have finished, and if the upper end of the interval of
+    its loss difference is at most `tolerance`, in nats per token. Raises InputError if a run of the
+    baseline's group has not finished.
     """
     base = seeds.baseline
     if len(base.losses) < len(base.runs):
         raise InputError(
-            f"--gate: not every run of the baseline {base.name} has finished; finish them, or name "
-            "another baseline"
+            f"--gate: a run of the baseline {base.name} has not finished or is excluded; either "
+            "finish all runs of the baseline, or put a run of another group first"
         )
     for group in seeds.compared:
         difference = group.difference
         half_width = difference.half_width() if difference else None
         if missing := len(group.runs) - len(group.losses):
             yield (
-                f"{group.name}: {plural(missing, 'run')} of {len(group.runs)} have no end that "
-                "counts"
+                f"{group.name}: {plural(missing, 'run')} of {len(group.runs)} have not finished or "
+                "are excluded"
             )
         elif difference is None or half_width is None:
             yield (
-                f"{group.name} has too few seeds in common with {base.name}: an interval needs "
-                f"{FEWEST_SEEDS}"
+                f"{group.name} has too few seeds in common with {base.name}; at least "
+                f"{FEWEST_SEEDS} are needed for an interval"
             )
         elif difference.mean + half_width > tolerance:
             yield (
-                f"{group.name} ends {signed(difference.mean)} ± {half_width:.4f} nats from "
-                f"{base.name}, over {len(difference.by_seed)} seeds; {tolerance:g} are allowed"
+                f"{group.name}: its loss minus {base.name}'s loss is {signed(difference.mean)} ± "
+                f"{half_width:.4f} nats over {len(difference.by_seed)} seeds; {tolerance:g} nats "
+                "are allowed"
             )
 
 
 def _bullets(notes: Iterable[str]) -> str:
-    """Return a Markdown list."""
+    """Return a Markdown list with one item for each note."""
     return "\n".join(f"* {note}" for note in notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status, 1 if the gate fails.
+    """Run the command and return its exit status, which is 1 if the gate fails and 0 otherwise.
 
     Raises InputError for a mistake in the arguments.
     """
@@ -191,15 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = report.judge() if report else ["no run has a step yet"]
     for failure in failures:
         print(f"gate: {failure}")
-    result = f"failed by {len(failures)}" if failures else "passed"
+    result = f"failed ({plural(len(failures), 'failure')})" if failures else "passed"
     print(f"gate of {options.gate:g} nats: {result}")
     return 1 if failures else 0
 
 
 def _report_on(options: argparse.Namespace) -> Report:
-    """Return the report on the named run folders, each once and in order.
+    """Return the report on the run folders that the command line names.
 
-    Files among the names, as `runs/*` may have, are ignored.
+    Files are ignored, because a pattern such as `runs/*` may include files. If a folder is named
+    twice, it is included only once.
     """
     folders = [path for path in options.runs if not path.is_file()] or options.runs
     runs = list({path.resolve(): read_run(path) for path in folders}.values())
@@ -212,13 +230,18 @@ def _report_on(options: argparse.Namespace) -> Report:
 
 
 def watch(options: argparse.Namespace) -> Report | None:
-    """Write the page repeatedly until all runs have ended or Ctrl-C is pressed.
+    """Write the page repeatedly, until all runs have ended or Ctrl-C is pressed.
 
-    Returns the last report, or None if no run has a step. Waits for runs that have not started.
+    If a run has no step yet, wait for its first step. Return the last report. Return None if no
+    report could be written, because a run had no step until the end.
     """
     report = None
     names = ", ".join(map(str, options.runs))
-    print(f"following {names} in {options.out}; Ctrl-C ends it", flush=True)
+    print(
+        f"writing the report on {names} to {options.out} every {options.watch:g} s; press Ctrl-C "
+        "to stop",
+        flush=True,
+    )
     with suppress(KeyboardInterrupt):
         while True:
             with suppress(NoStepYet):
@@ -234,7 +257,10 @@ def watch(options: argparse.Namespace) -> Report | None:
 
 
 def _has_ended(run: RunRecord) -> bool:
-    """Return True if a run is halted or finished. A killed run looks like a running one."""
+    """Return True if a run is halted or finished.
+
+    Return False for a killed run too, because its files look like the files of a running run.
+    """
     return "halted" in run.summary or read_finished(run.path) is not None
 
 
@@ -242,27 +268,32 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(
         prog="python -m pretrain report",
-        description="Compare runs: tables on the console, and a page with curves. The first run "
-        "is the baseline.",
+        description="Compare runs. Print tables, and optionally write an HTML page with curves. "
+        "The first run is the baseline.",
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folder; the first is the baseline"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run folder; the first one is the baseline",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="PAGE.html", help="also write the report as a page"
+        "--out", type=Path, metavar="PAGE.html", help="also write the report as an HTML page"
     )
     parser.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY",
-        help="key or section that may differ between the runs; may be repeated",
+        help="key or section in which the runs may differ; may be repeated",
     )
     parser.add_argument(
         "--gate",
         type=float,
         metavar="NATS",
-        help="exit with status 1 if a run's loss ends more than this above the baseline's",
+        help="exit with status 1 if a run's loss at the end exceeds the baseline's loss by more "
+        "than this, in nats per token",
     )
     parser.add_argument(
         "--watch",
@@ -270,24 +301,25 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         const=10.0,
         metavar="SECONDS",
-        help="write the page repeatedly while runs are training; default interval: 10",
+        help="write the page again after every interval of this length, until all runs have "
+        "ended; default: 10",
     )
     parser.add_argument(
         "--margin",
         type=float,
         default=100 * MARGIN,
         metavar="PERCENT",
-        help="over seeds: differences up to this share of the baseline's loss count as none; "
-        f"default: {100 * MARGIN:g}",
+        help="largest difference that counts as equivalent in a comparison over seeds, in percent "
+        f"of the baseline's loss; default: {100 * MARGIN:g}",
     )
     options = parser.parse_intermixed_args(arguments)
     if options.out:
         if options.out.suffix != ".html":
             raise InputError(
-                f"--out {options.out}: the page's name must end in .html; to keep the tables, use "
-                "`> tables.md`"
+                f"--out {options.out}: the name of the page must end in .html; choose such a name "
+                "(to save the tables, redirect the output with `> tables.md`)"
             )
         check_replaceable(options.out)
     elif options.watch is not None:
-        raise InputError("--watch writes a page repeatedly: also set --out report.html")
+        raise InputError("--watch writes a page, but --out is missing; also set --out report.html")
     return options

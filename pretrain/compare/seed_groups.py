@@ -1,4 +1,7 @@
-"""Comparison over seeds: runs grouped by everything but the seed, and compared seed by seed."""
+"""Comparison over seeds: group runs that differ only in their seeds, and compare the groups.
+
+Each run is compared with the run of the baseline's group that has the same seed.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from pretrain.compare.fairness import ends_of, loss_differences, recipe_of, same
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.settings.config import settings_without
 
-# Keys, and prefixes of keys, in which runs of one group may differ. The fingerprint of the packs is
-# compared instead of their location.
+# Keys, and prefixes of keys, in which the runs of one group may differ. The keys for the location
+# of the data are among them, because the fingerprint of the packs is compared instead.
 _WITHIN = (
     "seed",
     "name",
@@ -44,11 +47,12 @@ _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
 def grouped(runs: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
-    """Return runs by group name and seed, in the order of the groups' first runs.
+    """Group runs that are the same training except for their seed.
 
-    The runs of a group are the same training except for the seed. If a training occurs twice with
-    the same seed, the names of the folders without the seed separate the groups. A group is named
-    after its first run without the seed.
+    Map the name of each group to its runs by seed. The groups are in the order of their first runs.
+    The name of a group is the name of its first run without the part for the seed, such as
+    "seed=3". If there are two runs of the same training with the same seed, the runs of this
+    training are also grouped by the names of their folders without the part for the seed.
     """
     keys = [(tuple(_settings(run).items()), run.config["seed"]) for run in runs]
     repeated = {training for (training, _), number in Counter(keys).items() if number > 1}
@@ -67,7 +71,7 @@ def _without_seed(run: RunRecord) -> str:
 
 
 def _settings(run: RunRecord) -> dict[str, str]:
-    """Return the properties that the runs of a group share, as text by key."""
+    """Return the properties that must be equal in all runs of a group, as text by dotted key."""
     values = {
         **settings_without(recipe_of(run), _WITHIN),
         "precision": run.precision,
@@ -83,20 +87,24 @@ def _settings(run: RunRecord) -> dict[str, str]:
 class GroupResult:
     """A group of runs that differ only in their seed, compared with the baseline's group."""
 
+    # Name of the group.
     name: str
-    # Runs by seed.
+    # Map each seed to its run.
     runs: dict[int, RunRecord]
-    # Losses at the end by seed, of the runs that count.
+    # Map each seed to the loss at the end of its run. Excluded runs are missing.
     losses: dict[int, float]
-    # None for the baseline, without a common seed, and if a run has failed.
+    # Losses of this group minus the losses of the baseline's group. None if this group is the
+    # baseline, if the two groups have no seed in common, or if a run of this group has failed.
     difference: SeedDifference | None
+    # The verdict, or the reason why there is none.
     verdict: str
 
     @property
     def level(self) -> str:
-        """Return mean and standard deviation of the losses over seeds.
+        """Return the mean and the standard deviation of the losses over seeds, as text.
 
-        Only seeds of the difference count, if there is one.
+        If the group is compared with the baseline, only the seeds that both groups have are
+        included.
         """
         seeds = self.difference.by_seed if self.difference else self.losses
         values = [loss for seed, loss in self.losses.items() if seed in seeds]
@@ -108,19 +116,28 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class SeedComparison:
-    """Groups of seeds compared with the first group."""
+    """Groups of runs that differ only in their seeds, compared with the first group."""
 
+    # Results of all groups. The first group is the baseline.
     results: list[GroupResult]
-    # Losses are held-out losses. Otherwise they are means of the last training losses.
+    # True if held-out losses are compared, False if training losses at the end are compared.
     held_out: bool
-    # Share of the baseline's loss.
+    # Largest difference that counts as equivalent, as a share of the baseline's loss.
     margin: float
-    # Names of runs that do not count, by reason.
+    # Map each reason for an exclusion to the names of the excluded runs.
     excluded: dict[str, list[str]]
 
     @classmethod
     def over(cls, runs: Sequence[RunRecord], margin: float = MARGIN) -> SeedComparison:
-        """Compare runs that are comparable except for their seeds with the group of the first."""
+        """Group runs that differ only in their seeds, and compare each group with the first one.
+
+        Held-out losses are compared if all finished runs have one, and training losses otherwise.
+
+        Args:
+            runs: Runs that are comparable except for their seeds. The group of the first run is the
+                baseline.
+            margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
+        """
         groups = grouped(runs)
         base_runs = next(iter(groups.values()))
         finished = [run for run in runs if not run.broke_off and not run.is_unfinished]
@@ -149,7 +166,7 @@ class SeedComparison:
 
     @property
     def baseline(self) -> GroupResult:
-        """Return the group that the others are compared with."""
+        """Return the group with which all other groups are compared."""
         return self.results[0]
 
     @property
@@ -158,7 +175,7 @@ class SeedComparison:
         return self.results[1:]
 
     def columns(self) -> list[Column]:
-        """Return the columns of the table over seeds. Its rows are GroupResults."""
+        """Return the columns of the table over seeds. Each row of the table is a GroupResult."""
         base = self.baseline.name
         confidence = f"{100 * CONFIDENCE:.0f} %"
         difference_column = partial(column_of_part, "difference")
@@ -176,15 +193,15 @@ class SeedComparison:
             ),
             difference_column(
                 f"minus {base}",
-                f"a run's loss minus that of the {base} run with its seed; mean over seeds, in "
-                "nats per token",
+                f"loss of a run minus the loss of the {base} run with the same seed, averaged over "
+                "seeds, in nats per token",
                 lambda difference: difference.mean,
                 signed,
             ),
             difference_column(
                 f"± {confidence}",
-                f"half of its {confidence} interval over seeds, by Student's t; fewer than "
-                f"{FEWEST_SEEDS} seeds have none",
+                f"half-width of the {confidence} interval of the difference over seeds, by "
+                f"Student's t; at least {FEWEST_SEEDS} seeds are needed",
                 lambda difference: difference.half_width(),
                 "{:.4f}".format,
             ),
@@ -196,17 +213,23 @@ class SeedComparison:
             ),
             Column(
                 "verdict",
-                f"equivalent: the {100 * EQUIVALENCE:.0f} % interval lies within ± "
-                f"{100 * self.margin:g} % of {base}'s loss (two one-sided t tests at 5 %, each row "
-                f"by itself). Worse, better: a {confidence} interval for all rows together "
-                "(Bonferroni) lies on one side of zero; within the margin, if the first holds too; "
-                "by more than the margin, if the whole interval lies beyond it",
+                f"equivalent: the {100 * EQUIVALENCE:.0f} % interval of the difference lies within "
+                f"the margin of ± {100 * self.margin:g} % of {base}'s loss (two one-sided t tests "
+                f"at 5 %, for each row separately). Worse or better: the {confidence} interval, "
+                "widened for the number of rows (Bonferroni), lies on one side of zero. Worse or "
+                f"better, within the margin: the {100 * EQUIVALENCE:.0f} % interval also lies "
+                "within the margin. Worse or better by more than the margin: the whole widened "
+                "interval lies beyond the margin",
                 lambda group: group.verdict,
             ),
         ]
 
     def columns_by_seed(self) -> list[Column]:
-        """Return columns with each group's difference from the baseline, one column per seed."""
+        """Return the columns of the table seed by seed, with one column per seed.
+
+        Each row of the table is a GroupResult with a difference from the baseline. The column of a
+        seed has the difference of the group's run with that seed.
+        """
 
         def seed_column(seed: int) -> Column:
             return Column(
@@ -218,13 +241,13 @@ class SeedComparison:
         return [name, *map(seed_column, seeds)]
 
     def notes(self) -> list[str]:
-        """Return a note for each reason why runs do not count."""
+        """Return a note for each reason for which runs are excluded."""
         return [
-            f"Not counted, {reason}: {', '.join(names)}." for reason, names in self.excluded.items()
+            f"Excluded, {reason}: {', '.join(names)}." for reason, names in self.excluded.items()
         ]
 
     def answer(self) -> str:
-        """Return the verdicts with their groups in one sentence."""
+        """Return one sentence that lists the groups of each verdict."""
         seeds = plural(len(self.baseline.losses), "seed")
         verdicts = by_verdict({group.name: group.verdict for group in self.compared})
         return (
@@ -242,10 +265,18 @@ def _compare(
     margin: float,
     comparisons: int,
 ) -> tuple[SeedDifference | None, str]:
-    """Return the difference of a group from the baseline, and its verdict.
+    """Return the loss difference between a group and the baseline, and the verdict of the group.
 
-    If a run of the group has failed, there is no difference, because the mean of the other runs
-    would make the group look too good. `base` is None for the baseline itself.
+    The difference is None if a run of the group has failed, because the mean of the group's other
+    runs would make the group look too good.
+
+    Args:
+        group: The runs of the group by seed.
+        losses: Loss at the end by seed, without excluded runs.
+        base: The result of the baseline, or None if the group is the baseline.
+        held_out: Whether `losses` are held-out losses.
+        margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
+        comparisons: Number of groups that are compared with the baseline.
     """
     if failed := sum(bool(run.broke_off) for run in group.values()):
         return None, f"broke off: {plural(failed, 'run')} of {len(group)}"
@@ -255,7 +286,8 @@ def _compare(
     if difference is None:
         return None, "no seed in common"
     if not held_out:
-        # A branch may have fewer steps than the baseline's run. Only common steps count.
+        # A run that branched from a checkpoint may have fewer steps at its end than the baseline's
+        # run. So recompute the difference from the steps that both runs have.
         gaps = {seed: loss_differences(base.runs[seed], group[seed]) for seed in difference.by_seed}
         by_seed = {seed: float(ends_of(gap).mean()) for seed, gap in gaps.items() if len(gap[0])}
         if not by_seed:
@@ -269,16 +301,17 @@ def _compare(
 def _why_excluded(
     run: RunRecord, loss: float | None, base_run: RunRecord | None, *, held_out: bool
 ) -> str | None:
-    """Return why the loss of a run does not count, else None.
+    """Return the reason why a run is excluded, as a clause for a note.
 
-    `base_run` is the baseline's run with the same seed.
+    Return None if the run is included. `loss` is the loss at the end of the run, or None if it is
+    not known. `base_run` is the baseline's run with the same seed, or None if there is no such run.
     """
     if run.broke_off or run.is_unfinished or loss is None:
         return "because they have not finished"
     if held_out and run.when_evaluated:
-        return "because they are not evaluated at their end"
+        return "because they were not evaluated after their last step"
     if held_out and base_run and not same_held_out(base_run, run):
-        return "because they were evaluated on other data than the baseline's run of the seed"
+        return "because they were evaluated on other data than the baseline's run of the same seed"
     if not held_out and base_run and base_run.data_fingerprint != run.data_fingerprint:
-        return "because they were trained on other data than the baseline's run of the seed"
+        return "because they were trained on other data than the baseline's run of the same seed"
     return None

@@ -1,8 +1,9 @@
-"""Verdict, gain at equal loss, and advice for each candidate of `which`, and their table.
+"""Verdict, gain at equal loss, and advice for each candidate of `which`, and the table of them all.
 
-Held-out losses are compared within a margin that is fixed before the first round. The intervals
-hold after every round. A candidate is done when its loss is known to lie within the margin or
-beyond it, or to be better than the baseline's.
+Each candidate's held-out loss is compared with the baseline's, within a margin that is fixed before
+the first round. The confidence intervals are valid after every round. A candidate needs no more
+rounds when its loss is known to lie within the margin, to lie beyond the margin, or to be better
+than the baseline's.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from pretrain.compare.fairness import recipe_of
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.optimizer import schedule
 
+# Maximum number of rounds, and so of seeds for each candidate.
 MOST_SEEDS = 20
-# Largest logarithm of the tokens for equal loss. A loss that hardly falls says nothing about larger
-# factors.
+# Largest natural logarithm of the factor of tokens for equal loss. Larger factors cannot be
+# estimated from a loss that hardly falls.
 MOST_FOLD = math.log(1000)
-# Exponents of the power laws that are fitted to a loss.
+# Exponents that are tried when a power law is fitted to a loss curve.
 POWERS = np.arange(0.05, 1.5, 0.05)
-# Word of the baseline in the table.
+# Entry of the baseline in the table's column "verdict".
 BASELINE = "baseline"
-# Advice about a candidate.
+# Advice about the recommended candidate, and about a candidate without a gain.
 USE = "use this"
 NO_GAIN = "no gain at equal loss is shown"
-# Titles of the table's columns after the held-out loss.
+# Titles of the table's columns that follow the column of the held-out loss.
 HEADER = (
     "as trained",
     "tokens/s",
@@ -55,23 +57,25 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Protocol:
-    """Settings that are fixed before the first round. which.json holds the fields by name."""
+    """Settings that are fixed before the first round. which.json stores each field by its name."""
 
-    # Checkpoint that all trainings branch from, including the baseline's, or None.
+    # Checkpoint that all trainings branch from, including the baseline's. None if the baseline
+    # trains from the start.
     begin_with: str | None
-    # Share of the baseline's loss.
+    # Largest acceptable difference from the baseline's loss, as a share of that loss.
     margin: float
-    # The requested precisions, the baseline first.
+    # Names of the requested precisions. The baseline is the first.
     precisions: list[str]
-    # Seconds per step in the trial, for the precisions that ran in it. The baseline is first.
+    # Map the name of each precision that ran in the trials to its seconds per step. The baseline is
+    # the first.
     seconds: dict[str, float]
-    # Seconds that a training takes besides its steps.
+    # Seconds that a training takes in addition to its steps, for starting and evaluating.
     start: float
-    # Number of planned rounds.
+    # Number of planned rounds. Each round has one seed.
     seeds: int
-    # Last step of a training.
+    # Number of the last step of every training.
     steps: int
-    # Last step of the part that candidates share with the baseline.
+    # Number of the last step that candidates share with the baseline. They branch after it.
     trunk: int
 
     @property
@@ -81,77 +85,94 @@ class Protocol:
 
     @property
     def candidates(self) -> list[str]:
-        """Return the names of the candidates."""
+        """Return the names of the candidates, which are all precisions except the baseline."""
         return list(self.seconds)[1:]
 
     @property
     def error(self) -> float:
-        """Return the error probability of one candidate's interval.
+        """Return the probability with which the interval of one candidate may miss the true value.
 
-        The intervals of all candidates hold together at CONFIDENCE (Bonferroni).
+        The total probability of a miss, 1 - CONFIDENCE, is divided by the number of candidates. So
+        with probability CONFIDENCE, the intervals of all candidates contain the true values
+        (Bonferroni).
         """
         return (1 - CONFIDENCE) / len(self.candidates)
 
 
 @dataclass
 class Verdict:
-    """Results of a candidate. Unknown values are None. verdict.json holds the fields by name."""
+    """Results of a candidate. Unknown values are None. verdict.json stores each field by its name.
 
+    `tokens_per_second`, `speedup` and `memory_gib` are None if the precision is emulated.
+    """
+
+    # Name of the candidate.
     name: str
-    # Held-out loss in BF16 minus the baseline's.
+    # Held-out loss of the candidate, evaluated in BF16, minus the baseline's held-out loss.
     served: SeedDifference | None = None
-    # Training loss at the end, in the candidate's own precision, minus the baseline's.
+    # Training loss at the end of the candidate's training, in the candidate's precision, minus the
+    # baseline's training loss.
     trained: SeedDifference | None = None
-    # None if the precision is emulated, like the next two.
+    # Median of the candidate's speed over all seeds.
     tokens_per_second: float | None = None
-    # Speed divided by the baseline's.
+    # Speed of the candidate divided by the baseline's speed.
     speedup: float | None = None
+    # Peak memory of the candidate's training.
     memory_gib: float | None = None
-    # Factor of the training tokens that makes up for the loss, by the slope of the baseline's loss.
+    # Factor by which the training tokens would have to grow until the candidate has the baseline's
+    # loss. It is estimated from the slope of the baseline's loss.
     tokens: float | None = None
-    # Interval of `gain`, from the intervals of speed, loss and slope.
+    # Lower and upper end of the interval of `gain`. It combines the intervals of the speedup, the
+    # loss and the slope.
     gain_interval: list[float] | None = None
+    # The verdict as text, such as "equivalent" or "broke off: was halted at step 7".
     word: str = CANNOT_TELL
-    # Estimated seconds of training until a verdict, if mean and spread stay the same. None if
-    # MOST_SEEDS seeds would not be enough.
+    # Estimated seconds of training until the verdict is final, if mean and spread of the loss
+    # differences stay the same. None if MOST_SEEDS seeds would not be enough.
     more_seconds: float | None = None
+    # Advice about the candidate, such as USE.
     advice: str = ""
 
     @property
     def gain(self) -> float | None:
-        """Return the speed at equal loss, divided by the baseline's speed."""
+        """Return the speedup divided by the factor of tokens for equal loss, or None if unknown."""
         return self.speedup / self.tokens if self.speedup and self.tokens else None
 
     @property
     def is_open(self) -> bool:
-        """Return True if more seeds are needed. "worse" may lie within the margin or beyond it."""
+        """Return True if more seeds are needed.
+
+        They are also needed after "worse", because the loss may lie within the margin or beyond it.
+        """
         return self.word in (CANNOT_TELL, WORSE)
 
     @property
     def is_faster_at_equal_loss(self) -> bool:
-        """Return True if the whole interval of the gain is above 1."""
+        """Return True if the whole interval of `gain` is known and above 1."""
         return self.gain_interval is not None and self.gain_interval[0] > 1
 
 
 @dataclass
 class Rounds:
-    """The runs of all rounds so far, and the verdicts that follow from them."""
+    """The runs of all trained rounds, and the verdicts that follow from the runs."""
 
     protocol: Protocol
-    # Runs of each round, which is a seed, by name: the baseline and the candidates.
+    # One dict per trained round, which maps the baseline and the round's candidates to their runs.
+    # All runs of a round have the same seed.
     runs: list[dict[str, RunRecord]] = field(default_factory=list)
-    # Seconds of the last training by name.
+    # Map each name to the seconds that its most recent training took.
     took: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, candidates: Sequence[str]) -> float:
-        """Return the estimated seconds of a round with the baseline and `candidates`.
-
-        A training takes as long as its last one, or as the trial predicts.
-        """
+        """Return the estimated seconds of a round with the baseline and `candidates`."""
         return sum(map(self._seconds_of, (self.protocol.base, *candidates)))
 
     def _seconds_of(self, name: str) -> float:
-        """Return the estimated seconds of a training."""
+        """Return the estimated seconds of one training of `name`, the baseline or a candidate.
+
+        The estimate is the duration in the previous round. Before the first round, it is computed
+        from the speed in the trial.
+        """
         protocol = self.protocol
         is_branch = bool(protocol.begin_with) or name != protocol.base
         steps = protocol.steps - (protocol.trunk if is_branch else 0)
@@ -160,9 +181,10 @@ class Rounds:
     # ── Verdicts ──────────────────────────────────────────────────────────────────────────────────
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts of all candidates with advice.
+        """Return the verdicts of all candidates, including advice.
 
-        The candidate with the largest gain at equal loss is recommended.
+        The candidate with the largest gain at equal loss is recommended. Candidates are excluded if
+        their gain may be 1 or less, or if they may be worse by more than the margin.
         """
         verdicts = [self.verdict(name) for name in self.protocol.candidates]
         eligible = [
@@ -179,7 +201,8 @@ class Rounds:
     def _advice(self, verdict: Verdict, eligible: Sequence[Verdict]) -> str:
         """Return the advice about a candidate.
 
-        `eligible` are the candidates that may be recommended, the recommended one first.
+        `eligible` has the verdicts of the candidates that may be recommended, sorted by their gain.
+        The first of them is recommended.
         """
         if verdict.is_open:
             if not verdict.more_seconds:
@@ -190,10 +213,10 @@ class Rounds:
         if verdict.served and verdict.gain is None:
             if verdict.speedup:
                 return (
-                    f"its gain is not known, because {self.protocol.base}'s loss does not clearly "
-                    "fall"
+                    "its gain is not known, because the loss of the baseline "
+                    f"{self.protocol.base} does not clearly fall"
                 )
-            return "its speed is not known, because it is emulated"
+            return "its speed is not known, because the precision is emulated"
         if verdict in eligible:
             return USE if verdict is eligible[0] else f"pays less than {eligible[0].name}"
         if verdict.is_faster_at_equal_loss:
@@ -201,7 +224,7 @@ class Rounds:
         return NO_GAIN
 
     def verdict(self, name: str) -> Verdict:
-        """Return the verdict of a candidate, without advice."""
+        """Return the verdict of the candidate or baseline `name`, without advice."""
         protocol = self.protocol
         pairs = [(runs[protocol.base], runs[name]) for runs in self.runs if name in runs]
         if not pairs:
@@ -227,10 +250,16 @@ class Rounds:
     def _add_gain(
         self, verdict: Verdict, speedups: SeedDifference | None, slopes: SeedDifference
     ) -> None:
-        """Set the tokens for equal loss and the interval of the gain.
+        """Set the tokens for equal loss and the interval of the gain in `verdict`.
 
-        Both stay None unless the baseline's loss falls clearly. The interval also needs a speed and
-        a decided loss.
+        Both stay None unless the whole interval of the loss slope is negative. The interval of the
+        gain also stays None if the speedups are not known or the verdict is "cannot tell".
+
+        Args:
+            verdict: The verdict of a candidate, with its loss difference in `served`.
+            speedups: Speed of the candidate divided by the baseline's speed, for each seed. None if
+                a speed is not known.
+            slopes: Slope of the baseline's loss for each seed, from `loss_slope`.
         """
         slope_half = slopes.anytime_half_width(self.protocol.error)
         served = verdict.served
@@ -251,10 +280,15 @@ class Rounds:
         ]
 
     def tokens_for(self, loss: float, slope: float) -> float:
-        """Return the factor of the training tokens that makes up for `loss` nats.
+        """Return the factor by which the training tokens must grow to lower the loss by `loss`.
 
-        The factor is 1 for a negative loss. `slope` is in nats per unit of ln(tokens), and is
-        negative. For branches, only the tokens after the branch count.
+        If all trainings branch from the checkpoint of another run, the factor refers to the tokens
+        after that checkpoint. It refers to all tokens otherwise.
+
+        Args:
+            loss: Loss of a candidate minus the baseline's loss, in nats per token. The factor is 1
+                if `loss` is negative.
+            slope: Slope of the baseline's loss, in nats per unit of ln(tokens). Must be negative.
         """
         fold = math.exp(min(max(0.0, loss) / -slope, MOST_FOLD))
         steps = self.protocol.steps
@@ -262,10 +296,10 @@ class Rounds:
         return (fold * steps - before) / (steps - before)
 
     def _seconds_to_verdict(self, name: str, served: SeedDifference) -> float | None:
-        """Return the estimated seconds until a verdict, if mean and spread stay the same.
+        """Return the estimated seconds of training until the verdict of the candidate is final.
 
-        The differences so far are repeated until a verdict is reached. Return None if MOST_SEEDS
-        seeds would not be enough.
+        `served` has the loss differences of all trained seeds. The estimate assumes that further
+        seeds repeat these differences. Return None if MOST_SEEDS seeds would not be enough.
         """
         values = list(served.by_seed.values())
         for seeds in range(len(values) + 1, MOST_SEEDS + 1):
@@ -279,8 +313,8 @@ class Rounds:
     # ── Table ─────────────────────────────────────────────────────────────────────────────────────
 
     def table(self, verdicts: Sequence[Verdict]) -> str:
-        """Return the Markdown table of the baseline and the candidates."""
-        # FP32 is evaluated in FP32.
+        """Return the Markdown table of the baseline and the candidates in `verdicts`."""
+        # A baseline in FP32 is evaluated in FP32 instead of BF16.
         served = "held out" if self.protocol.base == "fp32" else "served in BF16"
         baseline = replace(
             self.verdict(self.protocol.base),
@@ -293,7 +327,7 @@ class Rounds:
         return markdown(["precision", "seeds", served, *HEADER], rows)
 
     def _row(self, verdict: Verdict) -> list[str]:
-        """Return the table's row of a candidate or of the baseline."""
+        """Return the cells of the table's row for a candidate or for the baseline."""
         return [
             verdict.name,
             str(len(verdict.served.by_seed) if verdict.served else 0),
@@ -310,9 +344,9 @@ class Rounds:
         ]
 
     def _loss(self, verdict: Verdict, difference: SeedDifference | None) -> str:
-        """Return a difference in percent of the baseline's loss: "+0.071 ± 0.150 %".
+        """Return a loss difference in percent of the baseline's loss: "+0.071 ± 0.150 %".
 
-        For the baseline, return its loss.
+        If `verdict` is the baseline's, return the loss itself.
         """
         if difference is None:
             return UNKNOWN
@@ -325,15 +359,19 @@ class Rounds:
 
 
 def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
-    """Return the difference in `key` of the summaries, from pairs (baseline, candidate)."""
+    """Return the difference in `key`, a loss in the summaries, over pairs of runs.
+
+    Each pair is the baseline's run and the candidate's run with the same seed.
+    """
     by_seed = {run.config["seed"]: run.summary[key] - base.summary[key] for base, run in pairs}
     return SeedDifference(by_seed, statistics.fmean(base.summary[key] for base, _ in pairs))
 
 
 def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | None:
-    """Return the candidate's speed divided by the baseline's for each pair, with their mean.
+    """Return the candidate's speed divided by the baseline's speed, for each pair of runs.
 
-    Return None if a speed is not known.
+    Each pair is the baseline's run and the candidate's run with the same seed. Return None if the
+    speed of any run is not known.
     """
     speedups = {
         place: speedup
@@ -346,9 +384,12 @@ def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | 
 def loss_slope(run: RunRecord) -> float:
     """Return the slope of the training loss at the last step, in nats per unit of ln(tokens).
 
-    A power law E + A steps^-a is fitted to the steps before the decay and extrapolated to the last
-    step. The decay is not fitted, because it lowers the loss faster than more tokens do. The fit
-    covers at least the first half of the run, and schedules other than `wsd` up to their end.
+    A power law E + A * steps^-a is fitted to part of the loss curve and extrapolated to the last
+    step. The fitted part ends where the decay of a `wsd` schedule begins, because the decay lowers
+    the loss faster than more tokens do. If the decay begins in the first half of the run, the
+    fitted part ends in the middle of the run. With other schedules it ends at the last step. The
+    first 30 % of the steps up to that end are not fitted, because the warmup and the steep first
+    fall of the loss do not follow a power law.
     """
     steps, losses = run.curve("loss")
     first = int(steps[0])
@@ -358,6 +399,6 @@ def loss_slope(run: RunRecord) -> float:
     chosen = (steps > 0.3 * fitted) & (steps <= fitted) & np.isfinite(losses)
     shares = steps[chosen] / last
     fits = {power: np.polyfit(shares**-power, losses[chosen], 1, full=True) for power in POWERS}
-    # The second element of a fit is the sum of squared residuals.
+    # The first element of a fit holds A and E, and the second one the sum of squared residuals.
     power = min(fits, key=lambda power: fits[power][1][0])
     return float(-power * fits[power][0][0])

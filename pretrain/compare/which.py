@@ -1,22 +1,25 @@
 """Find the fastest precision at equal loss: `python -m pretrain which RECIPE [key=value ...]`.
 
-First, every candidate trains a few steps. They show whether it runs, how fast, and with how much
-memory, and how long the trainings can be to fit into --hours.
+One precision is the baseline, and the others are candidates. First, each of them trains a few
+steps. These trials show which precisions run on this machine, and how fast. From the speeds, the
+command computes how long each training can be so that all trainings fit into --hours.
 
-Then come rounds, one seed each. The baseline trains from the start. Each candidate branches from
-the baseline's checkpoint after a fifth of the steps, and sees the same packs in the same order.
-After each round, the held-out losses are evaluated in BF16 and compared within a margin that is
-fixed before the first round. A candidate with a verdict is done, and the remaining hours go to the
-open candidates.
+Then the command trains rounds. Each round has one seed. The baseline trains from the start. Each
+candidate branches from the baseline's checkpoint after a fifth of the steps, and trains on the same
+packs in the same order as the baseline. After each round, every candidate's held-out loss,
+evaluated in BF16, is compared with the baseline's, within a margin that is fixed before the first
+round. If a candidate's verdict is final, it is not trained any further. The remaining hours are
+used for candidates whose verdict is still open.
 
-The answer is the gain at equal loss: the speedup divided by the factor of tokens that would make up
-for the loss. A precision is recommended if the whole interval of its gain is above 1. After Ctrl-C,
-the same command continues. With more --hours, it takes up open candidates again.
+The main result is the gain at equal loss: the speedup, divided by the factor of tokens that would
+make up for the loss. A precision is recommended if the whole interval of its gain is above 1. To
+continue after Ctrl-C, run the same command again. To train more rounds for open candidates, run it
+again with more --hours.
 
-The answer does not cover longer trainings and larger models. They may need a more exact precision.
+The result is not valid for longer trainings or larger models. They may need a more exact precision.
 
-Exit status: 0 an answer, 1 some candidate is open, 2 invalid input, 128 plus the signal's number if
-a signal stopped it.
+Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid input,
+and 128 plus the number of the signal if a signal stopped the command.
 """
 
 from __future__ import annotations
@@ -64,15 +67,15 @@ from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
-# Share of a training's steps that candidates share with the baseline.
+# Share of the steps after which candidates branch from the baseline.
 TRUNK = 0.2
-# Files of the trainings.
+# Files in the folder of the trainings: the fixed settings, and the verdicts.
 PROTOCOL_FILE = "which.json"
 VERDICT_FILE = "verdict.json"
-# Default accelerate configurations.
+# Default accelerate configurations with and without a GPU.
 ON_GPU = Path("accelerate_configs/bf16.yaml")
 ON_CPU = Path("accelerate_configs/cpu.yaml")
-# Settings that overrides may not set, because this command sets them.
+# Keys that the user cannot override, because this command sets them.
 RESERVED = {
     "precision",
     "seed",
@@ -85,7 +88,7 @@ RESERVED = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status, 1 if some candidate is open.
+    """Run the command and return its exit status, which is 1 if a candidate's verdict is open.
 
     Raises InputError for a mistake in the arguments.
     """
@@ -117,7 +120,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(prog="python -m pretrain which", description=__doc__)
     parser.add_argument(
-        "recipe", type=Path, help="recipe of the training that you plan, a YAML file"
+        "recipe", type=Path, help="recipe of the training that you want to run, a YAML file"
     )
     parser.add_argument(
         "overrides",
@@ -130,92 +133,99 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=4.0,
         metavar="H",
-        help="time limit; no round starts that would not end within it; default: 4",
+        help="time limit in hours; a round is only started if it is expected to end within this "
+        "limit; default: 4",
     )
     parser.add_argument(
         "--margin",
         type=float,
         default=0.3,
         metavar="PERCENT",
-        help="differences up to this share of the baseline's loss count as none; default: 0.3",
+        help="largest loss difference that counts as equivalent, in percent of the baseline's "
+        "loss; default: 0.3",
     )
     parser.add_argument(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
-        help="precisions to compare, the baseline first; append +head to quantize the head too; "
-        "default: all that this machine supports, or emulated ones if it supports none",
+        help="precisions to compare, the baseline first; append +head to a precision to quantize "
+        "the head too; default: BF16 and all quantized precisions that this machine supports; on "
+        "a machine that supports none, one emulated precision",
     )
     parser.add_argument(
         "--seeds",
         type=int,
         default=5,
         metavar="N",
-        help=f"number of rounds to plan for, at least {FEWEST_SEEDS}; default: 5",
+        help="number of rounds for which the length of the trainings is planned, at least "
+        f"{FEWEST_SEEDS}; default: 5",
     )
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
-        help="steps of each training; default: as many as --hours allow",
+        help="steps of each training; default: computed from --hours",
     )
     parser.add_argument(
         "--from",
         dest="begin_with",
         metavar="CHECKPOINT",
-        help="a step-* folder to branch all trainings from, including the baseline's",
+        help="checkpoint (a step-* folder) from which all trainings branch, including the "
+        "baseline's; default: the baseline trains from the start",
     )
     parser.add_argument(
         "--config_file",
         type=Path,
         metavar="FILE",
-        help=f"accelerate configuration; default: {ON_GPU}, or {ON_CPU} without a GPU",
+        help=f"accelerate configuration; default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
     )
     parser.add_argument(
         "--run_dir",
         metavar="FOLDER",
-        help="folder of the trainings; default: runs/which/ and the recipe's name",
+        help="folder of the trainings; default: runs/which/NAME with the recipe's name",
     )
     return parser.parse_intermixed_args(arguments)
 
 
 def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Raise InputError, before anything runs, for options that cannot lead to an answer."""
+    """Raise InputError if an option is invalid. Nothing has been trained at this point."""
     names = options.precisions or list(PRECISIONS)
     is_known = all(name.removesuffix(HEAD) in PRECISIONS for name in names)
     if not is_known or len(names) < 2 or len(set(names)) < len(names):
         raise InputError(
-            f"--precisions {','.join(names)}: name two or more, each once, of "
-            f"{', '.join(PRECISIONS)}"
+            f"--precisions {','.join(names)}: set at least two different precisions; choose them "
+            f"from {', '.join(PRECISIONS)}"
         )
     if not (options.margin > 0 and options.hours > 0):
         raise InputError("command line: --margin and --hours must be above 0")
     if reserved := sorted(RESERVED & dict(parse_overrides(options.overrides)).keys()):
         raise InputError(
-            f"command line: `{reserved[0]}` is set by this command; remove it, or see --help"
+            f"command line: `{reserved[0]}` is set by this command; remove it (--help lists the "
+            "options of this command)"
         )
     if options.seeds > MOST_SEEDS:
         raise InputError(
-            f"--seeds {options.seeds}: a candidate gets {MOST_SEEDS} seeds at most; set "
+            f"--seeds {options.seeds}: a candidate is trained with at most {MOST_SEEDS} seeds; set "
             f"--seeds {MOST_SEEDS} or fewer"
         )
     minimum = least_steps(step_of_checkpoint(options.begin_with))
     steps = recipe.train.steps if options.steps is None else options.steps
     if steps is not None and steps < minimum:
         raise InputError(
-            f"{steps} steps per training, by --steps or else `train.steps`: {minimum} is the "
-            "minimum; set more"
+            f"--steps, or else `train.steps` in the recipe, sets {steps} steps per training, but "
+            f"{minimum} is the minimum; set --steps {minimum} or more"
         )
     if options.steps and options.steps > (most := steps_in_an_epoch(recipe)):
         raise InputError(
-            f"--steps {options.steps}: data is repeated after step {most}, which hides what a "
-            f"precision costs in loss; set --steps {most} or fewer"
+            f"--steps {options.steps}: the data is repeated after step {most}, and repeated data "
+            f"hides the loss of a precision; set --steps {most} or fewer"
         )
 
 
 def has_gpu() -> bool:
-    """Return True if torch sees a GPU."""
-    # Imported late, because it takes seconds and a mistake on the command line should not wait.
+    """Return True if torch can use a GPU."""
+    # The import takes seconds. It is here so that mistakes on the command line are reported at
+    # once.
     import torch
 
     return torch.cuda.is_available()
@@ -225,10 +235,11 @@ def has_gpu() -> bool:
 
 
 def load_protocol(question: Question, options: argparse.Namespace) -> Protocol | None:
-    """Return the protocol of an earlier start, or None if there is none.
+    """Return the protocol that an earlier start of the command has written.
 
-    Raises InputError if `options` or settings differ from it. A margin that may change after a look
-    at the results would decide nothing.
+    Return None if there is no protocol yet. Raises InputError if the options or the settings of the
+    recipe differ from the protocol: a verdict would be worthless if the user could change the
+    margin after seeing the results.
     """
     file = question.folder / PROTOCOL_FILE
     if not file.exists():
@@ -242,17 +253,18 @@ def load_protocol(question: Question, options: argparse.Namespace) -> Protocol |
         precisions=options.precisions or protocol.precisions,
         steps=options.steps or protocol.steps,
     )
-    before = asdict(protocol)
+    recorded = asdict(protocol)
     differences: dict[str, tuple[Any, Any]] = {
-        key: (value, before[key])
+        key: (value, recorded[key])
         for key, value in asdict(requested).items()
-        if value != before[key]
+        if value != recorded[key]
     }
     differences |= question.trial([protocol.base]).baseline.differences
     if differences:
         raise InputError(
-            f"{file}: was started with other settings (now, and then): {in_words(differences)}; "
-            "use another --run_dir"
+            f"{file}: the command was started with other settings before (current value and "
+            f"earlier value): {in_words(differences)}; either set the earlier values again, or use "
+            "another --run_dir"
         )
     return protocol
 
@@ -260,29 +272,38 @@ def load_protocol(question: Question, options: argparse.Namespace) -> Protocol |
 def new_protocol(
     question: Question, options: argparse.Namespace, stop: StopRequest, deadline: float
 ) -> Protocol:
-    """Run the trials, fix the length of the trainings, and write the protocol.
+    """Run the trials, compute the length of the trainings, and write the protocol.
 
-    Raises InputError if there are not two precisions to compare.
+    Raises InputError if `options.seeds` is too small, if the baseline or all candidates fail in the
+    trials, or if the trainings would be too short.
+
+    Args:
+        question: The recipe and the folder of the trainings.
+        options: The command line.
+        stop: Request to stop, by a signal.
+        deadline: Value of time.monotonic() at which --hours are over.
     """
     names = options.precisions or default_candidates(question.recipe.weights)
     minimum = fewest_seeds((1 - CONFIDENCE) / (len(names) - 1))
     if options.seeds < minimum:
         raise InputError(
-            f"--seeds {options.seeds}: {len(names)} precisions cannot be distinguished with fewer "
-            f"than {minimum} seeds; set --seeds {minimum} or more"
+            f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
+            f"{minimum} seeds; set --seeds {minimum} or more"
         )
     cells = run_trials(question, names, stop)
     runs = distinct_runs(cells)
     if len(runs) < 2:
         raise InputError(
-            f"{names[0]} and at least one other precision must run and differ; see "
-            f"{question.folder}/trial"
+            f"there is nothing to compare: no precision other than {names[0]} has finished its "
+            f"trial with different matrix products; read the logs in {question.folder}/trial, or "
+            "set other --precisions"
         )
     seconds = {
         name: question.recipe.batch.tokens / run.summary["tokens_per_second"]
         for name, run in runs.items()
     }
-    # Time besides the steps. The lower median excludes what compiles once for all trainings.
+    # Seconds that each trial took in addition to its steps. The lower median is used, because a
+    # trial that compiles kernels for all later trainings takes longer.
     besides = [
         seconds_of(cells[name]) - TRIAL_STEPS * per_step for name, per_step in seconds.items()
     ]
@@ -310,23 +331,28 @@ def new_protocol(
 
 
 def run_trials(question: Question, names: Sequence[str], stop: StopRequest) -> dict[str, Cell]:
-    """Train each candidate for TRIAL_STEPS. Return the cells by name."""
+    """Train the baseline and each candidate for TRIAL_STEPS steps.
+
+    `names` are the names of the baseline and the candidates. Return the cells by name.
+    """
     matrix = question.trial(names)
     for cell in matrix.cells:
-        # The recipe was changed after a trial. Nothing is fixed yet, so run the trial again.
+        # If the recipe was changed after an earlier trial, run the trial again. This is possible
+        # because the protocol is not written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
     say(
-        f"first {TRIAL_STEPS} steps of each precision, about a minute each: "
+        f"trials of {TRIAL_STEPS} steps, about a minute for each precision: "
         f"{', '.join(cell.values[CELL] for cell in matrix.cells)}"
     )
     return train(matrix, stop, may_fail=True)
 
 
 def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
-    """Return the finished trials by name, without repetitions of an earlier computation.
+    """Return the runs of the finished trials by name.
 
-    A candidate with +head computes the same as without it if its head stays in BF16.
+    A trial is omitted if all its matrix products have the same precisions as those of an earlier
+    trial. For example, "mxfp8+head" is omitted after "mxfp8" if the head stays in BF16 in both.
     """
     by_products: dict[str, tuple[str, RunRecord]] = {}
     for name, cell in cells.items():
@@ -338,16 +364,19 @@ def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
 
 
 def default_candidates(weights: str) -> list[str]:
-    """Return the default baseline and candidates.
+    """Return the names of the default baseline and the default candidates.
 
-    They are BF16 and the precisions that the GPU supports, the first of them also with its head. A
-    GPU that supports none, and a CPU, compare one emulated precision. On a CPU the baseline is FP32
-    if the recipe's `weights` are FP32.
+    On a GPU, the baseline is BF16, and the candidates are all quantized precisions that the GPU
+    supports. The first of these is also a candidate with a quantized head (+head). If the GPU
+    supports no quantized precision, the only candidate is an emulated precision.
+
+    On a CPU, the only candidate is an emulated precision. The baseline is FP32 if `weights`, the
+    recipe's setting, is "fp32", and BF16 otherwise.
     """
     emulated = next(name for name, precision in PRECISIONS.items() if precision.quantized)
     if not has_gpu():
         return ["fp32" if weights == "fp32" else "bf16", emulated]
-    # A child process, which releases the memory of the GPU when it ends.
+    # Use a child process, because the GPU's memory is released when the process ends.
     with ProcessPoolExecutor(1, get_context("spawn")) as child:
         supported = child.submit(supported_precisions).result()
     return ["bf16", *(supported or [emulated]), *(f"{name}{HEAD}" for name in supported[:1])]
@@ -355,7 +384,8 @@ def default_candidates(weights: str) -> list[str]:
 
 def supported_precisions() -> list[str]:
     """Return the quantized precisions that the GPU supports. Runs in a child process."""
-    from pretrain.precision.selection import missing_on  # imports torch
+    # This module imports torch.
+    from pretrain.precision.selection import missing_on
 
     missing = missing_on("cuda")
     return [
@@ -373,25 +403,28 @@ def steps_that_fit(
     seconds_left: float,
     in_an_epoch: float,
 ) -> tuple[int, int]:
-    """Return the last step of a training and of its trunk.
+    """Return the last step of each training, and the last step of the trunk.
 
-    A training is as long as the hours allow, but not longer than the recipe and than one epoch.
-    Raises InputError if that is too short.
+    The trunk is the part of the baseline's training from which the candidates branch. A training is
+    as long as --hours allow, but not longer than the recipe, and not longer than one epoch. Raises
+    InputError if that is too short.
 
     Args:
         options: The command line.
         recipe: The recipe.
-        seconds: Seconds per step of the baseline and the candidates.
-        start: Seconds that a training takes besides its steps.
-        seconds_left: Seconds for all rounds.
-        in_an_epoch: Steps that see each pack at most once.
+        seconds: Seconds per step of the baseline and of each candidate, by name.
+        start: Seconds that a training takes in addition to its steps.
+        seconds_left: Seconds that are left for all rounds.
+        in_an_epoch: Number of steps after which the first data is repeated, or infinity.
     """
     base_seconds, *candidate_seconds = seconds.values()
     trunk = step_of_checkpoint(options.begin_with)
-    # Steps that all trainings have in common before they start.
+    # Step of the checkpoint from which all trainings branch. 0 if the baseline trains from the
+    # start.
     before = trunk or 0
+    # Number of steps that a candidate trains, divided by the number that the baseline trains.
     candidate_share = 1 - TRUNK if trunk is None else 1
-    # Seconds of a round per step of the baseline.
+    # Seconds of a whole round, divided by the number of steps that the baseline trains.
     per_step = base_seconds + candidate_share * sum(candidate_seconds)
     for_steps = seconds_left / options.seeds - len(seconds) * start
     in_hours = before + int(for_steps / per_step)
@@ -403,50 +436,54 @@ def steps_that_fit(
     if steps < minimum:
         if steps == in_hours:
             hours = options.hours + options.seeds * (minimum - in_hours) * per_step / 3600
-            # 5 % more, because two digits may round down that far.
+            # Add 5 %, because the message has two digits, and rounding may make it 5 % smaller.
             limit = f"--hours {options.hours:g} allow"
-            remedy = f"set --hours to {1.05 * hours:.2g} hours"
+            remedy = f"set --hours to {1.05 * hours:.2g} or more"
         else:
             limit = "the recipe or its data allows"
             remedy = "set more `train.steps` in the recipe, or use more data"
         raise InputError(
-            f"{limit} {max(steps, 0)} steps per training; {minimum} is the minimum: {remedy}"
+            f"{limit} only {max(steps, 0)} steps per training, but {minimum} is the minimum; "
+            f"{remedy}"
         )
     return steps, math.ceil(TRUNK * steps) if trunk is None else trunk
 
 
 def steps_in_an_epoch(recipe: Recipe) -> float:
-    """Return the number of steps that see each pack once at most; infinity for a stream.
+    """Return the number of steps that can be trained before any training data is repeated.
 
-    The packs are prepared if they are missing. Raises InputError if they cannot be used.
+    Return infinity if the data is a stream. The packs are prepared if they are missing. Raises
+    InputError if the training packs or the held-out packs cannot be used.
     """
     if recipe.data.stream:
         return math.inf
     if recipe.data.prepares:
         prepare(recipe.data, progress=True)
     packs = cast(Packs, open_packs(recipe.data, "train"))
-    open_packs(recipe.data, "held_out")  # raises InputError if they cannot be used
+    # Check that the held-out packs can be used.
+    open_packs(recipe.data, "held_out")
     mixture = order_of(packs, 1, recipe.seed).mixture
     sources = zip(mixture.counts, mixture.share_of_packs, strict=True)
-    # The first source is used up after this number of packs.
+    # Number of packs from all sources after which the first source has no unused pack left.
     used_up = min(number / share for number, share in sources)
     return int(used_up * recipe.data.length / recipe.batch.tokens)
 
 
 def least_steps(trunk: int | None) -> int:
-    """Return the minimum number of steps of a training.
+    """Return the smallest allowed number for the last step of a training.
 
-    The steps of its end must belong to the candidate alone. `trunk` is the step of the checkpoint
-    that all trainings branch from, or None.
+    A candidate must train at least FEWEST_STEPS steps after it has branched, because the training
+    losses of that many steps are averaged. `trunk` is the step of the checkpoint from which all
+    trainings branch, or None if the baseline trains from the start.
     """
     return math.ceil(FEWEST_STEPS / (1 - TRUNK)) if trunk is None else trunk + FEWEST_STEPS
 
 
 def step_of_checkpoint(path: str | None) -> int | None:
-    """Return the step of the checkpoint at `path`, or None without a path."""
+    """Return the step of the checkpoint at `path`, a step-* folder, or None if `path` is None."""
     if path is None:
         return None
-    state = load_object(Path(path, "state.json"), "--from takes a step-* folder")
+    state = load_object(Path(path, "state.json"), "set --from to a step-* folder")
     return state["progress"]["step"]
 
 
@@ -454,33 +491,41 @@ def step_of_checkpoint(path: str | None) -> int | None:
 
 
 def announce(rounds: Rounds, hours: float) -> None:
-    """Print the protocol and the estimated time."""
+    """Print the protocol and the estimated time. `hours` is the time limit."""
     protocol = rounds.protocol
     skipped = [name for name in protocol.precisions if name not in protocol.seconds]
     if skipped:
         say(
-            "\nSkipped, because they failed or computed the same as another: "
-            f"{', '.join(skipped)}; to try them again, use another --run_dir."
+            "\nSkipped, because they failed or computed the same products as another precision: "
+            f"{', '.join(skipped)}. To try them again, use another --run_dir."
         )
     trunk = f"from {protocol.begin_with}" if protocol.begin_with else f"in {protocol.base}"
     seconds = rounds.seconds(protocol.candidates)
     say(
         f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
         f"fixed at {100 * protocol.margin:g} % of the loss.\n"
-        f"A round is one seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} "
-        f"{trunk}; about {duration(seconds)}.\n"
-        f"{protocol.seeds} rounds are planned, about {duration(protocol.seeds * seconds)}; the "
-        f"limit is {hours:g} hours."
+        f"Each round has one seed and takes about {duration(seconds)}. Each training has "
+        f"{protocol.steps:,} steps, of which the first {protocol.trunk:,} are {trunk}.\n"
+        f"{protocol.seeds} rounds are planned. They take about "
+        f"{duration(protocol.seeds * seconds)}, and the limit is {hours:g} hours."
     )
 
 
 def next_round(
     question: Question, rounds: Rounds, verdicts: Sequence[Verdict], seconds_left: float
 ) -> Matrix | None:
-    """Return the next seed of the baseline and of all open candidates.
+    """Return the trainings of the next round, as a matrix.
 
-    Return None if no candidate is open or the round would not end in time. The first round, and
-    rounds that are already trained, need no time limit.
+    The round has the next seed, the baseline, and all candidates whose verdict is open. Return None
+    if there is no such candidate, if MOST_SEEDS rounds are trained, or if the round would not end
+    within the time limit. The first round ignores the time limit, and so does a round whose
+    trainings have all ended before.
+
+    Args:
+        question: The recipe and the folder of the trainings.
+        rounds: The trained rounds.
+        verdicts: The verdicts after these rounds.
+        seconds_left: Seconds until the time limit.
     """
     open_names = [verdict.name for verdict in verdicts if verdict.is_open]
     if not open_names or len(rounds.runs) >= MOST_SEEDS:
@@ -494,19 +539,19 @@ def next_round(
 
 
 def train_round(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
-    """Train a round, and add its runs to `rounds`."""
+    """Train the cells of `matrix`, which form a round, and add their runs to `rounds`."""
     _, *candidates = (cell.values[CELL] for cell in matrix.cells)
     say(f"\nround {len(rounds.runs) + 1}, about {duration(rounds.seconds(candidates))}")
     cells = train(matrix, stop, may_fail=False)
     rounds.runs.append({name: read_run(cell.run_dir) for name, cell in cells.items()})
     rounds.took |= {name: seconds_of(cell) for name, cell in cells.items() if cell.is_finished()}
-    # Nothing branches from these checkpoints any more.
+    # Delete the checkpoints, because no later training branches from them.
     for cell in matrix.cells:
         shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
 
 
 def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
-    """Write verdict.json and return the text to print."""
+    """Write verdict.json, and return the table, the answer and its limits as text to print."""
     protocol = rounds.protocol
     text = answer(question, protocol, verdicts)
     write_json(
@@ -521,20 +566,23 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
         },
     )
     limits = (
-        "This holds for this model after "
+        "This result is valid for this model after "
         f"{count(protocol.steps * question.recipe.batch.tokens)} tokens, with a margin of "
-        f"± {100 * protocol.margin:g} % of the baseline's loss. The intervals hold at "
-        f"{100 * (1 - protocol.error):.3g} % after every round, if differences over seeds are "
-        "normally distributed. In simulations of skewed differences, 95 % intervals missed the "
-        "mean in 12 % of exponential and 21 % of lognormal series. No interval allows for a rare "
-        "bad seed that no round has shown. Longer trainings and larger models may need a "
-        "more exact precision."
+        f"± {100 * protocol.margin:g} % of the baseline's loss. The confidence of the intervals is "
+        f"{100 * (1 - protocol.error):.3g} % after every round, if the differences between seeds "
+        "are normally distributed. In simulations with skewed differences, 95 % intervals missed "
+        "the mean in 12 % of exponential and 21 % of lognormal series. No interval takes a rare "
+        "bad seed into account that has not been trained. Longer trainings and larger models may "
+        "need a more exact precision."
     )
     return f"{rounds.table(verdicts)}\n\n{text}\n\n{limits}"
 
 
 def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:
-    """Return a line for each candidate, and the recommendation with its command."""
+    """Return a text with one line for each candidate, and the recommendation.
+
+    If a precision is recommended, the last line is the command that trains with this precision.
+    """
     lines = [f"{verdict.name}: {verdict.word}, {verdict.advice}." for verdict in verdicts]
     best = next((verdict for verdict in verdicts if verdict.advice == USE), None)
     if best and best.gain_interval:

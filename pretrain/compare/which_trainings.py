@@ -1,4 +1,4 @@
-"""Trainings of `which`: short trials of all candidates, and rounds of one seed each."""
+"""Trainings of `which`: short trials of all precisions, and rounds with one seed each."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from pretrain.metrics.run_record import read_run
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
-# GiB of a GPU that may be in use before a training. The driver itself uses some memory.
+# Largest amount of GPU memory, in GiB, that may be in use before a training. It is above 0 because
+# the driver itself uses some memory.
 GPU_IS_FREE = 2.0
-# Steps of a candidate's first, short training.
+# Number of steps of a trial, the first and short training of a precision.
 TRIAL_STEPS = 12
-# Suffix of a candidate whose head is quantized too.
+# Suffix in the name of a candidate whose head is quantized too.
 HEAD = "+head"
-# Settings of every training, over recipe and overrides.
-COMMON: Values = {
+# Settings of every training. They replace those of the recipe and of the overrides.
+FIXED_SETTINGS: Values = {
     "fp8_config.on_unsupported": "emulate",
     # Evaluate all candidates in BF16.
     "fp8_config.use_autocast_during_eval": False,
@@ -44,35 +45,40 @@ COMMON: Values = {
     "checkpoint.at_end": False,
     "log.trackers": [],
     "log.gap": None,
-    # Do not let a candidate continue in BF16, which would make its precision look too good.
+    # Never let a candidate continue in BF16, because its precision would look too good.
     "health.on_gap": "warn",
-    # Set by --from.
+    # The option --from replaces this setting.
     "train.begin_with": None,
 }
 
 
 @dataclass(frozen=True)
 class Question:
-    """The question, and its trainings, which are cells of matrices in `folder`."""
+    """The training for which `which` searches the best precision. Builds the matrices to train."""
 
-    # The recipe with the overrides.
+    # The recipe, with the overrides applied.
     recipe: Recipe
+    # The file of the recipe.
     recipe_file: Path
+    # Settings from the command line that override the recipe, as key=value.
     overrides: tuple[str, ...]
+    # The accelerate configuration.
     accelerate: Path
+    # Folder that contains the run folders of all trainings.
     folder: Path
 
     def trial(self, names: Sequence[str]) -> Matrix:
-        """Return the short trainings of the baseline and of the candidates in `names`.
+        """Return the trials, which are short trainings, as a matrix.
 
-        Candidates that the recipe does not allow are skipped with a message. Raises InputError if
-        that is the baseline.
+        `names` are the names of the baseline and the candidates, the baseline first. Candidates
+        that the recipe does not allow are skipped with a message. Raises InputError if the recipe
+        does not allow the baseline.
         """
         short: Values = {
             "train.steps": TRIAL_STEPS,
             "schedule.warmup": 0,
             "checkpoint.every": None,
-            # Fails if there is no held-out data.
+            # This evaluation fails if there is no held-out data.
             "evaluate.every": TRIAL_STEPS,
             "evaluate.packs": 1,
         }
@@ -90,9 +96,11 @@ class Question:
         return matrix
 
     def round(self, protocol: Protocol, seed: int, candidates: Sequence[str]) -> Matrix:
-        """Return the trainings of one seed of the baseline and of `candidates`."""
+        """Return the trainings of the baseline and of `candidates` with one seed, as a matrix."""
         base = protocol.base
-        # Each cell fills in {seed}. So reports group the seeds of a cell.
+        # Path of the checkpoint from which the candidates branch. It contains "{seed}", which each
+        # training replaces by its seed. So the setting is equal for all seeds, and reports can
+        # group them.
         trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{protocol.trunk:08d}"
         branch: Values = {"train.begin_with": protocol.begin_with or trunk}
         of_base = branch if protocol.begin_with else {"checkpoint.every": protocol.trunk}
@@ -104,22 +112,24 @@ class Question:
             "schedule.warmup": min(schedule.warmup, max(1, protocol.trunk // 2)),
             "evaluate.every": protocol.steps,
             "checkpoint.every": None,
-            # Keep all checkpoints, also those of interrupted runs, so that the trunk's checkpoint
-            # is never deleted to make room.
+            # Keep all checkpoints, so that the checkpoint from which the candidates branch is never
+            # deleted. An interrupted run saves additional checkpoints.
             "checkpoint.keep": protocol.steps,
             "log.fp8_statistics": None,
-            # The trial has checked parity.
+            # Parity was already checked in the trial.
             "parity": False,
         }
         if protocol.begin_with:
-            # Decay over the same share of the steps that are trained here.
+            # The steps before the checkpoint are not trained here. Reduce the share of the decay,
+            # so that it is the recipe's share of the trained steps.
             common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
         return self._matrix("rounds", common, cells, seed=[seed])
 
     def values_of(self, name: str) -> Values:
-        """Return the settings of a candidate such as "delayed" or "delayed+head".
+        """Return the settings of the precision `name`, such as "delayed" or "delayed+head".
 
-        Options of the recipe that its precision does not accept are set to None.
+        If the recipe sets options of `fp8_config` that this precision does not accept, they are
+        set to None.
         """
         precision = PRECISIONS[name.removesuffix(HEAD)]
         contradictions = self.recipe.fp8_config.contradictions(precision)
@@ -132,8 +142,15 @@ class Question:
     def _matrix(
         self, name: str, common: Values, cells: Mapping[str, Values], **axes: list[int]
     ) -> Matrix:
-        """Return a matrix with these cells. Values of a cell precede `common` and COMMON."""
-        merged = {cell: COMMON | common | values for cell, values in cells.items()}
+        """Return the matrix of the trials or of a round.
+
+        Args:
+            name: Name of the matrix, which is also the folder that contains its run folders.
+            common: Settings of all cells. They replace settings in FIXED_SETTINGS.
+            cells: Settings of each cell by its name. They replace settings in `common`.
+            axes: Keys and their values. Each cell is trained with every combination of the values.
+        """
+        merged = {cell: FIXED_SETTINGS | common | values for cell, values in cells.items()}
         settings = MatrixSettings(
             name=name,
             recipe=self.recipe_file,
@@ -145,11 +162,11 @@ class Question:
 
 
 def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cell]:
-    """Train the cells that have not ended, one after another. Return the cells by name.
+    """Train the cells of a matrix that have not ended, one after another. Return all cells by name.
 
-    Ends the process if a signal has stopped a training. Raises InputError, before the next cell
-    starts, if the baseline fails or halts, or if a candidate fails and `may_fail` is false. A halt
-    of a candidate is a result.
+    If a signal stops a training, end the process. If the baseline fails or halts, raise InputError
+    at once. If a candidate fails and `may_fail` is false, also raise InputError at once. If a
+    candidate halts, continue with the next cell, because the halt is a valid result.
     """
     for cell in matrix.cells:
         if has_ended(matrix, cell):
@@ -161,16 +178,20 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cel
         is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
         if not outcome.is_finished and not is_allowed:
             raise InputError(
-                f"{cell.log}: this training has {outcome.status}, and there is no answer without "
-                "it; see its last lines. The same command continues. To use other settings, set "
-                "another --run_dir. If the checkpoint that it branches from is missing, remove all "
-                f"folders of its seed in {cell.run_dir.parent}: the command trains that seed again"
+                f"{cell.log}: this training has {outcome.status}, and there is no result without "
+                "it; read the last lines of this log, fix the cause, and run the same command "
+                "again to continue. To change settings, use another --run_dir. If the log says "
+                "that the checkpoint to branch from is missing, remove all folders of this seed in "
+                f"{cell.run_dir.parent}, and the command trains the seed again"
             )
     return {cell.values[CELL]: cell for cell in matrix.cells}
 
 
 def has_ended(matrix: Matrix, cell: Cell) -> bool:
-    """Return True if the cell needs no more training. A halted candidate needs none."""
+    """Return True if the cell needs no more training.
+
+    This is the case if the cell is finished, or if it is a candidate that was halted.
+    """
     if cell.is_finished():
         return True
     run = cell.record()
@@ -178,9 +199,10 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
 
 
 def check_gpu_is_free(matrix: Matrix) -> None:
-    """Raise InputError if other processes use the GPU, because speeds would be wrong.
+    """Raise InputError if other processes use a GPU of the matrix, because speeds would be wrong.
 
-    It asks nvidia-smi, because CUDA would allocate memory itself.
+    The used memory is read from nvidia-smi, because a query through CUDA would itself allocate
+    memory. Do nothing if the matrix is trained on a CPU, or if nvidia-smi gives no answer.
     """
     if matrix.on_cpu:
         return
@@ -188,21 +210,24 @@ def check_gpu_is_free(matrix: Matrix) -> None:
     devices = os.environ.get(DEVICES)
     if devices:
         command += ["-i", devices]
-    # nvidia-smi may be missing, or not report the memory.
+    # Ignore the errors that occur if nvidia-smi is missing or does not report the memory.
     with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         used = max(float(line) / 1024 for line in output.split()[: matrix.processes])
         if used > GPU_IS_FREE:
             raise InputError(
-                f"other processes use {memory(used)} of the GPU, so speeds would be wrong; free it"
+                f"other processes use {memory(used)} of a GPU, so the measured speeds would be "
+                "wrong; stop these processes, or choose another GPU with CUDA_VISIBLE_DEVICES"
             )
 
 
 def seconds_of(cell: Cell) -> float:
-    """Return the seconds that the training of a cell took.
+    """Return the number of seconds that the training of a finished cell took.
 
-    They count from its mark, written at its last start, to its summary, its last file. A training
-    that was started several times took at least the time of its steps.
+    The last start of the cell has written the mark, and the last file of the run is its summary. So
+    the difference between the times of these two files is the duration since the last start. If the
+    training was interrupted and continued, this duration is too short. Then return the total time
+    of its steps.
     """
     summary_time = (cell.run_dir / SUMMARY_FILE).stat().st_mtime
     since_last_start = summary_time - cell.mark.stat().st_mtime

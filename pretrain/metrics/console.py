@@ -1,7 +1,7 @@
 """Console output of a run: plan, one line per step, evaluations, samples and the final summary.
 
-Lines are never rewritten, so a log file reads like the screen and can be searched. Long tasks show
-a progress bar below the lines, on a terminal only (`foundation.progress`).
+Printed lines are never rewritten, so a log file contains the same lines as the screen. On a
+terminal, long tasks also show a progress bar below the lines (`foundation.progress`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ INDENT = "  "
 
 
 class Console:
-    """Console output of one run. Writes nothing with `enabled=False`, as on ranks above 0."""
+    """Console output of one run.
+
+    Args:
+        total_steps: Number of steps of the run.
+        enabled: If False, nothing is printed. Ranks above 0 set it to False.
+        stream: Stream to print to, sys.stdout by default.
+    """
 
     def __init__(
         self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None
@@ -31,14 +37,17 @@ class Console:
         self.total_steps = total_steps
         self.enabled = enabled
         self.stream = stream or sys.stdout
-        # The first step of this process, which compiles, and the time at which it ended. (0, 0.0)
-        # before it has ended.
+        # Number of the first step of this process, and the time at which this step ended. The value
+        # is (0, 0.0) until this step has ended.
         self._first_end: tuple[int, float] = (0, 0.0)
-        # Steps since the last printed line.
+        # Metrics of the steps since the last printed step line.
         self._since_line: list[Mapping[str, Any]] = []
 
     def panel(self, title: str, rows: Mapping[str, str]) -> None:
-        """Print a title and aligned `label  text` rows, at the start or the end of a run."""
+        """Print a title and below it the rows, aligned as `label  text`.
+
+        A run prints a panel at its start and at its end. `rows` maps each label to its text.
+        """
         self._write("", title)
         width = max(map(len, rows), default=0) + 2
         margin = "\n" + INDENT + " " * width
@@ -47,11 +56,15 @@ class Console:
         self._write("")
 
     def step(self, record: Mapping[str, Any], *, show: bool = True) -> None:
-        """Print a line for a step from its metrics.
+        """Print a line with the metrics of a step.
 
-        With `show=False` the step only counts for the next line and the time left. Loss, speed,
-        utilization and data wait are means since the last line. All other numbers are of this
-        step alone.
+        Loss, penalty, speed, utilization and data wait are means over all steps since the last
+        printed line. All other numbers belong to this step alone.
+
+        Args:
+            record: Metrics of the step.
+            show: If False, no line is printed. The step is still part of the means in the next
+                line, and of the estimate of the time left.
         """
         if not self._first_end[0]:
             self._first_end = (record["step"], time.monotonic())
@@ -61,7 +74,10 @@ class Console:
             self._since_line.clear()
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
-        """Print the held-out loss and perplexity of an evaluation's metrics, and its duration."""
+        """Print held-out loss, perplexity and duration of an evaluation.
+
+        `record` contains the metrics of the evaluation. `seconds` is its duration.
+        """
         prefix = "held_out_loss/"
         sources = [
             f"{key.removeprefix(prefix)} {record[key]:.4f}"
@@ -78,13 +94,19 @@ class Console:
         )
 
     def sample(self, prompt: str, text: str) -> None:
-        """Print a prompt and the generated text. Control characters are shown as escapes."""
+        """Print a prompt and the text that the model generated after it.
+
+        Control characters are replaced by escapes.
+        """
         self._write(f"{INDENT}sample after {_escape_controls(prompt)}")
         for line in _escape_controls(text).split("\n"):
             self._write(f"{INDENT}│ {line}")
 
     def progress(self, task: str, unit: str = "", **options: Any) -> Progress:
-        """Return a progress bar for `task`, counted in `unit`. It is shown on a terminal only."""
+        """Return a progress bar for `task`. The bar is shown on a terminal only.
+
+        `unit` is the unit of the counter. `options` are options of `Progress`.
+        """
         return Progress(task, unit, self.enabled and sys.stderr.isatty(), **options)
 
     def notice(self, text: str) -> None:
@@ -92,11 +114,11 @@ class Console:
         self._write(text)
 
     def warning(self, text: str) -> None:
-        """Print a warning that the user should look at. The run continues."""
+        """Print a warning for the user. The run continues."""
         self._write(f"WARNING  {text}")
 
     def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the numbers of a step's line in order. Each has a constant width."""
+        """Yield the parts of a step's line from left to right, each padded to a constant width."""
         milliseconds = math.fsum(step["step_ms"] for step in self._since_line)
         yield f"step {self._position(record['step'])}"
         yield f"loss {self._loss('loss')}"
@@ -116,10 +138,11 @@ class Console:
         yield f"{self._time_left(record['step']):>9} left"
 
     def _loss(self, key: str) -> str:
-        """Return the mean of the finite values of `key` since the last line, of constant width.
+        """Return the mean of a loss over the steps since the last line, as text of constant width.
 
-        Return NaN if no value is finite, and a dash if no step has a value because it has no
-        labels.
+        `key` is the key of the loss in the steps' metrics. Values that are not finite are excluded
+        from the mean. The text is "nan" if all values are excluded. It is a dash if no step has a
+        value, because no token of these steps has a label.
         """
         values = [record[key] for record in self._since_line if record.get(key) is not None]
         finite = [value for value in values if math.isfinite(value)]
@@ -127,14 +150,19 @@ class Console:
         return or_dash(mean, "{:.4f}".format).rjust(7)
 
     def _rate(self, key: str, milliseconds: float) -> float:
-        """Return the mean of the rate `key` since the last line, weighted by the steps' time."""
+        """Return the mean of the rate `key` over the steps since the last line.
+
+        Each step is weighted by its duration. `milliseconds` is the total duration of these steps.
+        """
         weighted = (record[key] * record["step_ms"] for record in self._since_line)
         return math.fsum(weighted) / milliseconds
 
     def _time_left(self, step: int) -> str:
-        """Return the estimated time left from the mean time of a step.
+        """Return the estimated time until the end of the run as text, or "…" at the first step.
 
-        The mean includes the time between steps, but not the first step, which compiles.
+        The estimate is the number of remaining steps times the mean time of a step. The mean
+        includes the time between steps. It excludes the first step of this process, because that
+        step compiles the model.
         """
         first, ended = self._first_end
         if step <= first:
@@ -143,15 +171,15 @@ class Console:
         return duration((self.total_steps - step) * seconds_per_step)
 
     def _position(self, step: int) -> str:
-        """Return `step` and the total number of steps, with a constant width."""
+        """Return `step` and the total number of steps as text of constant width."""
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
 
     def _write(self, *lines: str) -> None:
-        """Print lines without disturbing a progress bar."""
+        """Print `lines` above a visible progress bar, or nothing if the console is disabled."""
         if not self.enabled:
             return
-        # Replace characters that the log's encoding lacks: a sample in any script must not end a
-        # run whose log is ASCII.
+        # Replace characters that the encoding of the stream cannot represent. Otherwise a
+        # generated text with such a character would end the run, for example if the log is ASCII.
         encoding = self.stream.encoding or "utf-8"
         text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
         try:
@@ -160,17 +188,19 @@ class Console:
                 self.stream.flush()
         except OSError:
             # The terminal was closed, Ctrl-C ended the `tee` that reads our output, or the disk of
-            # the log is full. The run continues, because metrics.jsonl has every number. Redirect
-            # the stream to the null device, or Python would fail to flush its buffer at exit.
+            # the log is full. The run continues, because metrics.jsonl has every number. The stream
+            # is redirected to the null device. Otherwise Python would fail at exit, when it
+            # flushes the buffer of the stream.
             self.enabled = False
             with open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self.stream.fileno())
 
 
 def _escape_controls(text: str) -> str:
-    """Replace control characters except line feeds by escapes, and tabs by spaces.
+    """Return `text` with escapes in place of control characters, and spaces in place of tabs.
 
-    A sample must not move the cursor or ring the bell.
+    Line feeds are kept. Other control characters in a generated text could move the cursor or ring
+    the bell of the terminal.
     """
     return "".join(
         char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}"

@@ -1,12 +1,13 @@
 """Exact training FLOPs, and the formulas behind the MFU of other projects.
 
-FLOPs of matrix products follow from the shapes of the model. FLOPs of attention follow from the
-lengths of the documents in each step. Only matrix products count, with two operations per
-multiply-add. Products that gradient checkpointing repeats do not count.
+The FLOPs of products with weights are computed from the number of weights. The FLOPs of attention
+are computed from the lengths of the documents in each step. Only matrix products are counted, with
+two operations per multiply-add. A product that gradient checkpointing computes twice is counted
+once.
 
-The formulas of other projects follow at the end, so that their MFU can be compared with ours. They
-treat each sequence as one document of T tokens. docs/planning.md derives each formula and lists the
-differences.
+The end of this file has the formulas of other projects, so that their MFU can be compared with
+ours. The formulas of other projects treat each sequence as one document of T tokens.
+docs/planning.md derives each formula and lists the differences.
 """
 
 from __future__ import annotations
@@ -40,15 +41,19 @@ class Shape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        """Read the sizes of `model`.
+        """Read the sizes of `model` from its configuration.
 
-        Raises InputError if the configuration lacks a size or has a different one for each layer.
+        Raises InputError if the configuration lacks a size, or if a size differs between layers.
         """
         config: PretrainedConfig = model.config.get_text_config()
 
         def first_of(*names: str, default: int = 0) -> int:
-            """Return the first attribute that is set. Architectures name one width differently."""
-            with suppress(RuntimeError):  # the size differs between layers
+            """Return the value of the first attribute in `names` that is set, else `default`.
+
+            Architectures use different names for the same size. Return 0 if the size differs
+            between layers.
+            """
+            with suppress(RuntimeError):  # raised by transformers if the size differs
                 values = (getattr(config, name, None) for name in names)
                 return next(filter(None, values), default)
             return 0
@@ -72,16 +77,17 @@ class Shape:
         missing = [name for name, size in sizes.items() if type(size) is not int or not size]
         if missing:
             raise InputError(
-                f"model: {type(model).__name__} does not have equal layers with attention: it has "
-                f"no single size for {', '.join(missing)}; use another model"
+                f"model: the configuration of {type(model).__name__} does not define one value of "
+                f"{', '.join(missing)} for all layers, so its FLOPs cannot be counted; choose a "
+                "model with attention in every layer and with layers of equal size"
             )
         return cls(**sizes)
 
     @property
     def query_width(self) -> int:
-        """Return the width of the queries of all heads.
+        """Return the width of the queries of all heads together.
 
-        It may differ from `hidden`. Qwen3-0.6B has 2048 and 1024.
+        The width may differ from `hidden`. In Qwen3-0.6B, the width is 2048 and `hidden` is 1024.
         """
         return self.heads * self.head_dim
 
@@ -91,37 +97,40 @@ class ModelFlops:
     """Training FLOPs of a model, forward and backward together."""
 
     shape: Shape
-    # Weights in the linears of attention.
+    # Number of weights in the linears of attention.
     attention_weights: int
-    # Weights in the other linears of the layers, and in the routers of a mixture of experts.
+    # Number of weights in the other linears of the layers, and in the routers of a mixture of
+    # experts.
     mlp_weights: int
-    # Weights of the head's product, also if they are tied to the embedding. The embedding lookup is
-    # not a product.
+    # Number of weights of the LM head. Weights that are tied to the embedding are included, because
+    # the head multiplies by them. The embedding lookup is no matrix product and is not counted.
     head_weights: int
-    # Names of weights that belong to no recognized product or embedding. Empty if the count is
-    # complete.
+    # Names of weights that belong neither to a recognized product nor to an embedding. Their FLOPs
+    # are missing. The tuple is empty if all FLOPs are counted.
     uncounted: tuple[str, ...]
-    # Number of parameters. Tied weights count once.
+    # Number of parameters. Tied weights are counted once.
     parameters: int
-    # Parameters of input embeddings, including learned positions.
+    # Number of parameters of the input embeddings, including learned positions.
     embedding_parameters: int
+    # Number of parameters of learned positions.
     position_parameters: int
-    # The head is tied to the embedding.
+    # True if the LM head is tied to the embedding.
     tied: bool
-    # The norms are LayerNorm instead of RMSNorm.
+    # True if the norms are LayerNorm, False if they are RMSNorm.
     layer_norm: bool = False
-    # Weights of the experts that a token is multiplied with, in a mixture of experts.
+    # For a mixture of experts: number of expert weights that one token is multiplied by, summed
+    # over the layers.
     expert_weights: int = 0
-    # Weights of the other experts.
+    # Number of all other expert weights, which do not take part in the products of this token.
     idle_weights: int = 0
-    # Number of experts per token and layer.
+    # Number of experts that a token chooses in each layer, or 0 without experts.
     choices: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
         """Count the weights of `model`.
 
-        The model must be on the meta device, before its layers are fused or converted.
+        The model must be on the meta device. Its layers must not be fused or converted yet.
         """
         embeddings = {
             id(module.weight): module.weight.numel()
@@ -148,10 +157,11 @@ class ModelFlops:
             if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in counted
         }
         choices = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-        if type(choices) is not int:  # absent, or different for each layer
+        if type(choices) is not int:  # the setting is missing, or it differs between layers
             choices = 0
         experts, routers = _split_experts(remaining) if choices else ({}, {})
-        products = [parameter for parameter in experts.values() if parameter.ndim == 3]  # no biases
+        # The stacked biases of experts have two dimensions.
+        products = [parameter for parameter in experts.values() if parameter.ndim == 3]
         active = sum(choices * product[0].numel() for product in products)
         return cls(
             shape=Shape.of(model),
@@ -173,25 +183,26 @@ class ModelFlops:
 
     @property
     def left_out(self) -> str:
-        """Return a warning that names the `uncounted` weights. There must be some."""
+        """Return a warning about the `uncounted` weights. `uncounted` must not be empty."""
         more = ", ..." if len(self.uncounted) > 1 else ""
         return (
-            "the FLOPs are incomplete, because they do not follow from the shape of "
-            f"{self.uncounted[0]}{more}"
+            "the FLOPs are incomplete: the FLOPs of these weights cannot be computed from their "
+            f"shape, and are not included: {self.uncounted[0]}{more}"
         )
 
     @property
     def gated(self) -> bool:
         """Return True if the MLP has three matrices (SwiGLU) instead of two.
 
-        The size decides, because some architectures stack two of the three matrices.
+        The number of weights shows the difference. The number of tensors does not, because some
+        architectures stack two of the three matrices in one tensor.
         """
         one_matrix = self.shape.layers * self.shape.hidden * self.shape.feed_forward
         return self.mlp_weights > 2.5 * one_matrix
 
     @property
     def per_token_matrix(self) -> float:
-        """Return the FLOPs per token of all products with weights."""
+        """Return the FLOPs per token of all products with weights, forward and backward."""
         in_layers = self.attention_weights + self.mlp_weights + self.expert_weights
         return float(TRAINED * (in_layers + self.head_weights))
 
@@ -199,10 +210,10 @@ class ModelFlops:
     def per_squared_length(self) -> float:
         """Return the attention FLOPs per squared document length, as Megatron-LM counts them.
 
-        In each layer, a document of n tokens takes 2 n² · query_width FLOPs for the scores and
-        2 n² · query_width for the weighted sum of the values. Backward doubles both again, which
-        makes 12 n² · query_width. Causal attention needs half of that. Sliding windows are not
-        considered.
+        In each layer, the forward of a document of n tokens takes 2 n² · query_width FLOPs for the
+        scores and 2 n² · query_width for the weighted sum of the values. Backward takes twice the
+        FLOPs of forward, so both together take 12 n² · query_width. Causal attention takes half of
+        that. Sliding windows are ignored.
         """
         return 6.0 * self.shape.layers * self.shape.query_width
 
@@ -210,8 +221,9 @@ class ModelFlops:
         """Return the FLOPs of a step.
 
         Args:
-            tokens: Number of tokens, including padding, which is computed too.
-            sum_squared_lengths: Sum of the squared lengths of the documents.
+            tokens: Number of tokens in the step. It includes padding, because the products are
+                computed for padding too.
+            sum_squared_lengths: Sum of the squared lengths of the documents in the step.
         """
         return self.per_token_matrix * tokens + self.per_squared_length * sum_squared_lengths
 
@@ -219,7 +231,11 @@ class ModelFlops:
 def _split_experts(
     parameters: dict[str, nn.Parameter],
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Return the stacked weights and biases of experts among `parameters`, and the routers."""
+    """Select the parameters of experts and of routers from `parameters`.
+
+    Return two dicts by parameter name: the stacked weights and biases of the experts, and the
+    weights of the routers. Parameters that belong to neither are dropped.
+    """
     experts = {
         name: parameter
         for name, parameter in parameters.items()
@@ -239,44 +255,52 @@ def _split_experts(
 
 
 def ours(model: ModelFlops, length: int) -> float:
-    """Count each product by its shape, with causal attention over one document per sequence.
+    """Return the count of `ModelFlops.step` for one document of `length` tokens per sequence.
 
-    One document of `length` tokens is the most expensive content of a pack.
+    This is an upper bound. Several shorter documents in a sequence need fewer FLOPs.
     """
     return model.step(length, length**2) / length
 
 
 def palm(model: ModelFlops, length: int) -> float:
-    """Return 6N + 12LHQT, where N excludes embeddings, a tied head, and idle experts."""
+    """Return the FLOPs by the formula of PaLM, 6N + 12LHQT.
+
+    N excludes embeddings, a tied head, and idle experts.
+    """
     return _square_attention(model, length, excluded=model.embedding_parameters)
 
 
 def nanogpt(model: ModelFlops, length: int) -> float:
-    """Return 6N + 12LHQT, where N excludes learned positions and idle experts.
+    """Return the FLOPs by the formula of nanoGPT, 6N + 12LHQT.
 
-    An untied input embedding counts, although no product uses it.
+    N excludes learned positions and idle experts. N includes an untied input embedding, although
+    no matrix product uses it.
     """
     return _square_attention(model, length, excluded=model.position_parameters)
 
 
 def combined_formula(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by the second version of llm_TII.
+    """Return the FLOPs by the second version of the project llm_TII (docs/planning.md).
 
-    Attention takes 2 S H^2 (2 + 2/G) + 4 S^2 H for S tokens. The rotation of queries and keys
-    counts.
+    The formula for the attention of S tokens is 2 S H^2 (2 + 2/G) + 4 S^2 H, with the hidden size H
+    and G query heads per KV head. The rotary embedding of queries and keys is added.
     """
     return _components(model, length, 0 if model.position_parameters else 4 * model.shape.hidden)
 
 
 def component_summation_v2025(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by the third version of llm_TII, product by product without rotation."""
+    """Return the FLOPs by the third version of the project llm_TII (docs/planning.md).
+
+    This version sums the FLOPs of all products, without the rotary embedding.
+    """
     return _components(model, length)
 
 
 def megatron(model: ModelFlops, length: int) -> float:
-    """Return Megatron-LM's `num_floating_point_operations` for one document per sequence.
+    """Return the FLOPs by `num_floating_point_operations` of Megatron-LM.
 
-    This is the version that does not halve attention for causality.
+    Some versions of this function halve the FLOPs of attention, because attention is causal. This
+    formula is from a version that does not halve them.
     """
     shape = model.shape
     hidden = shape.hidden
@@ -287,7 +311,7 @@ def megatron(model: ModelFlops, length: int) -> float:
     return 12.0 * shape.layers * hidden**2 * (attention + mlp + head)
 
 
-# The formulas by name.
+# Map the name of each formula to its function.
 FORMULAS: dict[str, Callable[[ModelFlops, int], float]] = {
     formula.__name__: formula
     for formula in (ours, palm, nanogpt, combined_formula, component_summation_v2025, megatron)
@@ -295,31 +319,34 @@ FORMULAS: dict[str, Callable[[ModelFlops, int], float]] = {
 
 
 def attention_to_ffn_ratio(model: ModelFlops, length: int) -> float:
-    """Return attention FLOPs divided by MLP FLOPs, by the third version of llm_TII.
+    """Return attention FLOPs divided by MLP FLOPs, both by the third version of llm_TII.
 
-    Projections are part of attention.
+    Attention includes the projections of queries, keys, values and output.
     """
     return _attention(model, length) / _feed_forward(model)
 
 
 def _square_attention(model: ModelFlops, length: int, excluded: int) -> float:
-    """Return 6N + 12LHQT. N are the parameters without idle experts and `excluded` ones.
+    """Return 6N + 12LHQT.
 
-    12LHQT are scores and weighted values for all pairs of tokens, also masked ones.
+    N is the number of parameters minus the weights of idle experts and minus `excluded`. The term
+    12LHQT counts the scores and the weighted sum of the values for all pairs of tokens, including
+    masked pairs.
     """
     counted = model.parameters - model.idle_weights - excluded
     return 6.0 * counted + 12.0 * model.shape.layers * model.shape.query_width * length
 
 
 def _attention(model: ModelFlops, length: int) -> float:
-    """Return the forward FLOPs per token of one layer's attention, with all projections.
+    """Return the forward FLOPs per token of one layer's attention, including its projections.
 
-    llm_TII assumes that heads * head_dim equals `hidden`.
+    As in llm_TII, the width of all heads together is assumed to equal the hidden size.
     """
     hidden = model.shape.hidden
     query = 2 * hidden**2
     key = query / (model.shape.heads / model.shape.kv_heads)
-    # The output takes as much as the query, and the value as much as the key.
+    # The output projection has the FLOPs of the query projection, and the value projection has the
+    # FLOPs of the key projection.
     return query + 2 * key + query + 4 * length * hidden
 
 
@@ -329,9 +356,11 @@ def _feed_forward(model: ModelFlops) -> float:
 
 
 def _components(model: ModelFlops, length: int, rotation: int = 0) -> float:
-    """Return the FLOPs per token of layers, norms and head by llm_TII, forward and backward.
+    """Return the FLOPs per token of layers, norms and head as llm_TII counts them.
 
-    A norm takes 1.5 operations per value for RMSNorm and 2 for LayerNorm.
+    The result covers forward and backward. A norm takes 1.5 operations per value for RMSNorm, and
+    2 for LayerNorm. `rotation` is the number of forward FLOPs of the rotary embedding per token and
+    layer.
     """
     shape = model.shape
     norm = (2.0 if model.layer_norm else 1.5) * shape.hidden

@@ -1,11 +1,13 @@
 """Check the loss and the gradient norm of each step, and decide whether it may update the weights.
 
-A spike is a loss far above the losses of the last hundred steps. Median and median absolute
-deviation measure it, because a single spike does not shift them.
+A spike is a loss far above the losses of the last hundred steps. The usual loss and its noise are
+measured by the median and the median absolute deviation, because a single spike hardly changes
+them.
 
-All ranks must pass the same numbers, so that they skip, roll back or stop together. The state is
-saved in checkpoints. So a resumed run warns, skips, rolls back and stops at the same steps as an
-uninterrupted run. docs/troubleshooting.md lists what to do after a stop.
+All ranks must call the checks with the same numbers. Then all ranks skip a step, roll back or stop
+together. The state of the checks is saved in checkpoints. A resumed run therefore warns, skips,
+rolls back and stops at the same steps as a run that was not interrupted. docs/troubleshooting.md
+lists the remedies after a stop.
 """
 
 from __future__ import annotations
@@ -20,31 +22,35 @@ from foundation.errors import InputError
 from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
 
-# Number of recent steps that a loss is compared with.
+# The loss of a step is compared with the losses of this number of recent steps.
 WINDOW = 100
-# Number of losses before the first spike can be detected. Fewer do not show the noise.
+# Number of losses that must be recorded before the first spike can be detected. Fewer losses do not
+# suffice to measure the noise.
 QUIET_START = 20
-# A spike exceeds the median by this number of robust standard deviations.
+# A spike exceeds the median loss by more than this number of robust standard deviations.
 SPIKE_DEVIATIONS = 6.0
-# A spike also exceeds the median by this difference. Late in a run the curve is so smooth that it
-# often moves by six of its deviations.
+# A spike also exceeds the median loss by more than this difference. Late in a run the loss is so
+# smooth that changes of six standard deviations are small and frequent.
 SPIKE_NATS = 0.3
-# Skipped steps in a row after which the run stops.
+# The run stops after this number of skipped steps in a row.
 CONSECUTIVE_SKIPS = 10
-# Rollbacks after which the run stops, counted over resumes.
+# The run stops instead of rolling back again after this number of rollbacks. Rollbacks before a
+# resume are included.
 MOST_ROLLBACKS = 3
-# Standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4).
+# Ratio of the standard deviation to the median absolute deviation of a normal distribution,
+# 1 / Phi^-1(3/4).
 MAD_TO_SD = 1.4826
-# Weight of a new measurement in the moving average of the gap to BF16.
+# Weight of the current measurement in the moving average of the gap to BF16.
 USUAL_FOLLOWS = 0.25
-# Share of all updates lost to rounding above which the run warns.
+# The run warns if rounding loses more than this share of all updates.
 FROZEN_SHARE = 0.05
-# Share of starved experts above which the run warns.
+# The run warns if more than this share of the experts is starved. A starved expert gets less than a
+# tenth of its layer's average number of tokens.
 STARVED_SHARE = 0.05
 
 
 class TrainingHalted(InputError):
-    """The run stopped itself because of a bad step. The message says what to change."""
+    """Exception of a run that stops itself because of a bad step. The message has the remedy."""
 
     kind = "halted"
     status = 3
@@ -54,16 +60,21 @@ class TrainingHalted(InputError):
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first three names and the number of further names."""
+    """Return a text with the first three names and the number of the remaining names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 def further_off(place: Sequence[float], usual: Sequence[float]) -> float:
-    """Return how far a gradient has moved away from the BF16 gradient, or 0 if it came nearer.
+    """Return the distance of a gradient from its usual place relative to the BF16 gradient.
 
-    `place` is (part along the BF16 gradient, norm of the part across it), as shares of the norm of
-    the BF16 gradient, which itself is at (1, 0). `usual` is the moving average of the places.
+    Return 0 if the gradient is not farther from the BF16 gradient than usual.
+
+    Args:
+        place: Two components of the gradient: the component along the BF16 gradient, and the norm
+            of the component orthogonal to the BF16 gradient. Both are divided by the norm of the
+            BF16 gradient, so the BF16 gradient itself has the place (1, 0).
+        usual: Moving average of the places in earlier steps.
     """
     came_nearer = math.dist(place, (1, 0)) <= math.dist(usual, (1, 0))
     return 0.0 if came_nearer else math.dist(place, usual)
@@ -71,12 +82,13 @@ def further_off(place: Sequence[float], usual: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Decision about a step, made after its backward and before its update."""
+    """Decision about a step. It is made after the backward and before the update of the step."""
 
     action: Literal["update", "skip", "rollback", "stop"] = "update"
-    # Reason for the user. With "update" it is a warning.
+    # Reason for the decision, which is shown to the user. With the action "update" it is a warning,
+    # or None if there is nothing to report.
     reason: str | None = None
-    # With "stop": what to change.
+    # Advice for the user. Set for the action "stop" only.
     remedy: str = ""
 
     @property
@@ -87,36 +99,41 @@ class StepDecision:
 
 @dataclass
 class HealthState:
-    """State of the health checks, which is saved in checkpoints."""
+    """State of the health checks. It is saved in checkpoints."""
 
-    # Losses of the last WINDOW steps that were not skipped.
+    # Losses of the last WINDOW steps that had labels and were not skipped.
     losses: list[float] = field(default_factory=list)
+    # True if the last step belonged to a spike. Used with `health.on_spike: warn` only.
     in_spike: bool = False
+    # Number of skipped steps of the run.
     skipped_steps: int = 0
+    # Number of steps that were skipped since the last update.
     consecutive_skips: int = 0
-    # Incremented by the caller that rolls back.
+    # Number of rollbacks of the run. The function that rolls back increments it.
     rollbacks: int = 0
-    # Moving average of the gradients' places relative to BF16, by precision and matrix. See
-    # `GapMeter.places`.
+    # Map each precision and each matrix to the moving average of the place of the matrix's gradient
+    # relative to the BF16 gradient (see `further_off`).
     usual_gap: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    # Last step in low precision, if `health.on_gap: switch` has switched to BF16.
+    # The last step in low precision if `health.on_gap: switch` has switched the run to BF16, else
+    # None.
     switched_after: int | None = None
 
 
 class Health:
-    """Health checks of one run. Call `check` once per step, before the optimizer."""
+    """Health checks of one run. Call `check` once per step, before the optimizer's update."""
 
     def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
         self.state = HealthState()
-        # Warnings that this process has already given.
+        # Names of the warnings that this process has already given.
         self._warned: set[str] = set()
 
     @property
     def may_skip(self) -> bool:
-        """Return True if a step may be skipped.
+        """Return True if the settings allow that a step is skipped.
 
-        Then state that changes before the decision, such as amax histories, must be kept.
+        If they do, the caller must copy the state that a step changes before the decision, such as
+        amax histories. A skipped step restores the copy.
         """
         return "skip" in (self.settings.on_nan, self.settings.on_spike)
 
@@ -131,16 +148,17 @@ class Health:
     ) -> StepDecision:
         """Decide whether a step may update the weights.
 
-        The decision is to stop if the settings say so, after CONSECUTIVE_SKIPS skipped steps in a
-        row, and if a rollback is not possible.
+        For a bad step, the settings determine the action. The action is "stop" instead of "skip"
+        after CONSECUTIVE_SKIPS skipped steps in a row, and "stop" instead of "rollback" if a
+        rollback is not possible.
 
         Args:
             step: Number of the step.
             loss: Mean loss in nats per token.
             gradient_norm: Norm of the gradient of all parameters.
-            can_go_back: There is a checkpoint to roll back to.
-            labelled: Some token of the step has a label. Without labels the loss is 0 and is not
-                recorded.
+            can_go_back: True if there is a checkpoint to roll back to.
+            labelled: True if at least one token of the step has a label. Without labels the loss
+                is 0 and is not recorded.
         """
         numbers = {"loss": loss, "gradient norm": gradient_norm}
         broken = [
@@ -160,11 +178,21 @@ class Health:
     def judge_gap(
         self, step: int, precision: str, places: Mapping[str, Sequence[float]]
     ) -> tuple[StepDecision, dict[str, Any]]:
-        """Decide about a step in `precision` from the gap of its gradients to BF16.
+        """Decide about a step in low precision from the gap between its gradients and BF16's.
 
-        `places` has the place of each matrix's gradient, see `GapMeter.places`. Returns the
-        decision, and for the metrics the matrix that has moved furthest from its usual place and
-        its distance. With `health.on_gap: switch` the run computes in BF16 after this step.
+        If the gap is too large, `health.on_gap` determines the decision. With `switch`, this step
+        still updates the weights, and the caller must compute all later steps in BF16.
+
+        Args:
+            step: Number of the step.
+            precision: Name of the low precision.
+            places: Map each matrix to the place of its gradient relative to the BF16 gradient (see
+                `further_off`).
+
+        Returns:
+            The decision, and a dict for the metrics. The dict has the matrix whose gradient is
+            farthest from its usual place, and the distance. It is empty if no matrix has a usual
+            place yet.
         """
         usual = self.state.usual_gap.setdefault(precision, {})
         moved = {
@@ -184,67 +212,72 @@ class Health:
         along, across = places[worst]
         usual_along, usual_across = usual[worst]
         reason = (
-            f"low precision changes the gradient of {worst} more than before: relative to the norm "
-            f"of the BF16 gradient, its part along that gradient is {percent(along)} (usually "
-            f"{percent(usual_along)}) and its part across it {percent(across)} (usually "
-            f"{percent(usual_across)})"
+            f"low precision changes the gradient of {worst} more than before. Relative to the norm "
+            f"of the BF16 gradient, the component along the BF16 gradient is {percent(along)} "
+            f"(usually {percent(usual_along)}), and the component orthogonal to the BF16 gradient "
+            f"is {percent(across)} (usually {percent(usual_across)})"
         )
         if self.settings.on_gap == "stop":
             remedy = (
-                "Keep this matrix in BF16 (`fp8_config.keep_bf16`), in another `run_dir` or from a "
-                "checkpoint with --accept-changes"
+                "Add this matrix to `fp8_config.keep_bf16`. Then either start a run in another "
+                "`run_dir`, or resume from a checkpoint with --accept-changes"
             )
             return StepDecision("stop", f"{reason}. {_unchanged(step - 1)}", remedy), figures
         if self.settings.on_gap == "switch":
             self.state.switched_after = step
-            reason += "; the run computes in BF16 from the next step on"
+            reason += "; the run computes all later steps in BF16"
         return StepDecision(reason=f"step {step}: {reason}"), figures
 
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:
-        """Decide what to do after an update that left infinity or NaN in the weights `names`.
+        """Decide how to continue after an update that wrote infinity or NaN into weights.
 
-        Loss and gradient of such a step were finite. The decision is to roll back if `on_nan` says
-        so, and to stop otherwise, because a step cannot be skipped after its update.
+        The decision is to roll back if `health.on_nan` is "rollback" and a rollback is possible.
+        Otherwise the decision is to stop, because a step cannot be skipped after its update.
+
+        Args:
+            names: Names of the weights with infinity or NaN.
+            can_go_back: True if there is a checkpoint to roll back to.
         """
-        reason = f"the update has overflowed, in {some_of(names)}"
+        reason = f"the update has overflowed the weights {some_of(names)}"
         rolls_back = self.settings.on_nan == "rollback"
         obstacle = self._obstacle("rollback", can_go_back) if rolls_back else ""
         if rolls_back and not obstacle:
             return StepDecision("rollback", reason)
         return StepDecision(
             "stop",
-            f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN",
-            "Lower `optimizer.learning_rate`, and resume from an earlier checkpoint or start a new "
-            "run",
+            f"{reason}{obstacle}. This step is not saved, because its weights hold infinity or NaN",
+            "Lower `optimizer.learning_rate`. Then either resume from an earlier checkpoint, or "
+            "start a new run",
         )
 
     def warnings_of(
         self, step: int, frozen: float, valid_tokens: int, losses: Mapping[str, float]
     ) -> Iterator[str]:
-        """Yield warnings about a step. Each warning is given once per process.
+        """Yield the warnings about a step. Each kind of warning is given once per process.
 
         Args:
             step: Number of the step.
-            frozen: Share of all updates that rounding has lost.
+            frozen: Share of all updates that were lost to rounding.
             valid_tokens: Number of tokens with a label.
-            losses: Further losses of the step. "starved_experts" is the share of starved experts.
+            losses: Losses and statistics of the step by name. `starved_experts` is the share of
+                starved experts. `router_loss` is present if the model has a load balancing loss.
         """
         warnings = {}
         if frozen > FROZEN_SHARE:
             warnings["frozen"] = (
                 f"{percent(frozen)} of all updates were too small to change the stored weights; "
-                "`weights: bf16_exact` keeps all"
+                "set `weights: bf16_exact` to keep all updates"
             )
         if not valid_tokens:
             warnings["unlabelled"] = (
-                "no token of the step has a label, so it has no loss; use more packs per step "
-                "(`batch.tokens`)"
+                "no token of the step has a label, so the step has no loss; raise `batch.tokens` "
+                "to train on more packs per step"
             )
         starved = losses.get("starved_experts", 0.0)
         if starved > STARVED_SHARE:
-            remedy = "`model.config.output_router_logits: true` adds it"
+            remedy = "add it with `model.config.output_router_logits: true`"
             if "router_loss" in losses:
-                remedy = "a larger `router_aux_loss_coef` gives it more weight"
+                remedy = "raise its weight `router_aux_loss_coef`"
             warnings["starved"] = (
                 f"{percent(starved)} of the experts get less than a tenth of their layer's average "
                 f"number of tokens; if the architecture has a load balancing loss, {remedy}"
@@ -257,7 +290,14 @@ class Health:
     def _decide(
         self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool
     ) -> StepDecision:
-        """Decide about a bad step by the setting `key`, and count skipped steps."""
+        """Return the decision about a bad step, and count the step if it is skipped.
+
+        Args:
+            step: Number of the step.
+            key: Key of the setting that determines the action.
+            reason: Description of the problem.
+            can_go_back: True if there is a checkpoint to roll back to.
+        """
         state = self.state
         action = getattr(self.settings, key)
         obstacle = self._obstacle(action, can_go_back)
@@ -273,7 +313,7 @@ class Health:
             restart = "start again in another `run_dir`"
             if can_go_back:
                 restart = "resume from an earlier checkpoint"
-            remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {restart}"
+            remedy = f"Lower `optimizer.learning_rate` or raise `schedule.warmup`, and {restart}"
         else:
             remedy = (
                 "If the data of this step is correct, lower `optimizer.learning_rate` or "
@@ -283,26 +323,30 @@ class Health:
         return StepDecision(
             "stop",
             f"{reason}{obstacle}. {unchanged}",
-            f"{remedy}. `health.{key}: skip` skips such steps, `rollback` goes back to the last "
-            "checkpoint",
+            f"{remedy}. Alternatively, set `health.{key}: skip` to skip such steps, or "
+            f"`health.{key}: rollback` to return to the last checkpoint",
         )
 
     def _obstacle(self, action: str, can_go_back: bool) -> str:
-        """Return the end of a sentence that says why `action` is impossible, or ""."""
+        """Return the reason why `action` is impossible, or "" if `action` is possible.
+
+        The reason is a clause that the caller appends to a sentence.
+        """
         if action == "skip" and self.state.consecutive_skips >= CONSECUTIVE_SKIPS:
-            return f", and skipping the {CONSECUTIVE_SKIPS} steps before it did not help"
+            return f", and the {CONSECUTIVE_SKIPS} steps before this step were skipped already"
         if action == "rollback" and self.state.rollbacks >= MOST_ROLLBACKS:
             return f", and the run has gone back {MOST_ROLLBACKS} times already"
         if action == "rollback" and not can_go_back:
-            return ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
+            return ", and there is no checkpoint yet to go back to (see `checkpoint.every`)"
         return ""
 
     def _find_spike(self, loss: float) -> str | None:
-        """Return a description of a spike if `loss` starts one, else None.
+        """Return a description of the spike if `loss` is a spike that must be reported, else None.
 
-        With `on_spike: warn` only the first step of a spike is reported, and a level that stays is
-        no spike after half a window. With `skip` or `rollback` the losses of spikes are never
-        recorded, so each of their steps is a spike.
+        With `on_spike: warn` only the first step of a spike is reported. All losses are recorded,
+        so a loss that stays high no longer is a spike after half a window. With `skip` or
+        `rollback`, every step of a spike is reported, because the losses of a spike are not
+        recorded.
         """
         losses = self.state.losses
         if len(losses) < QUIET_START:
@@ -321,5 +365,8 @@ class Health:
 
 
 def _unchanged(step: int) -> str:
-    """Return the sentence of a stop before an update, for the last `step` that updated weights."""
-    return f"The weights are those of step {step}, and nothing is saved after it"
+    """Return a sentence for a run that stops before the update of a step.
+
+    `step` is the last step that updated the weights.
+    """
+    return f"The weights are those of step {step}, and no later step is saved"

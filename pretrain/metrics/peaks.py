@@ -1,9 +1,10 @@
-"""Dense peak throughput of devices in TFLOP/s, the denominator of MFU, and their memory in GiB.
+"""Table of devices, with their dense peak throughput in TFLOP/s and their memory in GiB.
 
-Data sheets print tensor core throughput "with sparsity", which is twice the dense peak. This table
-has the dense peaks. They assume the boost clock of the data sheet, which a card at its power limit
-does not reach. A run on a device that is not in the table reports TFLOP/s but no MFU. Cards with
-contradictory published figures (A10G) or without a public data sheet (H20) are not in the table.
+MFU is the achieved throughput divided by the dense peak. Data sheets print tensor core throughput
+"with sparsity", which is twice the dense peak. The dense peaks assume the boost clock of the data
+sheet. A card at its power limit does not reach this clock. A run on a device that is not in the
+table reports TFLOP/s but no MFU. Cards with contradictory published figures (A10G) or without a
+public data sheet (H20) are not in the table.
 """
 
 from __future__ import annotations
@@ -19,39 +20,42 @@ PeakDtype = Literal["fp32", "bf16", "fp8", "fp4"]
 class Peak:
     """Dense peaks of one device in TFLOP/s, and its memory in GiB.
 
-    BF16, FP8 and FP4 are the peaks of the tensor cores with FP32 accumulation. FP32 is the peak of
-    the plain arithmetic units.
+    `bf16`, `fp8` and `fp4` are peaks of the tensor cores with FP32 accumulation. `fp32` is the peak
+    of the arithmetic units outside of the tensor cores. A peak is None if the table does not have
+    it.
     """
 
-    # Regular expression for the whole name of the driver in lower case, without "NVIDIA",
-    # "GeForce" and "Tesla".
+    # Regular expression that matches the whole name of the device. The name is the driver's, in
+    # lower case and without "NVIDIA", "GeForce" and "Tesla".
     pattern: str
-    # GiB that CUDA reports, up to 8 % less than the GB of the data sheet. Measured on an H200. For
-    # other devices, the "total capacity" in torch's out-of-memory messages in public reports,
-    # rounded down. The H200 NVL is listed like the H200. ECC takes another 6 % of a workstation
-    # card.
+    # Memory in GiB that CUDA reports. It is up to 8 % less than the GB of the data sheet. The value
+    # of the H200 was measured, and the H200 NVL has the same value. The values of other devices
+    # are the "total capacity" in torch's out-of-memory messages in public reports, rounded down.
+    # On a workstation card, ECC reduces the memory by another 6 %.
     memory: float
     # None if the tensor cores do not support BF16.
     bf16: float | None
     fp8: float | None = None
     fp4: float | None = None
     fp32: float | None = None
-    # Compute capability, which decides the precisions that the device supports.
+    # CUDA compute capability (major, minor), which determines the precisions that the device
+    # supports. None if the table does not have it.
     capability: tuple[int, int] | None = None
 
 
-# Memory size and type in names such as "H100 80GB HBM3" and "GH200 144G HBM3e".
+# Regular expression for memory size and memory type in the lower-case names of devices such as
+# "h100 80gb hbm3" and "gh200 144g hbm3e".
 NUMBERS = r"(?: \d+gb?)?(?: hbm\d\w*)?"
 
-# Patterns match whole names, because a laptop's 4090, an "RTX 4090 D" and a MIG slice of an A100
-# have other peaks.
+# The patterns match whole names. An "RTX 4090 D", the RTX 4090 of a laptop and a MIG slice of an
+# A100 must not match, because their peaks differ from those of the full devices.
 PEAKS = (
-    # NVIDIA A100 data sheet (2188504): BF16 312 | 624 sparse for SXM and PCIe.
-    # A name without a memory size counts as 80 GB.
+    # NVIDIA A100 data sheet (2188504): BF16 is 312 dense and 624 sparse, for SXM and PCIe.
+    # An A100 without a memory size in its name is assumed to have 80 GB.
     Peak(r"a100(?: sxm4| pcie)? 40gb", memory=39.3, bf16=312.0, fp32=19.5),
     Peak(rf"a100(?: sxm4| pcie| pg509)*{NUMBERS}(?: pcie)?", memory=79.1, bf16=312.0, fp32=19.5),
-    # NVIDIA H100 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; PCIe 1,513 and 3,026; NVL 1,671 and
-    # 3,341.
+    # NVIDIA H100 data sheet, sparse peaks in BF16 and FP8: SXM 1,979 and 3,958, PCIe 1,513 and
+    # 3,026, NVL 1,671 and 3,341.
     Peak(r"h100 pcie", memory=79.1, bf16=756.5, fp8=1513.0, fp32=51.0),
     Peak(r"h100 nvl", memory=93.0, bf16=835.5, fp8=1670.5, fp32=60.0),
     Peak(
@@ -62,8 +66,8 @@ PEAKS = (
         fp32=67.0,
         capability=(9, 0),
     ),
-    # NVIDIA H200 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; NVL 1,671 and 3,341. The GH200 has
-    # the peaks of the SXM.
+    # NVIDIA H200 data sheet, sparse peaks in BF16 and FP8: SXM 1,979 and 3,958, NVL 1,671 and
+    # 3,341. The GH200 has the peaks of the H200 SXM.
     Peak(r"h200 nvl", memory=139.8, bf16=835.5, fp8=1670.5, fp32=60.0),
     Peak(
         rf"h200(?: sxm5?)?{NUMBERS}",
@@ -73,26 +77,29 @@ PEAKS = (
         fp32=67.0,
         capability=(9, 0),
     ),
-    # "GH200 480GB" is the memory of its CPU. Its GPU has 96 GB.
+    # In the name "GH200 480GB", 480 GB is the memory of the CPU. The GPU has 96 GB.
     Peak(r"gh200 144gb?(?: hbm3e)?", memory=142.4, bf16=989.5, fp8=1979.0, fp32=67.0),
     Peak(rf"gh200{NUMBERS}", memory=94.5, bf16=989.5, fp8=1979.0, fp32=67.0),
-    # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse and per GPU: BF16 4.5 and 5 PFLOP/s, FP8 9
-    # and 10, FP4 18 and 20.
+    # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse peaks per GPU in PFLOP/s. B200 and GB200
+    # have 4.5 and 5 in BF16, 9 and 10 in FP8, 18 and 20 in FP4.
     Peak(rf"b200{NUMBERS}", memory=178.4, bf16=2250.0, fp8=4500.0, fp4=9000.0, capability=(10, 0)),
     Peak(rf"gb200{NUMBERS}", memory=184.3, bf16=2500.0, fp8=5000.0, fp4=10000.0),
-    # NVIDIA HGX B300 and GB300 NVL72 data sheets, sparse and per GPU: BF16 4.5 and 5 PFLOP/s, FP8 9
-    # and 10. FP4 is 15 dense for a GB300. For a B300 the data sheets disagree: 13.1 or 13.5.
+    # NVIDIA HGX B300 and GB300 NVL72 data sheets, sparse peaks per GPU in PFLOP/s. B300 and GB300
+    # have 4.5 and 5 in BF16, 9 and 10 in FP8. The dense FP4 peak of a GB300 is 15. For a B300 the
+    # data sheets disagree (13.1 or 13.5), so the table has no FP4 peak.
     Peak(rf"b300(?: sxm6)?(?: ac)?{NUMBERS}", memory=267.6, bf16=2250.0, fp8=4500.0),
     Peak(rf"gb300{NUMBERS}", memory=276.5, bf16=2500.0, fp8=5000.0, fp4=15000.0),
-    # NVIDIA L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
+    # NVIDIA L40S data sheet: BF16 is 362.05 dense and 733 sparse, FP8 is 733 dense and 1,466
+    # sparse.
     Peak("l40s", memory=44.3, bf16=362.05, fp8=733.0, fp32=91.6),
-    # NVIDIA RTX A6000 data sheet: 309.7 sparse, which agrees with 154.8 dense in the GA102 white
-    # paper. RTX 6000 Ada: FP8 1,457 sparse.
+    # NVIDIA RTX A6000 data sheet: BF16 is 309.7 sparse. This agrees with 154.8 dense in the GA102
+    # white paper. NVIDIA RTX 6000 Ada data sheet: FP8 is 1,457 sparse.
     Peak("rtx a6000", memory=47.4, bf16=154.8, fp32=38.7),
     Peak("rtx 6000 ada generation", memory=47.4, bf16=364.2, fp8=728.5, fp32=91.1),
-    # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 4,000 (Server Edition, Workstation Edition) and
-    # 3,511 (Max-Q) sparse, FP32 120, 125 and 110. Half the bits double the throughput. Unlike a
-    # GeForce, these cards accumulate in FP32 at the full rate.
+    # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 is 4,000 sparse for the Server Edition and the
+    # Workstation Edition, and 3,511 sparse for the Max-Q. FP32 is 120, 125 and 110. FP8 has half
+    # the throughput of FP4, and BF16 has half the throughput of FP8. Unlike GeForce cards, these
+    # cards do not halve the throughput for FP32 accumulation.
     Peak(
         "rtx pro 6000 blackwell server edition",
         memory=94.9,
@@ -117,8 +124,8 @@ PEAKS = (
         fp4=1755.5,
         fp32=110.0,
     ),
-    # NVIDIA GA102, Ada and RTX Blackwell white papers: dense with FP32 accumulation, which is half
-    # of the throughput with FP16 accumulation.
+    # NVIDIA GA102, Ada and RTX Blackwell white papers: dense peaks with FP32 accumulation. They are
+    # half of the peaks with FP16 accumulation.
     Peak("rtx 3090", memory=23.5, bf16=71.0, fp32=35.6),
     Peak("rtx 4090", memory=23.5, bf16=165.2, fp8=330.3, fp32=82.6),
     Peak("rtx 5090", memory=31.3, bf16=209.5, fp8=419.0, fp4=1676.0, fp32=104.8),
@@ -128,8 +135,10 @@ PEAKS = (
 def peak(device_name: str | None, dtype: PeakDtype) -> float | None:
     """Return the dense peak of a device in TFLOP/s, or None if it is unknown.
 
-    `device_name` is the result of `torch.cuda.get_device_name`, such as "NVIDIA H100 80GB HBM3" or
-    "NVIDIA A100-SXM4-80GB".
+    Args:
+        device_name: Result of `torch.cuda.get_device_name`, such as "NVIDIA H100 80GB HBM3" or
+            "NVIDIA A100-SXM4-80GB". None for a device without a name.
+        dtype: Dtype of the products' operands.
     """
     entry = entry_of(device_name)
     return getattr(entry, dtype) if entry else None

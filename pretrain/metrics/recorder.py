@@ -1,7 +1,8 @@
 """Time the steps of a run and create their records for `metrics.jsonl`.
 
-The time of a step includes waiting for its data. A step reads its last number from the device after
-the optimizer's update, so its wall-clock time covers all of its work.
+The time of a step includes the wait for its data. After the optimizer's update, each step reads a
+number from the device. The host therefore waits for the device, and the wall-clock time covers all
+work of the step.
 """
 
 from __future__ import annotations
@@ -28,28 +29,33 @@ from pretrain.model.gradients import gradient_of, local_part
 
 @dataclass(kw_only=True)
 class Recorder:
-    """Measures the steps of one process."""
+    """Measure duration, throughput, MFU, memory and recompilations of the steps of one process."""
 
-    # FLOPs of the model. With None, records have neither `tflops` nor MFU.
+    # FLOPs of the model. If None, records have neither TFLOP/s nor MFU.
     flops: ModelFlops | None
-    # Dense BF16 peak of one device. With None, records have no MFU.
+    # Dense BF16 peak of one device in TFLOP/s. If None, records have no MFU.
     peak_tflops: float | None
     device: torch.device
-    # Tokens per pack.
+    # Number of tokens per pack.
     pack_length: int
-    # Number of devices that share each step.
+    # Number of devices that compute each step together.
     world_size: int = 1
+    # Function that returns the time in seconds.
     clock: Callable[[], float] = time.perf_counter
-    # Steps of this process, which compiles again after every resume.
+    # Number of steps since this process started. The steps before a resume are not included,
+    # because the resumed process compiles the model again.
     _steps_in_process: int = field(default=0, init=False)
+    # Duration of the last step.
     _seconds: float = field(default=0.0, init=False)
+    # Number of graphs that were compiled in the last step, or 0 in the warm-up steps.
     _recompiles: int = field(default=0, init=False)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time one step and count the graphs compiled in it.
+        """Context manager that times one step and counts the graphs that the step compiles.
 
-        The block must contain everything from requesting the data to the optimizer's update.
+        The block must contain the whole step, from the request for its data to the optimizer's
+        update.
         """
         graphs = compiled_graphs()
         begin = self.clock()
@@ -62,13 +68,15 @@ class Recorder:
     def finish(
         self, *, data_wait_ms: float, step_tokens: int, sum_squared_lengths: int, **figures: Any
     ) -> dict[str, Any]:
-        """Return the record of the step that `step()` timed last. docs/tracking.md has every key.
+        """Return the record of the last step that `step()` has timed.
+
+        docs/tracking.md explains all keys of a record.
 
         Args:
-            data_wait_ms: Milliseconds of the step that were spent waiting for data.
-            step_tokens: Tokens of the step over all ranks.
-            sum_squared_lengths: Sum of the squared document lengths over all ranks.
-            figures: Other values, which are recorded unchanged.
+            data_wait_ms: Time that the step has spent waiting for its data, in milliseconds.
+            step_tokens: Number of tokens of the step over all ranks.
+            sum_squared_lengths: Sum of the squared lengths of the step's documents over all ranks.
+            figures: Further values, which are added to the record unchanged.
         """
         record = figures | {
             "step_ms": self._seconds * 1e3,
@@ -97,9 +105,10 @@ class Recorder:
 def memory_figures(device: torch.device) -> dict[str, float]:
     """Return the memory of this process in GiB.
 
-    `memory_gib` is the peak of torch's allocations on a CUDA device, and the resident memory
-    elsewhere. On a CUDA device there are also the memory that torch has allocated now and the
-    memory that it has reserved from the driver.
+    On a CUDA device, `memory_gib` is the peak of torch's allocations. `memory_allocated_gib` is the
+    memory that torch's tensors occupy at the time of the call, and `memory_reserved_gib` is the
+    memory that torch has reserved from the driver. On other devices the only key is `memory_gib`,
+    the resident memory of the process.
     """
     if device.type != "cuda":
         return {"memory_gib": psutil.Process().memory_info().rss / GIB}
@@ -112,13 +121,17 @@ def memory_figures(device: torch.device) -> dict[str, float]:
 
 def compiled_graphs() -> int:
     """Return the number of graphs that torch.compile has compiled in this process."""
-    # Do not import dynamo, which takes a second. If nothing has imported it, there are no graphs.
+    # Dynamo is not imported here, because the import takes a second. If Dynamo has not been
+    # imported elsewhere, no graph has been compiled.
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def layer_of(name: str, layers: Collection[str]) -> str:
-    """Return the layer among `layers` that contains the parameter `name`, else its module."""
+    """Return the layer in `layers` that contains the parameter `name`.
+
+    If no layer contains the parameter, return the name of the module that owns the parameter.
+    """
     module = name.rpartition(".")[0]
     return next((layer for layer in layers if name.startswith(f"{layer}.")), module)
 
@@ -129,11 +142,13 @@ def gradient_statistics(
 ) -> dict[str, float]:
     """Return `grad_mean/<layer>` and `grad_std/<layer>` of the unclipped gradient. Collective.
 
-    `layers` are names of modules whose parameters count together. A parameter outside of them
-    counts for its own module. Values are summed in FP32, and the sums of parameters and shards in
-    FP64. The standard deviation is the population's, not a sample estimate.
+    `layers` contains names of modules. All parameters inside one of these modules are treated as
+    one layer. For a parameter outside of these modules, the module that owns the parameter is the
+    layer. The values of a parameter's shard are summed in FP32. These sums are added in FP64. The
+    standard deviation is that of the population, not a sample estimate.
     """
-    # For each parameter: sum, sum of squares, number of values.
+    # Map each layer to one tensor per parameter, with the sum, the sum of squares and the number of
+    # the gradient's values.
     sums: dict[str, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         gradient = gradient_of(parameter)
@@ -144,8 +159,8 @@ def gradient_statistics(
             size = torch.full_like(total, values.numel())
             sums[layer_of(name, layers)].append(torch.stack([total, norm.square(), size]))
     by_layer = torch.stack([torch.stack(parameters).sum(0) for parameters in sums.values()])
-    # Values that several ranks hold are counted once per rank in all three sums, so means and
-    # deviations stay the same.
+    # A value that several ranks hold is added once per rank to the sum, the sum of squares and the
+    # number of values. This does not change means and standard deviations.
     table = accelerator.reduce(by_layer, reduction="sum").tolist()
     figures: dict[str, float] = {}
     for layer, (total, squares, number) in zip(sums, table, strict=True):

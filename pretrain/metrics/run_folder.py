@@ -17,20 +17,21 @@ from foundation.errors import InputError
 from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
 
-# Marks the run as a cell of a matrix. Written by `pretrain.compare.matrix_run`.
+# This file marks the run as a cell of a matrix. `pretrain.compare.matrix_run` writes it.
 MATRIX_FILE = "matrix.json"
 METRICS_FILE = "metrics.jsonl"
-# Written at the end of a run.
+# The run writes this file when it ends.
 SUMMARY_FILE = "summary.json"
-# Statistics of quantized operands. Written by `pretrain.observe.operand_statistics`.
+# Statistics of quantized operands. `pretrain.observe.operand_statistics` writes this file.
 STATISTICS_FILE = "fp8_statistics.jsonl"
-# Names the run that each tracker continues. Written by `pretrain.metrics.trackers`.
+# Identifier of the run in trackers, so that they continue the run after a resume.
+# `pretrain.metrics.trackers` writes this file.
 TRACKERS_FILE = "trackers.json"
-# Files that exist before a run has written its config.yaml.
+# Files that may exist before a run has written its config.yaml.
 _BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}
-# Keys in the config.yaml of every run.
+# Keys that the config.yaml of every run has.
 _CONFIG_KEYS = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}
-# Packages whose versions are recorded.
+# Packages whose versions are recorded in environment.json.
 PACKAGES = (
     "torch",
     "transformers",
@@ -44,18 +45,20 @@ PACKAGES = (
     "flash-attn-4",
     "cut-cross-entropy",
     "triton",
-    # Benchmarks compare with these two.
+    # The benchmarks compare this project with the following two packages.
     "torchao",
     "liger-kernel",
 )
 
 
 class RunFolder(ExitStack):
-    """The folder of a run, created at `path` and locked for this process.
+    """The paths of a run's files, and the lock of the run folder.
 
-    It is a context manager that releases the lock, as `close` does. With several ranks only rank 0
-    locks and writes the folder. With `owner=False`, on the other ranks, it only holds the paths.
-    Raises InputError if the folder cannot be created or another process has locked it.
+    The constructor creates the folder `path` and locks it for this process. `close` and the end of
+    a `with` block release the lock. With `owner=False`, the folder is neither created nor locked,
+    and the object only has the paths. With several ranks, only rank 0 is the owner.
+
+    Raises InputError if the folder cannot be created, or if another process has locked it.
     """
 
     def __init__(self, path: Path, *, owner: bool = True) -> None:
@@ -64,7 +67,7 @@ class RunFolder(ExitStack):
         self.checkpoints = path / "checkpoints"
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
-        # The observed precision of every matrix product.
+        # The precision in which the run has computed each matrix product.
         self.audit = path / "audit.json"
         self.metrics = path / METRICS_FILE
         self.summary = path / SUMMARY_FILE
@@ -76,56 +79,68 @@ class RunFolder(ExitStack):
         self.enter_context(locked(path / ".lock", self._refuse))
         if is_new:
             self.callback(self._remove_if_empty)
-        # Partial files of a killed run. No other process writes here while we hold the lock.
+        # Delete partial files of a killed run. No other process writes to the folder, because this
+        # process holds the lock.
         for leftover in path.glob(f".*{PARTIAL}"):
             leftover.unlink()
 
     def _refuse(self, holder: str) -> None:
         """Raise InputError because `holder` has locked the folder."""
         raise InputError(
-            f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set "
-            "another `run_dir`"
+            f"{self.path}: the run folder is in use by {holder}; either wait until that process "
+            "has ended, or stop it, or set another `run_dir`"
         )
 
     def _remove_if_empty(self) -> None:
-        """Delete a new folder if the start was refused before anything was written."""
+        """Delete the folder if it contains nothing but the lock file.
+
+        This is the case if the run was refused before it wrote a file.
+        """
         if os.listdir(self.path) == [".lock"]:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 def check_free(path: Path) -> None:
-    """Raise InputError if a run could not use the folder now. Creates nothing and keeps no lock."""
+    """Raise InputError if a run that starts now could not use the folder `path`.
+
+    A missing folder is not created. The lock of an existing folder is released again.
+    """
     check_ours(path)
     if path.exists():
         RunFolder(path).close()
 
 
 def check_ours(path: Path) -> None:
-    """Raise InputError if `path` cannot be written or is not the folder of a run.
+    """Raise InputError if `path` is not writable or contains files that are not of a run.
 
-    The folder of a run is empty or holds the run's config.yaml. In a matrix it may also hold the
-    mark of the matrix. Folders with other files are refused, so that nothing is overwritten.
+    A missing folder and an empty folder are accepted. A folder with other files is accepted only if
+    it has the config.yaml of a run, so that no foreign file is overwritten. Hidden files and files
+    that may exist before config.yaml are ignored.
     """
     absolute = path.absolute()
     existing = next(folder for folder in (absolute, *absolute.parents) if folder.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise InputError(
-            f"{path}: cannot be used as the run folder: {existing} cannot be written to; set "
-            "another `run_dir`"
+            f"{path}: cannot be used as the run folder, because {existing} is not a writable "
+            "folder; set another `run_dir`"
         )
     names = {*os.listdir(path)} if path.exists() else set()
     foreign = sorted(name for name in names - _BEFORE_CONFIG if not name.startswith("."))
     config = path / "config.yaml"
     if foreign and not (config.is_file() and load_yaml(config).keys() >= _CONFIG_KEYS):
         raise InputError(
-            f"{path}: holds {foreign[0]} and no config.yaml of a run; set another `run_dir`, or "
-            f"move {foreign[0]} away"
+            f"{path}: holds {foreign[0]} and no config.yaml of a run; either set another "
+            f"`run_dir`, or move {foreign[0]} out of the folder"
         )
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
-    """Return versions, devices, commit and accelerate's settings: what results depend on."""
-    import torch  # imported late, because a run folder in use must be refused at once
+    """Return the content of environment.json: versions, devices, commit and launch settings.
+
+    `accelerate` contains the settings of accelerate, which are recorded unchanged.
+    """
+    # Imported here, so that a run folder in use is refused before the slow import.
+    import torch
 
     return {
         "python": platform.python_version(),
@@ -151,9 +166,9 @@ def version_of(package: str) -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """Return the commit of the code at `root` and whether files differ from it.
+    """Return the commit of the code at `root`, and True under `dirty` if files have changed since.
 
-    Return None if `root` is not the top folder of a git checkout.
+    Return None if `root` is not the top folder of a git checkout or git is not available.
     """
 
     def git(*arguments: str) -> str:
@@ -161,7 +176,8 @@ def _git(root: Path) -> dict[str, Any] | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     with suppress(OSError, subprocess.CalledProcessError):
-        # An installed package may be somewhere below the checkout of another project.
+        # `root` itself must be a checkout. If this package is installed inside the checkout of
+        # another project, git would return the commit of that project.
         if (root / ".git").exists():
             return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     return None

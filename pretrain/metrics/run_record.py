@@ -1,4 +1,7 @@
-"""Read the files of a run folder: metrics, summary and final screen. Works without torch."""
+"""Read the files of a run folder, summarize its metrics, and format its last screen.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,19 @@ from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE,
 from pretrain.precision.settings import label
 from pretrain.settings.config import flatten
 
-# First steps of a run, which compile, allocate and autotune. They are excluded from medians.
+# Number of steps at the start of a run that are excluded from medians, because they compile,
+# allocate and autotune.
 WARM_UP_STEPS = 2
-# Share of all steps that is a run's end. The loss of a single step is mostly noise (standard
-# deviation 0.13 in runs of the reference).
+# Share of all steps that form the end of a run. The loss at the end is a mean over these steps,
+# because the loss of a single step is mostly noise (standard deviation 0.13 in the reference runs).
 LAST_SHARE = 0.2
-# Minimum number of steps at the end: eight batches of eight, for a standard error.
+# Minimum number of steps that form the end of a run. The standard error of the loss at the end is
+# computed from eight groups of eight steps.
 FEWEST_STEPS = 64
-# Keys of a summary: the mean loss of the run's end, and its number of steps.
+# Keys of a summary: the mean loss over the end of the run, and the number of steps in this end.
 LOSS_KEY = "loss_at_end"
 END_KEY = "steps_at_end"
-# Keys of a step whose median is part of a summary.
+# A summary has the medians of these keys of the steps.
 MEDIANS = (
     "tokens_per_second",
     "samples_per_second",
@@ -43,9 +48,9 @@ MEDIANS = (
     "frozen_updates",
 )
 
-# Keys of an evaluation that identify its packs.
+# Keys of an evaluation that identify the held-out packs.
 HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")
-# Keys of an evaluation that must agree for a comparison.
+# Keys of an evaluation that must have equal values in two evaluations whose losses are compared.
 MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")
 
 # A line of metrics.jsonl.
@@ -53,36 +58,41 @@ Record = Mapping[str, Any]
 
 
 def kind(record: Record) -> str:
-    """Return "step" or the event of a line: "evaluation", "samples", "rollback" or "halted".
+    """Return the kind of a line in metrics.jsonl.
 
-    A rollback holds the lines of abandoned steps and events under `abandoned`. So every step that
-    counts is exactly one line of the file.
+    The kind is "step", or the event of the line: "evaluation", "samples", "rollback" or "halted".
+    A rollback removes the lines of abandoned steps and events from the file and stores them in its
+    own line, under `abandoned`. Each step that was not abandoned is therefore exactly one line.
     """
     return record.get("event", "step")
 
 
 def at_the_end(steps: np.ndarray) -> np.ndarray:
-    """Return a mask of the steps that belong to the end of a run.
+    """Return a boolean mask of the steps that belong to the end of a run.
 
-    `steps` are the step numbers of the run in order. The end is the last fifth of all steps up to
-    the last one, or the last FEWEST_STEPS if that is more. The step numbers decide, so a branch has
-    the same end as the run that it branched from.
+    `steps` contains the step numbers of the run in ascending order. With N as the last step number,
+    the end consists of the last N / 5 step numbers, rounded up, or of the last FEWEST_STEPS if that
+    is more. A branch has no steps before its first one, but its step numbers continue those of the
+    earlier run. Its end therefore has the same length as the end of a run that was not branched.
 
-    Summaries, tables, plots and gates all use this definition.
+    Summaries, tables, plots and gates use this definition.
     """
     length = max(math.ceil(steps[-1] * LAST_SHARE), FEWEST_STEPS)
     return steps > steps[-1] - length
 
 
 def in_a_word(key: str, value: Any) -> str:
-    """Return the value of a setting as text for a report. `key` is the dotted key."""
+    """Return the value of a setting as text for a report. `key` is the setting's dotted key."""
     if key == "precision":
         return str(label(value))
     return "not set" if value is None else str(value)
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
-    """Return True if two evaluations agree in `keys`, as far as both records have them."""
+    """Return True if two evaluations have equal values of all `keys`.
+
+    A key that one of the records lacks is ignored.
+    """
     return all(first[key] == second[key] for key in keys if key in first and key in second)
 
 
@@ -97,18 +107,20 @@ def own_evaluations(records: Iterable[Record]) -> Iterator[Record]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of a run folder. The run may be finished or still training."""
+    """Content of the files in a run folder. The run may be finished or still training."""
 
     path: Path
     config: dict[str, Any]
-    # Environment of the last start.
+    # Content of environment.json, from the last start of the run.
     environment: dict[str, Any]
+    # Lines of metrics.jsonl: steps and events.
     metrics: list[dict[str, Any]]
-    # Summary up to the last step in `metrics`.
+    # Summary of `metrics`.
     summary: dict[str, Any]
+    # Content of audit.json, or empty if the run has not written it yet.
     audit: dict[str, Any] = field(default_factory=dict)
-    # The run shared its machine with other runs of a matrix, at least for some time. Its speed
-    # cannot be compared.
+    # True if the run temporarily shared its machine with other runs of a matrix. The speed of such
+    # a run cannot be compared.
     side_by_side: bool = False
 
     @property
@@ -122,10 +134,10 @@ class RunRecord:
         return [record for record in self.metrics if kind(record) == "step"]
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return step numbers (int64) and values (float64) of `key`.
+        """Return two arrays: the step numbers (int64) and the values of `key` (float64).
 
-        "held_out_loss" comes from evaluations, other keys from steps. Missing values are NaN,
-        which is a gap in a line.
+        The values of "held_out_loss" are read from the evaluations, and the values of all other
+        keys from the steps. A missing value is NaN, so that plots show a gap.
         """
         records = self.evaluations if key == "held_out_loss" else self.steps
         steps = [record["step"] for record in records]
@@ -134,9 +146,9 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return the evaluations on the same held-out packs as the last one.
+        """Return the evaluations on the same held-out packs as the last evaluation.
 
-        A resumed run may evaluate on other packs than before.
+        The held-out packs may have changed when the run was resumed.
         """
         last = self.last_evaluation
         return [
@@ -147,14 +159,15 @@ class RunRecord:
 
     @property
     def last_evaluation(self) -> Record:
-        """Return the last evaluation, or an empty record without an evaluation."""
+        """Return the last evaluation, or an empty record if the run has no evaluation."""
         return next((line for line in reversed(self.metrics) if kind(line) == "evaluation"), {})
 
     @property
     def when_evaluated(self) -> str:
-        """Return " (step 10)" if the last evaluation is not of the last step, else "".
+        """Return the step of the last evaluation as " (step 10)", for reports.
 
-        Reports print it behind the held-out loss.
+        Return "" if the last evaluation was after the last step. Reports append the text to the
+        held-out loss.
         """
         evaluated_step = self.last_evaluation.get("step", self.summary["steps"])
         return "" if evaluated_step == self.summary["steps"] else f" (step {evaluated_step:,})"
@@ -166,23 +179,35 @@ class RunRecord:
 
     @property
     def source_config(self) -> dict[str, Any]:
-        """Return the config.json of `model.source` at the last start, by keys of the identity."""
+        """Return the content of the config.json of `model.source` at the last start.
+
+        The keys are those of a run's identity (`pretrain.settings.config.identity_of`).
+        """
         return self.environment.get("source_config", {})
 
     @property
     def past(self) -> dict[str, Any]:
-        """Return how the training differed from the config, in the form of `NO_PAST`."""
+        """Return the differences between the run's history and its config.
+
+        `NO_PAST` in pretrain/checkpoint/state.py documents the keys.
+        """
         return NO_PAST | self.environment.get("past", {})
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the config by dotted key, with the source's config and the data's fingerprint."""
+        """Return all settings of the run by dotted key.
+
+        They include the config of `model.source` and the fingerprint of the training packs.
+        """
         settings = flatten(self.config) | self.source_config
         return settings | {"data.fingerprint": self.data_fingerprint}
 
     @property
     def changed_settings(self) -> dict[str, str]:
-        """Return the settings that a resume has changed, as texts: "42 to step 6, then 7"."""
+        """Map each setting that a resume has changed to a text with its values.
+
+        For example, "42 to step 6, then 7" means that the value was 42 up to step 6 and is 7 since.
+        """
         earlier: dict[str, str] = {}
         for change in self.past["changed"]:
             for key, value in change["was"].items():
@@ -193,7 +218,7 @@ class RunRecord:
 
     @property
     def devices(self) -> tuple[int, str]:
-        """Return the number and the name of the devices: (2, "NVIDIA H200") or (1, "CPU")."""
+        """Return the number of devices and their name, such as (2, "NVIDIA H200") or (1, "CPU")."""
         launch = self.environment.get("accelerate") or {}
         device = launch.get("device")
         gpus = [] if device == "cpu" else self.environment.get("gpus") or []
@@ -202,14 +227,14 @@ class RunRecord:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return `batch.tokens`."""
+        """Return `batch.tokens`, the number of tokens per step."""
         return self.config["batch"]["tokens"]
 
     @property
     def precision(self) -> str | None:
-        """Return the requested precision: "delayed" or "nvfp4 to 80 %, then bf16".
+        """Return the requested precision, such as "delayed" or "nvfp4 to 80 %, then bf16".
 
-        If the run fell back to another precision, that one follows in parentheses.
+        If the run fell back to another precision, the text also has that precision in parentheses.
         """
         requested = label(self.config.get("precision"))
         effective = self.audit.get("schedule", self.audit.get("effective", requested))
@@ -217,9 +242,10 @@ class RunRecord:
 
     @property
     def backend(self) -> str | None:
-        """Return the engine of the products: "torch", "transformer_engine" or "emulation".
+        """Return the engine of the matrix products, or None if the audit does not have it.
 
-        For a schedule it is the engine of the low-precision phases.
+        The engine is "torch", "transformer_engine" or "emulation". For a precision schedule, the
+        engine of the low-precision phases is returned.
         """
         audits = self.audit.get("precisions", {"": self.audit}).values()
         backends = [audit.get("backend") for audit in audits]
@@ -229,16 +255,18 @@ class RunRecord:
     def emulated(self) -> bool:
         """Return True if the precision was emulated.
 
-        Its losses are valid for the format, but its speed says nothing about hardware.
+        The losses of an emulated run are valid for the format. Its speed is not the speed of
+        hardware that supports the format.
         """
         return self.backend == "emulation"
 
     @property
     def broke_off(self) -> str:
-        """Return why the training has failed, or "" if it has not.
+        """Return the reason why the training has failed, or "" if it has not failed.
 
-        Examples: "was halted at step 2", "has no finite loss from step 7 on". The results of a
-        failed run do not count as an end. Steps without labels have no loss and are ignored.
+        Examples are "was halted at step 2" and "has no finite loss from step 7 on". The results of
+        a failed run must not be used as final results. Steps without labels have no loss and are
+        ignored.
         """
         if "halted" in self.summary:
             return f"was halted at step {self.summary['steps']:,}"
@@ -248,7 +276,10 @@ class RunRecord:
 
     @property
     def is_unfinished(self) -> bool:
-        """Return True if the run has not reached the horizon of its last start."""
+        """Return True if the run has not reached its last step.
+
+        The number of steps is the horizon in environment.json, which the last start has written.
+        """
         return self.summary["steps"] < self.environment.get("horizon", 0)
 
 
@@ -256,20 +287,22 @@ class RunRecord:
 
 
 class NoStepYet(InputError):
-    """The folder has no step of a run yet, or is not a run folder."""
+    """The folder is not a run folder, or the run in it has not completed a step yet."""
 
 
 def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
-    """Read a run folder, with the metrics and the summary up to `last_step`.
+    """Read the files in the run folder `run_dir`.
 
-    Raises NoStepYet if `run_dir` is not a run folder or the run has no step yet.
+    Lines of metrics.jsonl after step `last_step` are ignored, also in the summary. Raises NoStepYet
+    if `run_dir` is not a run folder, or if the run has no step yet.
     """
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
-    # An evaluation may precede the first step.
+    # The metrics may consist of an evaluation before the first step.
     if not any(kind(record) == "step" for record in metrics):
         raise NoStepYet(
-            f"{run_dir / METRICS_FILE}: holds no step yet; wait for the first step of the run"
+            f"{run_dir / METRICS_FILE}: holds no step yet; wait until the run has completed its "
+            "first step"
         )
     return RunRecord(
         path=run_dir,
@@ -285,8 +318,9 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
 def read_finished(run_dir: Path) -> RunRecord | None:
     """Return the run in `run_dir` if it is finished, else None.
 
-    A finished run has reached its horizon and has written its summary, which is its last file. A
-    summary of another step than the last one in the metrics is outdated.
+    A run is finished if it has reached its last step and has then written its summary. The summary
+    is the last file that a run writes. If the summary is for another step than the last step in
+    metrics.jsonl, it is outdated, and the run is not finished.
     """
     try:
         run = read_run(run_dir)
@@ -298,20 +332,24 @@ def read_finished(run_dir: Path) -> RunRecord | None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the steps and events in metrics.jsonl. Raises NoStepYet if the file is missing."""
+    """Return the lines of metrics.jsonl, which are steps and events.
+
+    Raises NoStepYet if the file is missing.
+    """
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise NoStepYet(
-            f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not "
-            "started"
+            f"{path}: there is no such file; either {run_dir} is not a run folder, or its run has "
+            "not started yet"
         )
     return read_lines(path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a .jsonl file of a run. Raises InputError if a line is not JSON.
+    """Return the objects in a .jsonl file of a run, one for each line.
 
-    A last line that is still being written is ignored.
+    A last line without a line feed is ignored, because the run is still writing it. Raises
+    InputError if another line is not JSON.
     """
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
@@ -323,20 +361,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if the run has not written it yet."""
-    return load_object(path, "the report needs the complete file") if path.exists() else {}
+    """Return the object in a JSON file, or an empty dict if the file does not exist yet."""
+    return load_object(path, "restore the complete file") if path.exists() else {}
 
 
 # ── Summary ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(records: Iterable[Record]) -> dict[str, Any]:
-    """Return the content of `summary.json`, over all steps of the run.
+    """Return the content of `summary.json`, computed from the lines of metrics.jsonl.
 
     Losses are in nats per token. Medians and `data_wait_share` exclude the first two steps. `hours`
-    is the time inside of steps, without evaluation, saving and starting. The held-out loss is that
-    of the last evaluation after the first step. Keys without a value are absent, for example
-    without an evaluation or for a device without a known peak.
+    is the total duration of all steps, without the time for evaluations, saves and the start. The
+    held-out loss is the loss of the last evaluation. An evaluation before the first step is not
+    used. Keys without a value are absent, for example the held-out loss of a run without an
+    evaluation, and the MFU on a device whose peak is unknown.
     """
     records = list(records)
     steps = [record for record in records if kind(record) == "step"]
@@ -369,7 +408,11 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def _finite(records: Iterable[Record], key: str) -> list[float]:
-    """Return the finite values of `key`. NaN is null in metrics.jsonl, and keys may be missing."""
+    """Return the finite values of `key` in `records`.
+
+    Records without the key are skipped, and also values that are None. None represents NaN and
+    infinity, which JSON does not support.
+    """
     values = (record.get(key) for record in records)
     return [value for value in values if value is not None and math.isfinite(value)]
 
@@ -377,19 +420,19 @@ def _finite(records: Iterable[Record], key: str) -> list[float]:
 def _statistic(
     function: Callable[[list[float]], float], records: Iterable[Record], key: str
 ) -> float | None:
-    """Return `function` of the finite values of `key`, or None if there are none."""
+    """Return `function` of the finite values of `key`, or None if no value is finite."""
     values = _finite(records, key)
     return function(values) if values else None
 
 
 def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]:
-    """Return the title and the rows that a finished run prints last, for `Console.panel`.
+    """Return the title and the rows of the panel that a finished run prints (`Console.panel`).
 
-    Values that are not known have no row.
+    A value that is not known has no row.
     """
     figures = run.summary
     first_step = run.steps[0]["step"]
-    # Another run has trained the steps before the first one of a branch.
+    # In a branch, the first step is not 1. An earlier run has trained the steps before it.
     branch = f"; this run from step {first_step:,} on," if first_step > 1 else ""
     rows = {
         "trained": f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens{branch} "

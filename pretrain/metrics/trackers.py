@@ -1,9 +1,10 @@
 """Log the records of a run to `metrics.jsonl` and to accelerate's trackers.
 
-`metrics.jsonl` has one JSON object per line, and every step exactly once, however often the run is
-stopped and resumed. W&B and trackio continue the run that `trackers.json` in the run folder names.
-After a resume or a kill, a tracker may still show steps that the run has repeated. A tracker that
-fails during the run gets no more records, and the training continues.
+`metrics.jsonl` has one JSON object per line. It contains every step exactly once, even if the run
+was stopped and resumed several times. After a resume, W&B and trackio continue the run whose
+identifier is in `trackers.json` in the run folder. If the run was killed, the resumed run repeats
+the steps after its last checkpoint, and a tracker may still show the first values of these steps.
+A tracker that fails during the run receives no more records, and the training continues.
 """
 
 from __future__ import annotations
@@ -29,25 +30,31 @@ from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
 
-# Common names of keys in `metrics.jsonl`. Trackers get the values under both names.
+# Map names that are common in other projects to keys of `metrics.jsonl`. Trackers receive the value
+# under both names.
 OTHER_NAMES = {
     "mfu": "mfu_bf16_peak",
     "throughput_per_sec": "tokens_per_second",
     "grad_norm": "gradient_norm",
 }
-# Variables that make MLflow write to a folder. Its default is a database, which `mlflow-skinny`
-# cannot open.
+# Environment variables that make MLflow write to a folder. By default MLflow writes to a database,
+# which the package `mlflow-skinny` cannot open.
 MLFLOW_IN_A_FOLDER = {"MLFLOW_TRACKING_URI": "mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
-# Errors of trackers that do not stop the run. A canceled task is not an Exception.
+# Errors of a tracker, which do not stop the run. CancelledError is listed because it is not a
+# subclass of Exception.
 FAILURES = (Exception, asyncio.CancelledError)
 
 
 class JsonlTracker:
-    """Writer of the JSON lines file at `path`.
+    """Writer of a JSON lines file.
 
-    The file is flushed after each line. A killed run loses at most the line that it was writing,
-    and `start` removes that line. Only the main process writes. On other processes all methods do
-    nothing.
+    The file is flushed after each line. If the run is killed while it writes a line, only this line
+    is incomplete. `start` removes an incomplete last line.
+
+    Args:
+        path: The file.
+        resumed_step: Step of the checkpoint that the run continues from, or 0 for a new run.
+        main_process: True on the process that writes. On other processes all methods do nothing.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0, *, main_process: bool = True) -> None:
@@ -57,14 +64,14 @@ class JsonlTracker:
         self._file: TextIO | None = None
 
     def start(self) -> None:
-        """Open the file to append, after removing steps later than the resumed checkpoint.
+        """Open the file for appending.
 
-        An incomplete last line is removed too.
+        First remove all lines of steps after the resumed checkpoint, and an incomplete last line.
         """
         if not self.main_process:
             return
         with refusing(
-            (OSError, ValueError), f"{self.path}: cannot be read or written", "move it away"
+            (OSError, ValueError), f"{self.path}: cannot be read or written", "move the file away"
         ):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
@@ -78,7 +85,10 @@ class JsonlTracker:
             self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Append `values`, which contain the step. Infinity and NaN become null, as in JSON."""
+        """Append `values` as one line. They must contain the key `step`.
+
+        Infinity and NaN are written as null, because JSON has no numbers for them.
+        """
         if self._file is None:
             return
         finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
@@ -86,7 +96,8 @@ class JsonlTracker:
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:
-            # Closing fails too, because it flushes. The next start removes a partial line.
+            # `close` raises the error again, because it flushes the buffer. The next start removes
+            # the incomplete line.
             with contextlib.suppress(OSError):
                 self._file.close()
             raise InputError(
@@ -101,25 +112,25 @@ class JsonlTracker:
 
 
 class Trackers:
-    """The `metrics.jsonl` of a run and the trackers in `log.trackers`.
+    """The `metrics.jsonl` of a run, and the trackers that the setting `log.trackers` lists.
 
-    Only the main process writes to them.
+    Only the main process writes to the file and the trackers.
     """
 
     def __init__(
         self, log: LogSettings, run_dir: Path, resumed_step: int = 0, *, main_process: bool = True
     ) -> None:
         self.file = JsonlTracker(run_dir / METRICS_FILE, resumed_step, main_process=main_process)
-        # Trackers that have started and have not failed, by name.
+        # Map names to trackers that have started and have not failed.
         self.services: dict[str, GeneralTracker] = {}
         self._log = log
         self._run_dir = run_dir
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Start all trackers, and pass `config` to them as flat `section.key` pairs.
+        """Start all trackers, and log `config` to them as flat `section.key` pairs.
 
-        An Accelerator must exist, because accelerate's trackers read its state. Raises InputError
-        if a tracker does not start.
+        An Accelerator must have been created before, because accelerate's trackers read its state.
+        Raises InputError if a tracker does not start.
         """
         self.file.start()
         names = [name for name in self._log.trackers if name != "jsonl" and self.file.main_process]
@@ -133,49 +144,56 @@ class Trackers:
                 self.services[name] = self._make(name, run_id)
                 self.services[name].start()
                 self.services[name].store_init_configuration(scalars)
-            except FAILURES as error:  # each tracker raises its own classes
+            except FAILURES as error:  # every tracker has its own exception classes
                 raise InputError(
-                    f"`log.trackers`: {name} does not start: {_describe(error)}; fix that, or "
-                    "remove it from the list"
+                    f"`log.trackers`: {name} does not start: {_describe(error)}; either fix this "
+                    f"problem, or remove {name} from the list"
                 ) from None
 
     def _run_id(self) -> str:
-        """Return the identifier of this run for trackers. A resumed run keeps its identifier."""
+        """Return the identifier of this run in trackers. A resumed run keeps its identifier.
+
+        The identifier is stored in `trackers.json`.
+        """
         path = self._run_dir / TRACKERS_FILE
         if not (self.file.resumed_step and path.exists()):
             write_json(path, {"run": secrets.token_hex(4)})
         return json.loads(path.read_bytes())["run"]
 
     def _make(self, name: str, run_id: str) -> GeneralTracker:
-        """Create the tracker `name`. It continues the run of an earlier start if it can."""
+        """Create the tracker `name`.
+
+        If the run is resumed, W&B and trackio continue the run that the earlier start has created.
+        """
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         title = self._run_dir.name
         resumed_step = self.file.resumed_step
         by_name: dict[str, dict[str, Any]] = {
-            # Purge what was logged after the resumed checkpoint.
+            # TensorBoard then hides the steps that were logged after the resumed checkpoint.
             "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},
             "wandb": {"dir": str(self._run_dir), "name": title},
-            # trackio finds a run to resume by its name.
+            # trackio identifies the run that it resumes by the run's name.
             "trackio": {"name": f"{title}-{run_id}", "resume": "allow"},
             "mlflow": {"run_name": title},
         }
         options = by_name.get(name, {})
-        # The agent of a sweep sets the identifier itself.
+        # In a W&B sweep, the sweep's agent has set the identifier of the run.
         is_in_sweep = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
         if name == "wandb" and not is_in_sweep:
             options |= {"id": run_id, "resume": "allow"}
         if name == "mlflow" and "MLFLOW_TRACKING_URI" not in os.environ:
             os.environ.update(MLFLOW_IN_A_FOLDER)
-        # TensorBoard's files are in a folder of this name.
+        # TensorBoard writes its files to a folder with the name of the project.
         project = name if name == "tensorboard" else self._log.project
         folder = [self._run_dir] if tracker_class.requires_logging_directory else []
         return tracker_class(project, *folder, **options)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Log `record` to `metrics.jsonl`, and the parts that trackers can show to the trackers.
+        """Log a step or an event to `metrics.jsonl` and to the trackers.
 
-        All trackers get the numbers of a step or an evaluation. W&B and TensorBoard also get
-        samples as text, each with its prompt.
+        `metrics.jsonl` receives the complete record. The trackers receive the numbers in the record
+        of a step or an evaluation. W&B and TensorBoard also receive generated samples as text. The
+        text of a sample begins with its prompt. Trackers receive nothing of other events.
         """
         self.file.log(record)
         texts = {
@@ -188,20 +206,26 @@ class Trackers:
             if type(value) in (int, float) and key != "step"
         }
         numbers |= {other: numbers[key] for other, key in OTHER_NAMES.items() if key in numbers}
+        # The names are copied into a list, because `_call` removes a tracker that fails.
         for name in list(self.services):
-            if record.get("event", "evaluation") == "evaluation":
+            # The record of a step has no key "event".
+            if record.get("event", "step") in ("step", "evaluation"):
                 self._call(name, "log", numbers, step=record["step"])
             elif texts and name in ("wandb", "tensorboard"):
                 self._call(name, "log", texts, step=record["step"])
 
     def _call(self, name: str, method: str, *arguments: Any, **options: Any) -> None:
-        """Call a method of a tracker. If it fails, warn and do not use the tracker again."""
+        """Call `method` of the tracker `name` with the given arguments.
+
+        If the call fails, log a warning and remove the tracker from `services`.
+        """
         try:
             getattr(self.services[name], method)(*arguments, **options)
-        except FAILURES as error:  # each tracker raises its own classes
+        except FAILURES as error:  # every tracker has its own exception classes
             del self.services[name]
             logging.getLogger(__name__).warning(
-                "`log.trackers`: %s has failed and gets nothing more until the next start: %s",
+                "`log.trackers`: %s has failed and receives no more records until the run is "
+                "started again: %s",
                 name,
                 _describe(error),
             )
@@ -214,23 +238,26 @@ class Trackers:
 
 
 def check_trackers(log: LogSettings) -> None:
-    """Raise InputError for a tracker that accelerate does not know or that is not installed."""
+    """Raise InputError if accelerate does not support a tracker, or if it is not installed."""
     for name in sorted({*log.trackers} - {"jsonl"}):
         if name not in LOGGER_TYPE_TO_CLASS:
             raise InputError(
-                f"`log.trackers`: there is no tracker {name!r}; use one of "
+                f"`log.trackers`: there is no tracker {name!r}; choose one of "
                 f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
             )
         if name not in map(str, get_available_trackers()):
             raise InputError(
-                f"`log.trackers`: {name!r} is not installed; `pip install "
-                f"{name.replace('_', '-')}`, or remove it from the list"
+                f"`log.trackers`: {name!r} is not installed; either run `pip install "
+                f"{name.replace('_', '-')}`, or remove {name!r} from the list"
             )
 
 
 def _describe(error: BaseException) -> str:
-    """Return the class and the message of an error, without passwords and queries in URLs."""
-    # `str(error)` of a tracker's own class may raise an error.
+    """Return the class and the message of an error on one line.
+
+    Passwords and query strings are removed from URLs in the message.
+    """
+    # `str(error)` is not used, because it may raise an error for the exception class of a tracker.
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     secret = r"(?<=//)[^/\s]*@|\?[^\s\"')]*=[^\s\"')]*"
     return re.sub(secret, "", text)[:300]

@@ -1,25 +1,25 @@
-"""Packed attention: every token sees only its own document, whichever kernel computes it.
+"""Packed attention: each token attends only to tokens of its document, with every kernel.
 
-A model that is built with `attn_implementation=choose(...).name` calls one of the functions below
-in each layer. transformers' attention registry passes q, k, v and the keyword arguments of the
-model's forward:
+A model that is built with `attn_implementation=choose(...).name` calls one of the functions of this
+module in each layer. The attention registry of transformers passes q, k, v and the keyword
+arguments of the model's forward to the function:
 
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,
                   cu_seqlens=..., max_seqlen=..., document_mask=...)
 
-* `cu_seqlens`: [bucket] int32 on the model's device: 0, the ends of the documents, then T repeated
-  up to the size of the bucket.
-* `max_seqlen`: int, the pack length, which no document exceeds. A constant, so that kernels are
-  compiled once.
-* `document_mask`: result of `document_mask`, computed once a batch instead of once a layer. Only
-  packed_sdpa reads it.
+* `cu_seqlens`: [bucket] int32 on the model's device. The first entry is 0, the ends of the
+  documents follow, and all remaining entries are T, the number of tokens of the microbatch.
+* `max_seqlen`: int, the pack length, which no document exceeds. The pack length is a constant of
+  the run, so kernels are compiled once.
+* `document_mask`: result of `document_mask`, which is computed once for a batch instead of once for
+  each layer. Only packed_sdpa reads it.
 
-No attention mask is registered beside them. The model builds none for a name that transformers'
-mask registry does not know.
+No mask functions are registered for these attention functions. The mask registry of transformers
+does not contain their names, so the model builds no attention mask.
 
-The end of the file has kernels of FlashAttention-4 without a graph, and the operators that are made
-of them. Their q and output are [T, H, D], and k and v are [T, KV, D]. Attention is causal in each
-document, and `scale` is the factor of q k^T.
+The end of the file has functions that call the kernels of FlashAttention-4 without autograd, and
+the operators that add autograd. Their q and output are [T, H, D], and k and v are [T, KV, D].
+Attention is causal in each document, and `scale` is the factor of q k^T.
 """
 
 from __future__ import annotations
@@ -50,29 +50,34 @@ from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-# FlashAttention-4 reads both when it is imported. Transformer Engine imports it too, so they are
-# set before either can be imported.
+# FlashAttention-4 reads these two variables when it is imported. Transformer Engine imports it too,
+# so they are set before either of the two packages can be imported.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault(
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE / "pretrain" / "flash_attn_4")
 )
 
-# Users call `fa4` `flash_attn`. transformers loads its own kernels for names with "flash".
-# `varlen` is torch's version of FlashAttention-2.
+# Backends from the fastest to the slowest. In recipes, `fa4` is called `flash_attn`. It has another
+# name here, because transformers loads its own kernels for names that contain "flash". `varlen` is
+# torch's version of FlashAttention-2.
 FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
 MAX_FLASH_HEAD_DIM = 256
-# Smaller heads have not been measured.
+# Head sizes for which FlashAttention-4 is used. Smaller heads have not been measured.
 FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
-# Hopper and data-centre Blackwell. The speed was measured on Hopper only.
+# Compute capabilities for which FlashAttention-4 is used: Hopper and data-centre Blackwell. The
+# speed was measured on Hopper only.
 FA4_GENERATIONS = (9, 10)
-# Tokens of a mean document times the query heads of a group. Above it, FlashAttention-4's products
-# take so long that memory traffic does not matter. Empty places count as documents, because only
-# the device can tell them apart: 4 packs of one document have 15 places.
+# `flash_backward_in_parts` computes parts of dk and dv only if the mean number of tokens of a
+# document, times the number of query heads of a group, is at most LONG. Above this limit, the
+# products of FlashAttention-4 take so long that memory traffic does not matter. Unused entries of
+# cu_seqlens are counted as documents, because only the device can distinguish them. For example, 4
+# packs of one document each are counted as 15 documents.
 LONG = 8192
-# Maximum number of query heads of a group. Each head is a call, and larger groups have not been
-# measured.
+# `flash_backward_in_parts` computes parts only if a group has at most WIDE query heads. It makes
+# one call for each query head of a group, and larger groups have not been measured.
 WIDE = 4
-# torch 2.13 needs a flag if there are fewer KV heads than query heads. torch 2.11 has no such flag.
+# True if torch's kernel has the flag `enable_gqa`. torch 2.13 needs this flag if there are fewer KV
+# heads than query heads. torch 2.11 has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -87,10 +92,11 @@ class Choice(NamedTuple):
 
 
 def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.dtype) -> Choice:
-    """Return the backend for a device, the size of the model's heads and the compute dtype.
+    """Return the attention backend for a device, a head size and a compute dtype.
 
-    `auto` takes the first of FASTEST_FIRST that runs on the device. Raise InputError if the
-    requested backend does not run. Parity checks what a kernel computes.
+    If `requested` is "auto", return the first backend of FASTEST_FIRST that can run. Otherwise
+    raise InputError if the requested backend cannot run. The results of the backend are not tested
+    here, but by the parity check at the start of a run.
     """
     kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
     reasons = ["requested"]
@@ -109,44 +115,46 @@ def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.d
 
 
 def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why a backend cannot run and what would help, or None if it can.
+    """Return the reason why a backend cannot run, with a remedy if there is one.
 
-    The text follows the name of the backend.
+    The text is a predicate whose subject is the name of the backend. Return None if the backend can
+    run.
     """
     if kind == "sdpa":
         return None
     if kind == "documents":
-        return None if device_type == "cpu" else f"is for CPUs, this is {device_type}"
+        return None if device_type == "cpu" else f"needs a CPU, and the device is {device_type}"
     if device_type != "cuda":
-        return f"needs a CUDA device, this is {device_type}"
+        return f"needs a CUDA device, and the device is {device_type}"
     generation = torch.cuda.get_device_capability()[0]
     if generation < 8:
-        return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name()}"
+        return f"needs an Ampere GPU or newer, and the GPU is {torch.cuda.get_device_name()}"
     if dtype not in (torch.bfloat16, torch.float16):
         computed = str(dtype).removeprefix("torch.")
-        return f"needs bf16 and the run computes in {computed}: set precision: bf16"
+        return f"needs BF16, and the run computes in {computed} (set precision: bf16)"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
         return (
-            f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's "
-            f"is {head_dim}"
+            f"needs a head dimension that is a multiple of 8 and at most {MAX_FLASH_HEAD_DIM}, and "
+            f"the model's head dimension is {head_dim}"
         )
     if kind == "varlen":
         return None
     if generation not in FA4_GENERATIONS:
-        return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
+        return f"needs an sm_90 or sm_100 GPU, and the GPU is {torch.cuda.get_device_name()}"
     if head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256):
-        return f"has no kernel, or none that was measured, for heads of {head_dim} here"
+        return f"has no kernel that was measured on this GPU for a head dimension of {head_dim}"
     try:
-        _flash()  # last, because the import takes seconds
+        # This check is the last one, because the import takes seconds.
+        _flash()
     except (ImportError, OSError, AttributeError) as error:
         return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
     return None
 
 
 def check(model: PreTrainedModel, length: int) -> None:
-    """Raise InputError for a model that packed attention would train wrongly.
+    """Raise InputError if packed attention does not support the model.
 
-    The message names the part of the model that packed attention does not support.
+    The message names the unsupported part of the model.
 
     Args:
         model: The model, on the meta device or not.
@@ -154,7 +162,7 @@ def check(model: PreTrainedModel, length: int) -> None:
     """
     config: Any = model.config
     name = f"model: {type(model).__name__}"
-    # None if all layers are alike, as in Mistral with one window for all layers.
+    # None if all layers have the same kind of attention, as in Mistral with its one window.
     layer_types = getattr(config, "layer_types", None)
     supported = {"full_attention", "sliding_attention", "mlp", "moe"}
     unsupported = sorted({*(layer_types or ())} - supported)
@@ -165,7 +173,8 @@ def check(model: PreTrainedModel, length: int) -> None:
         "kernels that begin anew at each document": (
             unsupported or (model._is_stateful and layer_types is None)
         ),
-        # It would ignore the registered name, and tokens would see other documents.
+        # Such a model would ignore the name of the registered function, and tokens would attend to
+        # other documents.
         "does not use transformers' attention registry, which keeps documents apart": (
             not model._supports_attention_backend
         ),
@@ -174,15 +183,15 @@ def check(model: PreTrainedModel, length: int) -> None:
         "has latent keys; they need kernels for keys wider than values": (
             getattr(config, "kv_lora_rank", None)
         ),
-        f"caps its scores at {cap}, which needs kernels that do, or "
-        "`model.config.attn_logit_softcapping: null`": cap,
-        "has scores that torch's own attention does not compute": (
+        f"caps its scores at {cap}, which no kernel here computes (to train from scratch without "
+        "the cap, set `model.config.attn_logit_softcapping: null`)": cap,
+        "has attention scores that torch's own attention does not compute": (
             not model._supports_sdpa and not hasattr(config, "attn_logit_softcapping")
         ),
     }
     for reason, is_lacking in lacking.items():
         if is_lacking:
-            raise InputError(f"{name} {reason}; name another")
+            raise InputError(f"{name} {reason}; choose another model")
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if value := getattr(config, key, None):
             raise InputError(
@@ -191,25 +200,26 @@ def check(model: PreTrainedModel, length: int) -> None:
             )
     window = getattr(config, "sliding_window", None)
     has_window = layer_types is None or "sliding_attention" in layer_types
-    # Models that do not support FlashAttention express the window in their masks only.
+    # Models that do not support FlashAttention pass the window only to their masks.
     if window is not None and window < length and has_window and not model._supports_flash_attn:
         raise InputError(
-            f"{name} does not tell its attention of its sliding window; "
+            f"{name} does not pass its sliding window to its attention function; "
             f"set `data.length` to {window} or less"
         )
     longest = longest_rotated(config.get_text_config())
     if longest is not None and length > longest:
         raise InputError(
-            f"{name}: longrope or dynamic rotation changes all documents beyond {longest}; "
-            f"set `data.length` to {longest}"
+            f"{name}: with longrope or dynamic rotation, a document of more than {longest} tokens "
+            f"would change the rotation of all documents in its batch; set `data.length` to "
+            f"{longest} or less"
         )
 
 
 def admit_packed_sdpa(config: PretrainedConfig) -> None:
-    """Let transformers build the model of `config` with `packed_sdpa`.
+    """Allow transformers to build the model of `config` with `packed_sdpa`.
 
-    It refuses names with "sdpa" for classes whose scores can be capped. `check` refuses models
-    whose scores are capped.
+    transformers rejects names that contain "sdpa" for model classes whose attention scores can be
+    capped. Here these classes are allowed, and `check` rejects models whose scores are capped.
     """
     for classes in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         model_class: Any = classes[type(config)]
@@ -217,9 +227,10 @@ def admit_packed_sdpa(config: PretrainedConfig) -> None:
 
 
 def longest_rotated(config: PretrainedConfig) -> int | None:
-    """Return the length above which one document changes the rotation of all in its batch.
+    """Return the maximum document length that does not change the rotation frequencies.
 
-    Return None if the frequencies of the rotation are fixed.
+    With longrope or dynamic rotation, one longer document changes the rotation of all documents of
+    a batch. Return None if the frequencies are fixed.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") not in ("longrope", "dynamic"):
@@ -231,23 +242,26 @@ def longest_rotated(config: PretrainedConfig) -> int | None:
 
 
 class Packed(NamedTuple):
-    """The documents of a batch, and the parameters of attention."""
+    """The documents of a batch, and the parameters of the attention of a layer."""
 
     cu_seqlens: Tensor
     max_seqlen: int
     mask: Tensor | None  # result of `document_mask`, for packed_sdpa only
     scale: float  # factor of q k^T
-    window: int | None  # keys that a query sees, including its own; None for all before it
+    # Number of keys to which a query attends, including the key of the same token. None if a query
+    # attends to all earlier keys of its document.
+    window: int | None
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Packed], Tensor]
 
 
 def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
-    """Return the keys that each query may see, [packs, 1, max_seqlen, max_seqlen] bool.
+    """Return the attention mask [packs, 1, max_seqlen, max_seqlen] bool.
 
-    They are those of its document, up to its own. `tokens` is a multiple of `max_seqlen`. The host
-    does not wait for the device.
+    An entry is True if the query attends to the key: both are in the same document, and the key is
+    not after the query. `tokens` is a multiple of `max_seqlen`. The host does not wait for the
+    device.
     """
     position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.bucketize(position, cu_seqlens[1:], right=True).view(-1, 1, max_seqlen)
@@ -255,11 +269,12 @@ def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
 
 
 def _registered(kernel: Kernel) -> Kernel:
-    """Register `kernel` with transformers, by its name.
+    """Register `kernel` with transformers under the name of the function, and return it.
 
-    The kernel maps q, k and v [T, heads, D] to the output. A layer of transformers passes them as
-    [1, heads, T, D]. All get the dtype of v, because a rotation with FP32 factors may leave queries
-    and keys in FP32.
+    The kernel maps q, k and v [T, heads, D] to the output [T, heads, D]. The registered function
+    gets q, k and v as [1, heads, T, D] from a layer of transformers and changes their layout. It
+    casts queries and keys to the dtype of v, because they may be FP32 after a rotation with FP32
+    factors.
     """
 
     def attention(
@@ -278,8 +293,8 @@ def _registered(kernel: Kernel) -> Kernel:
     ) -> tuple[Tensor, None]:
         if cu_seqlens is None or max_seqlen is None:
             raise InputError(
-                f"model: {type(module).__name__} does not tell its attention where documents end; "
-                "name another"
+                f"model: {type(module).__name__} does not pass document boundaries to its "
+                "attention; choose another model"
             )
         q, k, v = (t.squeeze(0).transpose(0, 1).to(value.dtype) for t in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -296,8 +311,9 @@ def _registered(kernel: Kernel) -> Kernel:
 def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Compute attention by torch's kernels, on any device and in any dtype.
 
-    Packs become the batch, so mask and work grow with T x max_seqlen instead of T squared. KV heads
-    are repeated: with a mask, `enable_gqa` gains 5 % on a CPU, and on CUDA it prevents fused
+    Each pack is a row of the batch, so mask and work grow with T x max_seqlen instead of T squared.
+    KV heads are repeated for the query heads of their group. The flag `enable_gqa` would avoid the
+    copies, but with a mask it saves only 5 % of the time on a CPU, and on CUDA it prevents fused
     kernels.
     """
 
@@ -316,12 +332,14 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
 
 
 @_registered
-@torch.compiler.disable  # a graph would be compiled for the lengths of one microbatch
+# Not compiled, because a graph would be valid only for the document lengths of one microbatch.
+@torch.compiler.disable
 def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Compute attention by torch's CPU kernel, one document at a time.
 
-    The work grows with the squares of the lengths of documents. With a mask, the kernel would
-    compute full packs. It has no sliding window, so a window needs the mask.
+    The work grows with the squares of the document lengths. With a mask, the kernel would compute
+    complete packs instead. The kernel has no sliding window, so a layer with a window is computed
+    by `packed_sdpa` with a mask.
     """
     if packed.window is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
@@ -347,7 +365,8 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
 
     The kernel skips the products between documents.
     """
-    # Number of keys before and after a query's own. None after it: attention is causal.
+    # Number of keys before and after the token of the query, -1 for all keys. The number after it
+    # is 0, because attention is causal.
     window = (-1 if packed.window is None else packed.window - 1, 0)
     documents = (packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen)
     options: dict[str, Any] = {"scale": packed.scale, "window_size": window}
@@ -358,7 +377,10 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
 
 @_registered
 def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Compute attention by FlashAttention-4, or with a window by torch's kernel; BF16 or FP16."""
+    """Compute attention by FlashAttention-4, in BF16 or FP16.
+
+    A layer with a sliding window is computed by `packed_varlen`.
+    """
     if packed.window is not None:
         return packed_varlen(query, key, value, packed)
     return flash_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)[0]
@@ -366,17 +388,22 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 
 # ── FlashAttention-4 (package `flash-attn-4`) ──
 #
-# It compiles a kernel for each shape of heads, in about ten seconds, for any number of tokens and
-# documents. The kernels are cached in `$XDG_CACHE_HOME/pretrain/flash_attn_4`, unless
-# FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another folder. In its backward, blocks of keys add to dQ
-# in the order in which they finish. So the last bits of dQ may differ from run to run. Everything
-# else is reproducible bit for bit. `deterministic: true` fixes the order, which takes 10 % longer.
+# For each shape of heads, it compiles a kernel in about ten seconds, which works for any number of
+# tokens and documents. The kernels are cached in `$XDG_CACHE_HOME/pretrain/flash_attn_4`, or in the
+# folder of FLASH_ATTENTION_CUTE_DSL_CACHE_DIR if this variable is set.
+#
+# In backward, blocks of keys add to dQ in the order in which they finish, so the last bits of dQ
+# may differ from run to run. All other results are reproducible bit for bit. `deterministic: true`
+# fixes the order, and the kernel then takes 10 % longer.
 
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and the logarithms of the softmax's sums, FP32 [H, T], for backward."""
+    """Return the output [T, H, D], and the logarithms of the softmax sums, FP32 [H, T].
+
+    `ends` are cu_seqlens and `longest` is the pack length. Backward needs the logarithms.
+    """
     output, log_sums, *_ = _flash()._flash_attn_fwd(
         q, k, v, softmax_scale=scale, causal=True, return_lse=True, **_documents(ends, longest)
     )
@@ -394,14 +421,28 @@ def flash_backward_in_parts(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, contiguous.
+    """Return dq [T, H, D], dk and dv. All are contiguous.
 
-    dk and dv may be [T, KV, H / KV, D], with one part for each query head. The caller sums them.
+    dk and dv are either [T, KV, D], or [T, KV, H / KV, D] with one part for each query head of a
+    group. The caller must sum the parts.
 
-    The kernel adds the query heads of a group to FP32 sums in memory. Here it gets one head of each
-    group at a time. These share nothing, so each gradient is written once: 911 us instead of 1,299
-    on an H200, with groups of two and documents of 180 tokens. In groups of four with documents of
-    4,096 the kernel's sums are faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
+    A group consists of the query heads that share a KV head. If the kernel gets complete groups, it
+    adds the gradients of the query heads to FP32 sums in memory. To avoid these sums, the kernel is
+    called once for each query head of a group. The heads of one call share no KV head, so each
+    gradient is written once. On an H200, with groups of two and documents of 180 tokens, this takes
+    911 us instead of 1,299 us. In groups of four with documents of 4,096 tokens, the sums of the
+    kernel are faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
+
+    Args:
+        d_output: Gradient of the output [T, H, D].
+        q: The argument of `flash_forward`.
+        k: The argument of `flash_forward`.
+        v: The argument of `flash_forward`.
+        output: First result of `flash_forward`.
+        log_sums: Second result of `flash_forward`.
+        ends: The argument of `flash_forward`.
+        longest: The argument of `flash_forward`.
+        scale: The argument of `flash_forward`.
     """
     options = _documents(ends, longest)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -416,10 +457,21 @@ def flash_backward_in_parts(
     dk, dv = (t.new_empty(len(t), heads, group, t.shape[2]) for t in (k, v))
     grouped = [t.unflatten(1, (heads, group)) for t in (q, output, d_output, dq)]
     for member in range(group):
-        of_q, of_output, of_d_output, of_dq = (t[:, :, member] for t in grouped)
-        of_sums = log_sums.unflatten(0, (heads, group))[:, member]
-        into = {"dq": of_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
-        backward(of_q, k, v, of_output, of_d_output, of_sums, scale, True, **into, **options)
+        member_q, member_output, member_d_output, member_dq = (t[:, :, member] for t in grouped)
+        member_sums = log_sums.unflatten(0, (heads, group))[:, member]
+        results = {"dq": member_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
+        backward(
+            member_q,
+            k,
+            v,
+            member_output,
+            member_d_output,
+            member_sums,
+            scale,
+            True,
+            **results,
+            **options,
+        )
     return dq, dk, dv
 
 
@@ -434,7 +486,10 @@ def flash_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `flash_backward_in_parts` with its parts summed in FP32 and rounded once."""
+    """Return dq [T, H, D], and dk and dv [T, KV, D].
+
+    Parts that `flash_backward_in_parts` returns are summed in FP32 and rounded once.
+    """
     dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, ends, longest, scale)
     dk, dv = (part.sum(2) if part.dim() == 4 else part for part in parts)
     return dq, dk, dv
@@ -442,9 +497,9 @@ def flash_backward(
 
 @cache
 def _flash() -> ModuleType:
-    """Import FlashAttention-4."""
-    # Load Transformer Engine first. After FlashAttention-4's libraries it would load parts of
-    # another cuDNN and fail.
+    """Import FlashAttention-4 and return its module with the kernels."""
+    # Load Transformer Engine before FlashAttention-4. If it were loaded afterwards, it would load
+    # parts of another cuDNN and fail.
     transformer_engine.missing()
     from flash_attn.cute import interface
 
@@ -452,7 +507,7 @@ def _flash() -> ModuleType:
 
 
 def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
-    """Return the documents as keyword arguments of FlashAttention-4."""
+    """Return the keyword arguments by which FlashAttention-4 gets the documents."""
     return {
         "cu_seqlens_q": ends,
         "cu_seqlens_k": ends,
@@ -461,8 +516,10 @@ def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
     }
 
 
-# ── FlashAttention-4 as an operator: torch.compile does not look into it, for any number of
-# documents ──
+# ── FlashAttention-4 as an operator of torch ──
+#
+# torch.compile does not trace the code of an operator. So one graph works for any number of
+# documents.
 
 
 flash_attention = torch.library.custom_op(

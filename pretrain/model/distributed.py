@@ -1,4 +1,4 @@
-"""Set up Accelerate and its topology, place the model on devices, and let processes agree."""
+"""Set up Accelerate and its topology, place the model on devices, and exchange small values."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
 
 T = TypeVar("T")
-# Timeout of a collective. Ranks wait for one that saves, exports or hangs.
+# Timeout of a collective: the maximum time for which ranks wait for a rank that saves or exports.
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
 _explaining_accelerate = partial(
-    refusing, _REFUSED, "accelerate configuration: accelerate does not take it"
+    refusing, _REFUSED, "accelerate configuration: accelerate does not accept it"
 )
 
 
@@ -37,12 +37,15 @@ _explaining_accelerate = partial(
 
 
 def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
-    """Return the Accelerator of a launch, and notices about corrected settings of the launch."""
+    """Return the Accelerator for the launched processes, and notices about corrected settings.
+
+    The notices are about settings of accelerate's configuration that this project replaces.
+    """
     if recipe.deterministic:
         compute_in_a_fixed_order()
     launch = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     with _explaining_accelerate():
-        # Mixed precision is off, because this project converts the linears itself, later.
+        # Mixed precision is off, because this project converts the linear layers itself.
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
     complete_topology(accelerator, launch.replicas, gathers_as_fits=launch.gathers_as_fits)
     return accelerator, launch.notices
@@ -51,53 +54,53 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
 def compute_in_a_fixed_order() -> None:
     """Make results on a GPU reproducible bit for bit, for `deterministic: true`.
 
-    Call it before anything is on a GPU, because cuBLAS reads the environment then. Gradients of
-    embedding tables, searched products and compiled reductions ask torch for this mode.
-    docs/training.md lists everything that reproducible runs need.
+    Call this function before the GPU is used, because cuBLAS reads the environment variable when it
+    starts. Gradients of embedding tables, searched products and compiled reductions check whether
+    torch is in deterministic mode. docs/training.md lists everything that reproducible runs need.
     """
-    # The size that torch uses on Hopper.
+    # torch uses this workspace size on Hopper.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Filling would cost a pass over all new memory, and all of it is written anyway.
-    # The attribute is a property of the module's class, which mypy does not see.
+    # Do not fill new tensors, because this would write all new memory once, and the program writes
+    # it anyway. mypy does not know that the attribute is a property of the module's class.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def complete_topology(
     accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False
 ) -> None:
-    """Set up what accelerate does not: FSDP2 on CPUs, HSDP, and gathering as memory allows.
+    """Set up parts of the topology that accelerate does not: FSDP2 on CPUs and HSDP.
 
     Args:
-        accelerator: The run's Accelerator; changed in place.
+        accelerator: The run's Accelerator, changed in place.
         replicas: Number of copies of the parameters under FSDP2. Each copy is sharded over the
             processes of one replica (HSDP).
-        gathers_as_fits: Let the plan decide whether shards are gathered once a step or for each
-            use.
+        gathers_as_fits: True if the plan chooses whether shards are gathered once a step or for
+            each use, depending on the memory.
 
     Raises:
-        InputError: Several processes were launched but do not form a group. accelerate would train
-            an independent model on each.
+        InputError: Several processes were launched but do not form a process group. accelerate
+            would train an independent model in each process.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     count = accelerator.num_processes
     if launched != count:
         raise InputError(
             f"accelerate configuration: {launched} processes were launched but each runs alone "
-            f"(accelerate sees {count}). On CPUs use `distributed_type: MULTI_GPU` and set "
-            "ACCELERATE_USE_CPU=true"
+            f"(accelerate uses {count}); for CPUs, set `distributed_type: MULTI_GPU` in the "
+            "configuration and ACCELERATE_USE_CPU=true in the environment"
         )
     state = accelerator.state
     wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
-        # accelerate chooses DDP for processes on CPUs.
+        # accelerate has chosen DDP, as it always does for processes on CPUs.
         with _explaining_accelerate():
             state.fsdp_plugin = FullyShardedDataParallelPlugin()
             state.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if replicas > 1:
-        # Set after FSDP2, because accelerate rejects replicas without it. The processes of a
-        # replica have consecutive ranks.
+        # Set the replicas only after FSDP2, because accelerate rejects replicas without FSDP2. The
+        # processes of a replica have consecutive ranks.
         state.parallelism_config = ParallelismConfig(
             dp_replicate_size=replicas, dp_shard_size=count // replicas
         )
@@ -109,7 +112,7 @@ def complete_topology(
 def end_processes(accelerator: Accelerator) -> None:
     """Free the model, then end the process group. Collective.
 
-    Under FSDP2, ending the process group first was seen to abort the process.
+    Under FSDP2, the process was aborted when the process group ended before the model was freed.
     """
     accelerator.free_memory()
     accelerator.wait_for_everyone()
@@ -117,9 +120,9 @@ def end_processes(accelerator: Accelerator) -> None:
 
 
 def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
-    """Return whether FSDP2 is configured to gather once a step; False without FSDP2.
+    """Return True if FSDP2 is configured to gather parameters once a step, and False otherwise.
 
-    Return None if the plan decides it from the memory.
+    Return None if the plan chooses this setting depending on the memory.
     """
     if not accelerator.is_fsdp2:
         return False
@@ -128,14 +131,14 @@ def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
 
 
 def replicas_of(accelerator: Accelerator) -> int:
-    """Return the number of copies of the sharded parameters, or 1 without sharding."""
+    """Return the number of copies of the sharded parameters. It is 1 without sharding."""
     return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
 def device_of(accelerator: Accelerator) -> tuple[str, int]:
-    """Return the name of this process's device and its memory in bytes.
+    """Return the name of this process's device, and the memory for this process in bytes.
 
-    Processes on CPUs share the memory of the machine evenly.
+    For processes on CPUs, the memory of the machine is divided by the number of processes.
     """
     if accelerator.device.type == "cuda":
         properties = torch.cuda.get_device_properties(accelerator.device)
@@ -144,7 +147,7 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
 
 
 def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the topology for the run's environment file."""
+    """Return the topology of the run as a dict for environment.json."""
     topology = {
         "distributed_type": accelerator.distributed_type.value,
         "processes": accelerator.num_processes,
@@ -166,26 +169,28 @@ def sharded_as_planned(
     *,
     once_a_step: bool,
 ) -> Iterator[None]:
-    """Configure FSDP2 for `accelerator.prepare(model, optimizer)` in the block.
+    """Context manager that configures FSDP2 for `accelerator.prepare(model, optimizer)`.
 
-    Afterwards the model is sharded and `optimizer` has the shards. Parameters are gathered in
-    `compute_dtype`, and gradients are summed over ranks in FP32.
+    Call `prepare` inside of the context. When the context ends, the model is sharded, and the
+    parameters of `optimizer` are the shards. Parameters are gathered in `compute_dtype`, and
+    gradients are summed over ranks in FP32.
 
-    A run without FSDP2 does not call `prepare`: its model is built on its device. `prepare` would
-    wrap it in DistributedDataParallel, which sums gradients in the parameters' dtype. `RankSums` of
-    pretrain.model.gradients sums them in FP32.
+    A run without FSDP2 builds the model on its device and does not call `prepare`. `prepare` would
+    wrap the model in DistributedDataParallel, which sums gradients in the dtype of the parameters.
+    `RankSums` of pretrain.model.gradients sums them in FP32 instead.
 
     Args:
         accelerator: The run's Accelerator.
         model: The model, on the meta device or not.
         optimizer: The optimizer of its parameters.
         compute_dtype: Dtype of gathered parameters.
-        once_a_step: Gather once a step (ZeRO-2) instead of for each use (ZeRO-3).
+        once_a_step: True to gather once a step (ZeRO-2), False to gather for each use (ZeRO-3).
     """
     plugin = accelerator.state.fsdp_plugin
     plugin.reshard_after_forward = not once_a_step
-    # Make one group of each decoder layer. accelerate asks the model for the classes of its layers,
-    # but PackedLanguageModel names none, and then all layers would be gathered at once.
+    # Make one shard group of each decoder layer. By default, accelerate reads the layer classes
+    # from the model. PackedLanguageModel does not define them, so accelerate would gather all
+    # layers at the same time.
     layers = {
         type(module).__name__
         for module in model.modules()
@@ -200,21 +205,22 @@ def sharded_as_planned(
     group_names = [
         [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
     ]
-    # FSDP2 frees the full parameters as it shards them. It could not if `names` kept them.
+    # FSDP2 frees the full parameters while it shards them. With a reference in `names`, their
+    # memory could not be freed.
     del names
     yield
     offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offloads else accelerator.device
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    # accelerate matches the optimizer's parameters with the shards by address, and parameters on
-    # the meta device have no address.
+    # Replace the optimizer's parameters by the shards. accelerate finds the shard of a parameter by
+    # its address, but parameters on the meta device have no address.
     shards = dict(model.named_parameters())
     for group, parameter_names in zip(optimizer.param_groups, group_names, strict=True):
         group["params"] = [shards[name] for name in parameter_names]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Use a plain sum instead of a sum of values that are multiplied by a factor.
+            # Use a plain sum. By default, FSDP2 may sum values that it has multiplied by a factor.
             module.set_force_sum_reduction_for_comms(True)
 
 
@@ -222,7 +228,10 @@ def sharded_as_planned(
 
 
 def from_all_ranks(item: T) -> list[T]:
-    """Return the items of all ranks, in the order of ranks. For small objects. Collective."""
+    """Return a list of the `item` of each rank, in the order of ranks.
+
+    The items should be small objects, because they are pickled. Collective.
+    """
     if not torch.distributed.is_initialized():
         return [item]
     items: list[Any] = [None] * torch.distributed.get_world_size()
@@ -231,7 +240,10 @@ def from_all_ranks(item: T) -> list[T]:
 
 
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
-    """Return the largest value over ranks, so that all ranks leave a loop together. Collective."""
+    """Return the largest `value` of all ranks. With it, all ranks leave a loop together.
+
+    Collective.
+    """
     if accelerator.num_processes == 1:
         return value
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
@@ -240,8 +252,9 @@ def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
 def refused_together(make: Callable[[], T]) -> T:
     """Call `make` on all ranks and return its result. Collective.
 
-    If it raises InputError on any rank, all ranks raise the message of the first such rank.
-    Otherwise the other ranks would wait for it in their next collective.
+    If `make` raises InputError on any rank, all ranks raise InputError with the message of the
+    first of these ranks. If only one rank raised it, the other ranks would wait for this rank in
+    their next collective.
     """
     result = None
     refusal = None
@@ -259,7 +272,8 @@ def refused_together(make: Callable[[], T]) -> T:
 def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
     """Overwrite contiguous `tensors` with the tensors of the first rank. Collective.
 
-    Files and libraries of other machines may differ.
+    Use it for values that may differ between ranks, for example because the files and libraries of
+    their machines differ.
     """
     if accelerator.num_processes > 1:
         for tensor in tensors:

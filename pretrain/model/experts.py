@@ -1,9 +1,10 @@
-"""Replaces transformers' mixture-of-experts by two grouped products in the current precision.
+"""Replace the experts of transformers by two grouped products in the current precision.
 
-The module holds the Parameters of the module that it replaces, under the same names. It sorts the
-tokens by expert (`arrange`), multiplies all of them in two grouped products with the activation in
-between, and adds up each token's choices by their weights. Routers stay transformers': the experts
-that a token chooses, and their weights, are inputs here.
+`GroupedExperts` has the Parameters of the module that it replaces, under the same names. It sorts
+the tokens by expert (`arrange`) and multiplies all of them in two grouped products, with the
+activation between these products. The output of a token is the weighted sum of the outputs of its
+experts. The routers of transformers are not replaced. They choose the experts of each token and the
+weights of these experts, which are arguments of `GroupedExperts.forward`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
 
 @contextmanager
 def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
-    """Record the experts of each token: int64 [tokens, choices] for each forward.
+    """Context manager that records the experts that each token chooses.
 
-    Yields one list for each module of experts, in order. It is filled while the context is entered.
+    It yields one list for each module of experts, in order. While the context is entered, each
+    forward of the module appends the experts of its tokens, int64 [tokens, choices], to the list.
     """
     modules = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     recorded: list[list[Tensor]] = [[] for _ in modules]
@@ -45,19 +47,27 @@ def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 
 
 class GroupedExperts(nn.Module):
-    """Replaces the experts of one layer, called `name`."""
+    """The experts of one layer, computed by two grouped products.
+
+    Args:
+        experts: The module of transformers to replace.
+        name: Name of this module in the model.
+        context: Precision shared by all low-precision modules.
+    """
 
     def __init__(self, experts: Any, name: str, context: PrecisionContext) -> None:
         super().__init__()
         self.gate_up_proj = experts.gate_up_proj
         self.down_proj = experts.down_proj
-        # Transformers' activation of gate and up: [rows, 2 width] -> [rows, width].
+        # Method of transformers that maps gate and up [rows, 2 width] to activated values
+        # [rows, width].
         self._apply_gate = experts._apply_gate
         is_default = experts._apply_gate.__func__.__module__ == "transformers.integrations.moe"
         self._is_swiglu = is_default and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
-        # int64 [experts]: tokens of each expert in training since `load` was last taken.
+        # int64 [experts]: number of tokens of each expert in training since the last reset by
+        # `Routing.take_sums`.
         self.load: Tensor | None = None
-        # The choices of each forward, if they are recorded.
+        # List to which each forward appends the chosen experts, or None if they are not recorded.
         self.seen: list[Tensor] | None = None
         self.stacks = {key: LinearState(f"{name}.{key}", context) for key in STACKS}
 
@@ -65,15 +75,18 @@ class GroupedExperts(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the experts' output [tokens, hidden].
 
-        `hidden` is [tokens, hidden], `chosen` int64 [tokens, choices] with the weight of each
-        choice in `weights`.
+        Args:
+            hidden: Hidden states [tokens, hidden].
+            chosen: Numbers of the experts of each token, int64 [tokens, choices].
+            weights: Weight of each chosen expert [tokens, choices].
         """
         gate_up, down = self.stacks.values()
         multiples = [gemm.row_multiple for gemm in (gate_up.low, down.low) if gemm]
         groups = arrange(chosen, len(self.down_proj), max(multiples, default=ROW_MULTIPLE))
         if self.seen is not None:
             self.seen.append(chosen)
-        # If the layer is recomputed, the tokens of all experts count twice.
+        # If the layer is recomputed in backward, the tokens of all experts are counted twice. The
+        # shares of the experts stay the same.
         if self.training and torch.is_grad_enabled():
             self.load = groups.load if self.load is None else self.load + groups.load
         rows = Dispatched.apply(hidden, groups)
@@ -85,11 +98,15 @@ class GroupedExperts(nn.Module):
 
 # ── Tokens to rows, and back ────────────────────────────────────────────────────────────────────
 #
-# Forward and backward gather: each value is written once, so each sum has one order.
+# Forward and backward gather the values that they sum, and write each result once. Therefore the
+# order of each sum is fixed.
 
 
 class Dispatched(torch.autograd.Function):
-    """Tokens [tokens, features] -> rows by expert [rows, features], zero where a row is empty."""
+    """Copy tokens [tokens, features] to rows sorted by expert [rows, features].
+
+    Rows without a token are zero.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
@@ -102,16 +119,18 @@ class Dispatched(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         place, tokens = ctx.call
         if in_bf16_on_a_gpu(dy):
-            from pretrain.model import experts_kernel  # imports Triton, which takes a while
+            # Imported here because it imports Triton, which is slow.
+            from pretrain.model import experts_kernel
 
             return experts_kernel.combine(dy.contiguous(), place, None, tokens), None
         return dy.index_select(0, place).view(tokens, -1, dy.shape[1]).sum(1), None
 
 
 class Combined(torch.autograd.Function):
-    """Rows by expert -> the weighted sum of each token's rows [tokens, features], in FP32.
+    """Compute the weighted sum of each token's rows [tokens, features] from rows sorted by expert.
 
-    `weights` is [tokens, choices].
+    The sum is computed in FP32 and rounded to the dtype of the rows. `weights` is
+    [tokens, choices].
     """
 
     @staticmethod
@@ -145,12 +164,15 @@ class Combined(torch.autograd.Function):
 
 
 def in_bf16_on_a_gpu(x: Tensor) -> bool:
-    """Return whether Triton kernels can compute on x."""
+    """Return True if x is BF16 and on a GPU, as the Triton kernels require."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Gate and up [rows, 2 width] -> silu(gate) * up, in BF16 on a GPU, in one kernel each way."""
+    """Compute silu(gate) * up [rows, width] from gate and up [rows, 2 width], BF16 on a GPU.
+
+    Forward and backward are one kernel each.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:

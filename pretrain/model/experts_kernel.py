@@ -1,7 +1,8 @@
-"""Triton kernels that combine the outputs of a token's experts, in BF16, with the gradients.
+"""Triton kernels that sum the outputs of each token's experts in BF16, and compute the gradients.
 
-A token's result is the weighted sum of its choices' rows, computed in FP32 and rounded once. A
-program computes one token, so sums have a fixed order and no intermediate copy is written.
+The result of a token is the weighted sum of the rows that its chosen experts have computed. The sum
+is computed in FP32 and rounded once. Each Triton program computes one token, so the order of sums
+is fixed and no intermediate copy is written.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 def _combine(
     rows,  # BF16 [rows, width]
     place,  # int64 [tokens x choices]: the row of each choice
-    weights,  # [tokens, choices], or None
+    weights,  # [tokens, choices], or None for a plain sum
     y,  # BF16 [tokens, width], written
     choices: tl.constexpr,
     width: tl.constexpr,
     step: tl.constexpr,
 ):
-    """Write the weighted sum of one token. `step` is the smallest power of two >= `width`."""
+    """Write the weighted sum of one token. `step` is `width` rounded up to a power of two."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, step)
     total = tl.zeros([step], tl.float32)
@@ -47,7 +48,10 @@ def _combine_backward(
     width: tl.constexpr,
     step: tl.constexpr,
 ):
-    """Write the gradients of one token's rows and weights."""
+    """Write the gradients of the rows and weights of one token.
+
+    `step` is `width` rounded up to a power of two.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, step)
     gradient = tl.load(dy + token * width + column, mask=column < width, other=0.0).to(tl.float32)
@@ -80,9 +84,10 @@ def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) ->
 def combine_backward(
     dy: Tensor, rows: Tensor, place: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `rows`, BF16, and of `weights`, FP32.
+    """Return the gradient of `rows` in BF16, and the gradient of `weights` in FP32.
 
-    The gradient of `rows` is uninitialized in rows that no choice uses.
+    `dy` is the gradient of the result of `combine`, BF16 [tokens, width]. The other arguments are
+    those of `combine`. In rows that belong to no token, the gradient of `rows` is uninitialized.
     """
     tokens, width = dy.shape
     d_rows = torch.empty_like(rows)

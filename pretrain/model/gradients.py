@@ -1,18 +1,21 @@
-"""Main gradients: sums of gradients beside the parameters, over microbatches and then over ranks.
+"""Main gradients: the attribute `main_grad` of parameters, in which a step sums their gradients.
 
-Autograd accumulates in `parameter.grad`, in the parameter's dtype. In BF16 the sum is rounded with
-every microbatch after the first. Main gradients accumulate in `parameter.main_grad`, in FP32 or
-BF16. A hook adds the gradient that autograd writes to `.grad`, and frees it at once. A matrix
-product may add to `main_grad` itself; it then returns no gradient for that weight.
+Autograd accumulates in `parameter.grad`, in the dtype of the parameter. In BF16, this sum is
+rounded for every microbatch after the first. Main gradients are FP32 or BF16, whatever the dtype of
+the parameter. They are summed over microbatches and then over ranks. A hook adds the gradient that
+autograd writes to `.grad` to the main gradient, and frees `.grad` at once. A matrix product may
+also add to the main gradient itself. It then returns no gradient for this weight.
 
-All main gradients of a model are in one allocation. A run that does not fit into memory fails at
-its start, and clearing the gradients is one write. A cleared gradient holds -0.0, which changes no
-bits when something is added. A sum of only -0.0 has had nothing added, because products start from
-+0.0. The main gradients are stored about in the order of backward. Finished
+All main gradients of a model are in one allocation. Therefore a run that does not fit into memory
+fails at its start, and one write clears all gradients. A cleared gradient contains -0.0, because a
+sum with -0.0 has the same bits as the other summand. If a gradient contains only -0.0, nothing has
+been added to it, because the sums of matrix products start from +0.0.
+
+The main gradients are stored approximately in the order in which backward computes them. Finished
 gradients are therefore contiguous, and ranks exchange them while backward is still running
 (`RankSums`).
 
-Under FSDP2 the gathered parameters have main gradients, which `pretrain.model.sharding` passes to
+Under FSDP2, the gathered parameters have main gradients, which `pretrain.model.sharding` passes to
 FSDP2. The reduced gradients are in `.grad` of the shards.
 """
 
@@ -32,22 +35,26 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-# Main gradients start at multiples of this number of values. These are at least 256 bytes, which
-# allows the widest memory access of any kernel.
+# Main gradients start at multiples of this number of values. This is an alignment of at least 256
+# bytes, which allows the widest memory access of any kernel.
 _ALIGNMENT = 128
 _EMPTY = -0.0
-# Maximum number of values in a bucket, unless a single parameter has more: 64 MiB in FP32. The
-# all-reduce of a smaller bucket would be dominated by its latency. A larger one would overlap less
-# with backward.
+# Maximum number of values in a bucket, 64 MiB in FP32. Only a bucket with a single parameter may
+# have more. Latency would dominate the all-reduce of smaller buckets, and the all-reduce of larger
+# buckets would overlap less with backward.
 BUCKET = 2**24
 # An nn.Parameter with the attribute `main_grad`.
 Summed = Any
-# BF16 sums are exchanged as FP32 copies. At most this number of buckets has a copy at a time.
+# BF16 sums are exchanged as FP32 copies. This is the maximum number of buckets that have a copy at
+# the same time.
 COPIES = 2
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a DTensor, or a plain tensor itself. Neither is copied."""
+    """Return this process's part of a DTensor, or `tensor` itself if it is a plain tensor.
+
+    The result is detached and not a copy.
+    """
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -68,9 +75,10 @@ def attach_main_gradients(
     Args:
         model: Tied parameters get one main gradient.
         dtype: FP32 or BF16.
-        stacks: Lists of trained parameters that are the rows of one matrix, in order, such as
-            queries, keys and values. Their main gradients are the rows of one contiguous matrix
-            too, so that one product can add to all of them. A parameter is in one stack at most.
+        stacks: Lists of trained parameters. The parameters of a list are the rows of one matrix, in
+            order, such as the weights of queries, keys and values. Their main gradients become the
+            rows of one contiguous matrix, so that one product can add to all of them. A parameter
+            may be in at most one list.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attach_sums(trained, dtype, stacks)
@@ -86,11 +94,18 @@ def attach_sums(
     stacks: Sequence[Sequence[Summed]],
     memory: Tensor | None = None,
 ) -> Tensor:
-    """Give the parameters `trained` a cleared `main_grad`; see `attach_main_gradients`.
+    """Give the parameters `trained` a cleared `main_grad`, and return the memory of main gradients.
 
-    `memory` is a 1-D tensor of `dtype` with at least `values_of_sums(trained)` values, to store the
-    main gradients in. Sets of parameters that never accumulate at the same time may share it. By
-    default it is allocated. Returns the part of the memory that is used.
+    Args:
+        trained: The parameters, without repetition.
+        dtype: FP32 or BF16.
+        stacks: As in `attach_main_gradients`.
+        memory: 1-D tensor of `dtype` with at least `values_of_sums(trained)` values, in which the
+            main gradients are stored. Sets of parameters that never accumulate gradients at the
+            same time may share this tensor. By default a new tensor is allocated.
+
+    Returns:
+        The part of the memory that the main gradients use.
     """
     stacked = {id(parameter) for stack in stacks for parameter in stack}
     single = [[parameter] for parameter in trained if id(parameter) not in stacked]
@@ -113,12 +128,15 @@ def attach_sums(
 
 
 def values_of_sums(parameters: Iterable[Tensor]) -> int:
-    """Return the maximum number of values in the main gradients, whatever the stacks."""
+    """Return the maximum number of values that the main gradients need, for any stacks.
+
+    The number includes padding for alignment.
+    """
     return sum(_aligned(parameter.numel()) for parameter in parameters)
 
 
 def _aligned(values: int) -> int:
-    """Round up to a multiple of `_ALIGNMENT`."""
+    """Return the number `values`, rounded up to a multiple of `_ALIGNMENT`."""
     return -(-values // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -128,9 +146,9 @@ def empty_sums(memory: Tensor) -> None:
 
 
 def clear_main_gradients(parameters: Iterable[Summed]) -> None:
-    """Empty all main gradients in place.
+    """Clear the main gradients of `parameters` in place, and set `.grad` to None.
 
-    Also drop `.grad` of these parameters, which a failed backward may have left.
+    A failed backward may have left a `.grad`.
     """
     attached = [
         parameter for parameter in parameters if getattr(parameter, "main_grad", None) is not None
@@ -143,14 +161,15 @@ def clear_main_gradients(parameters: Iterable[Summed]) -> None:
 
 
 def was_reached(parameter: nn.Parameter) -> bool:
-    """Return whether backward has added to the gradient since it was cleared, even if only zeros.
+    """Return True if backward has added anything to the gradient since it was cleared.
 
-    Waits for the device. Collective if the gradient is sharded.
+    Zeros count as well. Waits for the device. Collective if the gradient is sharded.
     """
     gradient = gradient_of(parameter)
     if gradient is None:
         return False
-    # Under FSDP2 even an empty sum is reduced and has a gradient.
+    # Without FSDP2, `.grad` exists only if backward has reached the parameter. FSDP2 also reduces
+    # sums to which nothing has been added.
     if gradient is parameter.grad and not isinstance(gradient, DTensor):
         return True
     local = local_part(gradient)
@@ -162,12 +181,12 @@ def was_reached(parameter: nn.Parameter) -> bool:
 
 
 def _add_to_main(parameter: Summed) -> None:
-    """Add `.grad` to the main gradient and free it, as soon as autograd has accumulated it.
+    """Hook that adds `.grad` to the main gradient and frees it, after autograd has accumulated it.
 
     A BF16 gradient is added to an FP32 sum without a copy. If an FP32 gradient is added to a BF16
     sum, the sum is rounded once.
     """
-    # The hook also runs if all users of the parameter have returned no gradient.
+    # The hook also runs if no operation has returned a gradient for the parameter.
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
@@ -176,10 +195,11 @@ def _add_to_main(parameter: Summed) -> None:
 def sum_rows_in_fp32(embedding: Any) -> None:
     """Accumulate the gradient of a BF16 nn.Embedding in FP32 over repeated tokens.
 
-    Autograd sums over tokens before the hook sees the gradient, and a common token occurs a
-    thousand times in a microbatch. The gradient of a tied head is converted to FP32 before autograd
-    adds both. Has no effect if the embedding is FP32, not trained, or has another forward, such as
-    that of `casting_output`.
+    A common token occurs a thousand times in a microbatch. Without this function, autograd would
+    sum the gradients of these occurrences in BF16, before the hook adds the sum to the main
+    gradient. If the weight is tied to the head, autograd converts the gradient from the head to
+    FP32 before it adds both gradients. This function has no effect if the embedding is FP32, is not
+    trained, or has a replaced forward, such as that of `casting_output`.
     """
     overridden = type(embedding).forward is not nn.Embedding.forward or "forward" in vars(embedding)
     weight = embedding.weight
@@ -190,7 +210,7 @@ def sum_rows_in_fp32(embedding: Any) -> None:
 
 
 class _Lookup(torch.autograd.Function):
-    """Embedding lookup in a table [vocabulary, hidden] whose gradient is FP32 for any dtype."""
+    """Embedding lookup in a table [vocabulary, hidden] of any dtype, with an FP32 gradient."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
@@ -207,7 +227,8 @@ class _Lookup(torch.autograd.Function):
         main = getattr(ctx.table, "main_grad", None)
         in_order = ctx.padding >= 0 or torch.are_deterministic_algorithms_enabled()
         if main is not None and main.is_cuda and not in_order:
-            # Avoids a gradient of the size of the table that is zero except for a few rows.
+            # Add the rows of the tokens directly. A gradient of the size of the table would be zero
+            # except for these rows.
             main.index_add_(0, ids.flatten(), gradient.flatten(0, -2))
             return None, None, None
         d_table = torch.ops.aten.embedding_dense_backward(
@@ -220,26 +241,26 @@ class _Lookup(torch.autograd.Function):
 
 
 class RankSums:
-    """Sum of the main gradients over ranks that each hold the complete model.
+    """Sums the main gradients over ranks that each have the complete model.
 
-    Gradients are summed in FP32 once a step, overlapped with the backward of the last microbatch.
-    The result is a sum and not a mean, because the loss is already divided by the tokens of all
-    ranks.
+    Gradients are summed in FP32 once a step, while the backward of the last microbatch is running.
+    The result is a sum and not a mean, because the loss is already divided by the number of tokens
+    of all ranks.
 
     The memory of the main gradients is split into buckets. The all-reduce of a bucket starts when
-    backward has finished the last of its parameters. Buckets always start in the order of memory.
-    All ranks therefore issue the same collectives in the same order, even if the microbatches of
-    one rank do not reach a parameter. The buckets are fixed before the first step, so a resumed run
-    sums in the same order as an uninterrupted one.
+    backward has finished all parameters of the bucket and the all-reduce of the previous bucket in
+    memory has started. Therefore all ranks start the same collectives in the same order, even if
+    the microbatches of one rank do not use a parameter. The buckets are fixed before the first
+    step, so a resumed run sums in the same order as an uninterrupted run.
 
-    The sums have their own process group. Delayed scaling exchanges amaxes in the default group
-    during backward, and the order of the two may differ between ranks.
+    The all-reduces have a separate process group. Delayed scaling exchanges amaxes in the default
+    group during backward, and the order of both kinds of exchanges may differ between ranks.
     """
 
     def __init__(self, parameters: Iterable[Summed]) -> None:
         """Create the buckets. Collective.
 
-        All ranks pass the same parameters, with main gradients in one allocation.
+        All ranks must pass the same parameters. Their main gradients must be in one allocation.
         """
         attached = {id(p): p for p in parameters if getattr(p, "main_grad", None) is not None}
         in_order = sorted(attached.values(), key=lambda p: p.main_grad.storage_offset())
@@ -247,13 +268,14 @@ class RankSums:
         self._group = dist.new_group()
         self._buckets: list[Tensor] = []  # slices of `memory`
         self._parameter_counts: list[int] = []  # number of parameters in each bucket
-        # Number of parameters in each bucket that the last backward of the step has not finished.
-        # Empty in any other backward.
+        # Number of parameters in each bucket that the last backward of the step has not finished
+        # yet. The list is empty during any other backward.
         self._unfinished: list[int] = []
         self._started = 0  # number of buckets whose all-reduce has started
-        # Running exchanges: the work, its FP32 values, and the bucket.
+        # All-reduces that are running: handle, FP32 values, and bucket of each.
         self._running: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
-        # Autograd keeps these nodes, with their hooks, only as long as a graph exists.
+        # References to the autograd nodes of the parameters. Without them, the nodes and their
+        # hooks would be freed with each graph.
         self._gradient_nodes: list[Node] = []
         for bucket, members in enumerate(_cut(in_order)):
             start = members[0].main_grad.storage_offset()
@@ -261,29 +283,29 @@ class RankSums:
             self._buckets.append(memory[start : last.storage_offset() + last.numel()])
             self._parameter_counts.append(len(members))
             for parameter in members:
-                # The hook runs after all users of the parameter have finished in a backward, even
-                # if they returned no gradient because they add to the main gradient. By then
-                # `_add_to_main` has added `.grad`.
+                # This hook runs when a backward has finished all operations that use the parameter,
+                # even if they returned no gradient because they add to the main gradient
+                # themselves. Before this hook, `_add_to_main` has added `.grad`.
                 node = get_gradient_edge(parameter).node
                 node.register_hook(partial(self._count, bucket))
                 self._gradient_nodes.append(node)
 
     @contextmanager
     def starting_early(self) -> Iterator[None]:
-        """Start the exchange of finished buckets during the last backward of a step."""
+        """Context manager for the last backward of a step, which starts finished buckets early."""
         self._started = 0
         self._unfinished = list(self._parameter_counts)
-        self._running.clear()  # may have work of an interrupted step
+        self._running.clear()  # removes the all-reduces of an interrupted step
         try:
             yield
         finally:
             self._unfinished = []
 
     def finish(self) -> None:
-        """Exchange the remaining buckets and wait, so that main gradients are sums over ranks.
+        """Start the remaining all-reduces and wait until all main gradients are sums over ranks.
 
-        All ranks get the same bits. Call it once a step, after `starting_early`, or alone on a rank
-        that has no microbatch in this step. Collective.
+        All ranks get the same bits. Call this method once a step, after `starting_early`. A rank
+        that has no microbatch in this step calls only this method. Collective.
         """
         while self._started < len(self._buckets):
             self._start()
@@ -292,7 +314,7 @@ class RankSums:
         self._started = 0
 
     def _count(self, bucket: int, *_: object) -> None:
-        """Count a finished parameter and start all buckets that are complete."""
+        """Hook that counts a finished parameter of `bucket` and starts buckets that are ready."""
         if self._unfinished:
             self._unfinished[bucket] -= 1
             while self._started < len(self._buckets) and self._unfinished[self._started] == 0:
@@ -304,23 +326,22 @@ class RankSums:
         self._started += 1
         if sums.dtype != torch.float32 and len(self._running) == COPIES:
             self._end()
-        values = sums.float()  # copies only BF16 sums
+        values = sums.float()  # a copy of BF16 sums, or the FP32 sums themselves
         work = dist.all_reduce(values, group=self._group, async_op=True)
         self._running.append((work, values, sums))
 
     def _end(self) -> None:
-        """Wait for the oldest exchange and store its result in the bucket."""
+        """Wait for the oldest all-reduce and store its result in the bucket."""
         work, values, sums = self._running.popleft()
-        work.wait()  # on a GPU this blocks the stream and not the host
+        work.wait()  # on a GPU, the stream waits and the host continues
         if values is not sums:
             sums.copy_(values)
 
 
 def _cut(parameters: Iterable[Summed]) -> Iterator[list[Summed]]:
-    """Group consecutive parameters into buckets of at most BUCKET values.
+    """Yield buckets: lists of consecutive parameters with at most BUCKET values together.
 
-    A parameter with more values gets a bucket to itself, so that other parameters need not wait for
-    it.
+    A parameter with more than BUCKET values is the only parameter of its bucket.
     """
     bucket: list[Summed] = []
     for parameter in parameters:

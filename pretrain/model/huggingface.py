@@ -1,7 +1,7 @@
-"""Read the configuration of a Hugging Face model, build it, and write it as a folder.
+"""Read the configuration of a Hugging Face model, build the model, and export it to a folder.
 
-A model comes from a hub, from a folder, or from a configuration alone. The written folder can be
-loaded by transformers.
+A model is loaded from the Hugging Face hub or from a folder, or it is built from a configuration
+alone. transformers can load the exported folder.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from pretrain.precision.grouped import check_experts
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
-# Keys of classifiers.
+# Configuration keys that only classifiers read.
 _OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
-# Files of an export that another export may lack.
+# Files that some exports contain and others do not.
 _OPTIONAL_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
 )
-# Buffers in files of older versions. Models compute them.
+# Names of buffers that older versions of transformers saved. Newer versions compute these buffers.
 _OLD_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias)$")
-# Errors of transformers and torch for unexpected values. Some architectures check their values, and
-# others fail at the first use.
+# Exceptions that transformers and torch raise for unexpected values. Some architectures check the
+# values of their configuration, and others fail when they first use a value.
 _refusing = partial(
     refusing,
     (
@@ -77,8 +77,8 @@ _refusing = partial(
         SafetensorError,
     ),
 )
-# Keys of a config.json that may differ in the same model: paths, versions, settings of the run,
-# outputs, and keys of classifiers.
+# Keys of a config.json that may differ although the model is the same: paths, versions, settings of
+# the run, switches for outputs, and keys of classifiers.
 _NOT_OF_THE_MODEL = {
     "_name_or_path",
     "_commit_hash",
@@ -98,21 +98,24 @@ _NOT_OF_THE_MODEL = {
     *_OF_CLASSIFIERS,
 }
 
-transformers_logging.disable_progress_bar()  # it would be written to log files too
+# The progress bar of transformers would be written to log files too.
+transformers_logging.disable_progress_bar()
 
 
 # ── The configuration ──
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
-    """Return the configuration of `source` with the changes of `config`, or of `config` alone.
+    """Return the model configuration that the settings `source` and `config` describe.
 
-    Raise InputError for an unknown source, model type or key, for a key without effect, and for
-    values that the configuration class rejects. transformers would store unknown keys silently.
+    It consists of the values of `source`, changed by the keys of `config`, or of `config` alone if
+    there is no source. Raise InputError for an unknown source, model type or key, for a key without
+    effect, and for values that the configuration class rejects. transformers itself would store
+    unknown keys silently.
     """
     kind, stored, changes = _read(settings)
     values = _rebased(kind, stored, changes) | changes if changes else stored
-    with _refusing(f"`model.config`: {kind.__name__} does not take these values"):
+    with _refusing(f"`model.config`: {kind.__name__} does not accept these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     for key in changes:
         _check_effect(config, values, key, over_source=bool(stored))
@@ -122,17 +125,19 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
         is_trained = getattr(config, "output_router_logits", None)
         if not (is_trained and 0 <= coefficient < math.inf):
             raise InputError(
-                f"`model.config.router_aux_loss_coef: {coefficient}`: set a number of 0.0 or more, "
-                "and `model.config.output_router_logits: true`"
+                f"`model.config.router_aux_loss_coef: {coefficient}` must be a finite number of "
+                "0.0 or more and requires the router loss; set such a number and "
+                "`model.config.output_router_logits: true`"
             )
     return config
 
 
 def kept_from_source(settings: ModelSettings) -> list[str]:
-    """Describe values of the source's config.json that `config` would change if it could.
+    """Return a notice about values of the source that hide an effect of the setting `config`.
 
-    They would follow from changed keys if the file did not list them, such as `head_dim` under
-    another `hidden_size`. Return one line, or none.
+    For example, `config` changes `hidden_size`, from which transformers would compute `head_dim`.
+    But if the config.json of the source contains `head_dim`, this value is kept. Return a list with
+    one line that has all such values, or an empty list.
     """
     if settings.source is None or not settings.config:
         return []
@@ -148,14 +153,18 @@ def kept_from_source(settings: ModelSettings) -> list[str]:
     ]
     if not kept:
         return []
-    return [f"kept from `model.source`, though they follow from changed keys: {', '.join(kept)}"]
+    return [
+        "values of `model.source` that are kept, although they would follow from the keys in "
+        f"`model.config` if the source did not set them: {', '.join(kept)}"
+    ]
 
 
 def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:
-    """Return the configuration class, the values of the source, and the changes of `config`.
+    """Return the configuration class, the values of `source`, and the changes in `config`.
 
-    Values and changes have the class's names of keys. Raise InputError for an unknown source or
-    type.
+    Values and changes are dicts by key. Keys with several names get the name that the configuration
+    class uses. Raise InputError for an unknown source or model type, or if `config` contradicts
+    itself or the source.
     """
     changes = copy.deepcopy(settings.config or {})
     stored: dict[str, Any] = {}
@@ -163,7 +172,7 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         name = str(changes.pop("model_type"))
         if name not in CONFIG_MAPPING:
             raise InputError(
-                f"`model.config.model_type`: transformers has no {name!r}"
+                f"`model.config.model_type`: transformers has no model type {name!r}"
                 f"{_nearest(name, CONFIG_MAPPING)}"
             )
         kind = CONFIG_MAPPING[name]
@@ -171,15 +180,15 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         stored = _stored_config(settings)
         if not stored:
             raise InputError(
-                f"`model.source`: {settings.source}: has no config.json; name a model's folder, as "
-                "a run's `final`"
+                f"`model.source`: {settings.source}: has no config.json; set `model.source` to the "
+                "folder of a model, for example to the `final` folder of a run"
             )
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
-                f"`model.source`: {settings.source} brings code of its own, which is never run; "
-                "name another model"
+                f"`model.source`: {settings.source} requires Python code that is stored with the "
+                "model, which is never run here; choose another model"
             )
-        with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
+        with _refusing(f"`model.source`: {settings.source}: transformers rejects its config.json"):
             loaded = AutoConfig.from_pretrained(
                 str(settings.repository), revision=settings.revision, trust_remote_code=False
             )
@@ -187,15 +196,16 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
     model_type = changes.pop("model_type", kind.model_type)
     if model_type != kind.model_type:
         raise InputError(
-            f"`model.config.model_type: {model_type}`: `model.source` is a {kind.model_type}; "
-            "leave one of them out"
+            f"`model.config.model_type: {model_type}` contradicts `model.source`, which has the "
+            f"model type {kind.model_type}; remove either `model.config.model_type` or "
+            "`model.source`"
         )
     names = kind.attribute_map | {"torch_dtype": "dtype"}
     for key in changes:
         if names.get(key, key) in changes.keys() - {key}:
             raise InputError(
-                f"`model.config.{key}` is another name of `model.config.{names[key]}`; leave one "
-                "out"
+                f"`model.config.{key}` is another name of `model.config.{names[key]}`; remove one "
+                "of these two keys"
             )
     stored, changes = (
         {names.get(key, key): value for key, value in values.items()}
@@ -209,20 +219,23 @@ def _rebased(
     stored: dict[str, Any],
     changes: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return values that make the configuration of `stored`, and over which `changes` take effect.
+    """Return values with the same configuration as `stored`, on which `changes` can take effect.
 
-    transformers 5 writes derived values into config.json. Lists that follow from other keys, such
-    as `layer_types`, are dropped. `rope_parameters` is replaced by the keys of older files, unless
-    `changes` sets it. Then `rope_scaling` of an older file is dropped.
+    transformers 5 writes derived values into config.json, which would hide changes of the keys that
+    they are derived from. Therefore lists that follow from other keys, such as `layer_types`, are
+    dropped. `rope_parameters` is replaced by the keys of older files. But if `changes` contains
+    `rope_parameters`, only the key `rope_scaling` of older files is dropped.
     """
     file = config_values(kind, stored)
     base = dict(stored)
     if "rope_parameters" in changes:
         base.pop("rope_scaling", None)
     elif isinstance(rope := stored.get("rope_parameters"), dict):
-        apart = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        scaling = {key: value for key, value in rope.items() if key not in apart}
-        unfolded = _without("rope_parameters", base) | apart | {"rope_scaling": scaling}
+        top_level = {
+            key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
+        }
+        scaling = {key: value for key, value in rope.items() if key not in top_level}
+        unfolded = _without("rope_parameters", base) | top_level | {"rope_scaling": scaling}
         if file.items() <= config_values(kind, unfolded).items():
             base = unfolded
     for key in [key for key, value in base.items() if isinstance(value, list)]:
@@ -232,10 +245,13 @@ def _rebased(
 
 
 def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the public values of the configuration that `values` make, none if they are rejected.
+    """Return all public values of a configuration of class `kind` that is made from `values`.
 
-    A configuration stores unknown keys too. Two of them are therefore compared by the values of the
-    first, with `<=`. Warnings of transformers are not logged.
+    Return an empty dict if the class rejects the values. Warnings of transformers are not logged.
+
+    A configuration stores unknown keys too. To test whether two configurations have the same
+    effect, callers therefore test whether the items of the first are contained in the second, by
+    `<=`.
     """
     quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
     with suppress(InputError), _refusing(kind.__name__), quiet:
@@ -251,22 +267,24 @@ def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
 def _check_effect(
     config: PretrainedConfig, values: dict[str, Any], key: str, *, over_source: bool
 ) -> None:
-    """Raise InputError if the class of `config` has no `key`, or if it has no effect.
+    """Raise InputError if the class of `config` has no `key`, or if `key` has no effect.
 
-    Without a source, a key of the class may lack an effect: published files have nulls in place of
-    defaults, and keys that a switch beside them turns off.
+    Without a source, keys that the class has are accepted even if they have no effect, because
+    published config.json files contain such keys. For example, a value is null instead of the
+    default, or another key of the file turns the key off.
 
     Args:
-        config: The configuration that `values` make.
-        values: Values by key.
-        key: One of the keys.
-        over_source: `key` changes a value of a source.
+        config: The configuration that is made from `values`.
+        values: Map each key of the configuration to its value.
+        key: The key of `values` to check.
+        over_source: True if the model has a source, whose values `key` changes.
     """
     kind = type(config)
     without = config_values(kind, _without(key, values))
     accepted = not without or not without.items() <= config_values(kind, values).items()
     if key in without:
-        # A dict is completed by the class, so it need not be equal.
+        # The class adds missing entries to a dict, so the dict in the configuration may differ from
+        # the dict in `values`.
         is_kept = without[key] == values[key] or isinstance(values[key], dict)
         accepted = accepted or is_kept or not over_source
     elif not accepted:
@@ -277,16 +295,19 @@ def _check_effect(
         return
     if is_public and (key in without or _reacts(kind, {}, key)):
         raise InputError(
-            f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} sets it itself, or"
-            " takes it from other keys, such as `rope_parameters` and `layer_types`, which "
-            "transformers 5 writes into a source's config.json; set those"
+            f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} computes this "
+            "value itself or reads it from other keys; set those keys (in a config.json of "
+            "transformers 5, they are often `rope_parameters` or `layer_types`)"
         )
     near = _nearest(key, {*without, *kind.attribute_map} - {key})
     raise InputError(f"`model.config.{key}`: {kind.__name__} has no such key{near}")
 
 
 def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> bool:
-    """Return whether some value of `key` changes another key of the configuration of `values`."""
+    """Return True if setting `key` changes another key of the configuration made from `values`.
+
+    A few values of `key` are tried.
+    """
     without = config_values(kind, values)
     tried = (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0})
     made = (config_values(kind, values | {key: value}) for value in tried)
@@ -294,21 +315,23 @@ def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> b
 
 
 def _model_reads(key: str, config: PretrainedConfig) -> bool:
-    """Return True if a module of the model reads `key`, though its configuration does not list it.
+    """Return True if the code of the model reads `key` from the configuration.
 
-    The layers of qwen3_moe read `head_dim`, for example.
+    Some models read keys that their configuration class does not define. For example, the layers of
+    qwen3_moe read `head_dim`.
     """
     return re.search(rf'\bconfig(\.|, "){re.escape(key)}\b', _model_code(config)) is not None
 
 
 def _model_code(config: PretrainedConfig) -> str:
-    """Return the code of all classes of the model's modules.
+    """Return the source code of the classes of the model's modules, from transformers.models.
 
-    Classes of other models in the same file, such as classifiers and image encoders, are not in it,
-    nor are the base classes of all models.
+    It does not contain other classes in the same file, such as classifiers and image encoders, and
+    no base classes that all models share.
     """
     classes: set[type] = set()
-    with suppress(InputError):  # a misspelt key is named before shapes that do not fit
+    # Ignore impossible shapes here. A misspelt key is to be reported first.
+    with suppress(InputError):
         for module in build_on_meta(copy.deepcopy(config)).modules():
             classes.update(type(module).__mro__)
     of_model = [kind for kind in classes if kind.__module__.startswith("transformers.models.")]
@@ -316,10 +339,10 @@ def _model_code(config: PretrainedConfig) -> str:
 
 
 def _check_rotary_entries(config: PretrainedConfig, changes: dict[str, Any]) -> None:
-    """Raise InputError if an entry of `rope_parameters` that `changes` set is not read."""
+    """Raise InputError if `changes` set an entry of `rope_parameters` that the model ignores."""
     given = {part for key in flatten(changes) for part in key.split(".")}
     rope = getattr(config, "rope_parameters", None) or {}
-    # One dict, or a dict for each type of layer.
+    # `rope` is either one dict of entries, or it maps each type of layer to such a dict.
     for parameters in (rope, *rope.values()):
         if not isinstance(parameters, dict):
             continue
@@ -338,11 +361,12 @@ def _check_rotary_entries(config: PretrainedConfig, changes: dict[str, Any]) -> 
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
-    """Return the config.json of `source` as an identity has it.
+    """Return the values of the source's config.json by dotted keys, to identify the training.
 
-    Example: {"model.source.rms_norm_eps": 1e-6}. The values are those of the file, because another
-    version of transformers may complete them differently. Return an empty dictionary without a
-    source. Raise InputError if the source is missing.
+    Example: {"model.source.rms_norm_eps": 1e-6}. Only values of the file are returned, because the
+    defaults for missing values depend on the version of transformers. Keys that may differ in the
+    same model are omitted. Return an empty dictionary if the model has no source. Raise InputError
+    if the source does not exist.
     """
     if settings.source is None:
         return {}
@@ -355,7 +379,10 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
-    with _refusing(f"`model.source`: {settings.source!r} is no model's folder, nor one on the hub"):
+    with _refusing(
+        f"`model.source`: {settings.source!r} is neither the folder of a model nor a model on the "
+        "Hugging Face hub"
+    ):
         return PretrainedConfig.get_config_dict(
             str(settings.repository), revision=settings.revision
         )[0]
@@ -367,16 +394,16 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 
 
 def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) -> None:
-    """Raise InputError for a model that would be computed differently from transformers.
+    """Raise InputError if this project would compute the model differently from transformers.
 
-    `model` may be on the meta device. `length` is the pack length.
+    `model` may be on the meta device. `length` is the pack length in tokens.
     """
     name = type(model).__name__
     config: Any = model.config.get_text_config()
     is_encoder = any(getattr(module, "is_causal", None) is False for module in model.modules())
     if model.config.is_encoder_decoder or is_encoder:
         raise InputError(
-            f"`model`: in {name}, tokens see those after them; name a causal language model"
+            f"`model`: in {name}, tokens attend to later tokens; choose a causal language model"
         )
     heads = getattr(config, "num_attention_heads", None)
     kv = getattr(config, "num_key_value_heads", None)
@@ -388,20 +415,20 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     for parameter_name, parameter in model.named_parameters():
         if not parameter.numel():
             raise InputError(
-                f"`model.config`: {parameter_name} would hold nothing; take sizes and numbers of 1 "
-                "or more"
+                f"`model.config`: {parameter_name} would have no values; set all sizes and counts "
+                "to 1 or more"
             )
     if model.base_model is model:
         raise InputError(
-            f"`model`: {name} does not say which of its modules is its base model; name another "
-            "model"
+            f"`model`: {name} does not define which of its modules is the base model; choose "
+            "another model"
         )
     supported = (model.base_model, model.get_output_embeddings())
     unsupported = [key for key, child in model.named_children() if child not in supported]
     if unsupported:
         raise InputError(
-            f"`model`: {name} has other modules than a base model and an output embedding: "
-            f"{', '.join(unsupported)}; name another model"
+            f"`model`: {name} has modules besides the base model and the output embedding: "
+            f"{', '.join(unsupported)}; choose another model"
         )
     attention.check(model, length)
     if getattr(model.config, "output_router_logits", None):
@@ -415,13 +442,16 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model on the meta device, without memory for its weights.
+    """Return the model on the meta device, which needs no memory for weights.
 
-    Its shapes are used for planning and FLOPs. Raise InputError if they are impossible.
+    The shapes of this model are used to plan memory and to count FLOPs. Raise InputError if the
+    configuration has impossible shapes.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"`model`: {config.model_type} is no causal language model; name another")
-    problem = f"{type(config).__name__} makes no causal language model with these settings"
+        raise InputError(
+            f"`model`: {config.model_type} is no causal language model; choose another model"
+        )
+    problem = f"no causal language model can be built from this {type(config).__name__}"
     with _refusing(f"`model`: {problem}"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
@@ -437,10 +467,22 @@ def build(
     device: torch.device,
     backend: str,
 ) -> PreTrainedModel:
-    """Return the model with weights of dtype `weights` on `device` and the attention `backend`.
+    """Return the model on `device`, with weights of dtype `weights`.
 
-    From scratch, weights are drawn in FP32 from `seed` and then rounded, so FP32 and BF16 runs
-    start from the same draw. Every process draws the same weights.
+    The weights are loaded from the source. Without a source of weights, they are drawn in FP32 with
+    `seed` and then rounded to `weights`. Therefore FP32 and BF16 runs start from the same random
+    numbers, and all processes draw the same weights.
+
+    Args:
+        settings: Source and changes of the configuration.
+        config: Configuration of the model.
+        weights: Dtype of the weights.
+        seed: Seed of random weights.
+        device: Device of the model.
+        backend: Name of the attention implementation, such as "packed_varlen".
+
+    Raises:
+        InputError: The weights of the source cannot be loaded or do not fit the configuration.
     """
     attention.admit_packed_sdpa(config)
     options: dict[str, Any] = {"attn_implementation": backend, "trust_remote_code": False}
@@ -448,10 +490,13 @@ def build(
         torch.manual_seed(seed)
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-        # Not model.to(): rotary frequencies are buffers, and BF16 frequencies misplace tokens.
+        # Do not use model.to(), because it would also round buffers. With rotary frequencies in
+        # BF16, the positions of tokens would be wrong.
         round_weights(model, weights)
         return model
-    remedy = "fetch it again, or take out what `model.config` changes about its shape"
+    remedy = (
+        "either download the source again, or remove the keys of `model.config` that change shapes"
+    )
     source = f"`model.source`: {settings.source}"
     with _refusing(f"{source}: weights cannot be loaded", remedy):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -466,45 +511,46 @@ def build(
     model, loading = loaded
     if quantized:
         raise InputError(
-            f"{source}: holds quantized weights ({quantized}), whose scales are not applied; name "
-            "the weights in BF16 or FP32"
+            f"{source}: holds quantized weights ({quantized}), and their scales would not be "
+            "applied; choose a source with BF16 or FP32 weights"
         )
-    # transformers draws missing weights at random, and each process draws others.
+    # transformers initializes missing weights at random, and differently in each process.
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
-            f"{source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} "
-            f"among them; {remedy}"
+            f"{source}: has no weights for {len(missing)} of the model's parameters, for example "
+            f"{missing[0]}; {remedy}"
         )
     surplus = sorted(name for name in loading["unexpected_keys"] if not _OLD_BUFFERS.search(name))
     if surplus:
         raise InputError(
-            f"{source}: {len(surplus)} of its weights have no place in the model, {surplus[0]} "
-            f"among them; {_making_room(settings, config, surplus) or remedy}"
+            f"{source}: {len(surplus)} of its weights have no place in the model, for example "
+            f"{surplus[0]}; {_making_room(settings, config, surplus) or remedy}"
         )
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            raise InputError(f"{source}: {name} holds NaN or infinity; name other weights")
+            raise InputError(f"{source}: {name} holds NaN or infinity; choose another source")
     expected = dict(build_on_meta(config).named_parameters())
-    # transformers unties two parameters if the file holds both, with different values.
+    # If the file holds two tied parameters with different values, transformers unties them.
     if untied := sorted(dict(model.named_parameters()).keys() - expected.keys()):
         raise InputError(
-            f"{source}: {untied[0]} has values of its own, though the configuration ties it; set "
-            "`model.config.tie_word_embeddings: false`",
+            f"{source}: the configuration ties {untied[0]} to another parameter, but the file has "
+            "different values for both; set `model.config.tie_word_embeddings: false`",
         )
-    # transformers forgets these flags when it loads weights.
+    # transformers does not keep `requires_grad: false` when it loads weights.
     for name, parameter in expected.items():
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
 
 
 def _quantized_weight(settings: ModelSettings) -> str | None:
-    """Return the name and the dtype of a weight that `weights_source` stores quantized, or None.
+    """Return the name and the dtype of a quantized weight in `weights_source`, or None.
 
-    transformers converts integers and FP8 codes as if they were values.
+    Such weights cannot be used, because transformers converts integers and FP8 codes without their
+    scales.
     """
     folder = str(settings.repository)
     if not os.path.isdir(folder):
-        # The files are in the cache by now.
+        # transformers has downloaded the files to the cache already.
         folder = snapshot_download(folder, revision=settings.revision, local_files_only=True)
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
@@ -521,9 +567,10 @@ def _making_room(
     config: PretrainedConfig,
     weights: list[str],
 ) -> str | None:
-    """Return the text "set `model.config.<key>`" for a key that gives the model all of `weights`.
+    """Return a remedy for `weights` of the source that the model does not have.
 
-    The key is a switch or the number of layers. Return None if no such key does.
+    The remedy is "set `model.config.<key>: <value>`", where the key is the number of layers or a
+    boolean. With this value, the model has all of `weights`. Return None if there is no such key.
     """
     layers = [int(number) for number in re.findall(r"\.(\d+)\.", " ".join(weights))]
     changes: dict[str, Any] = {"num_hidden_layers": max(layers, default=0) + 1}
@@ -549,15 +596,17 @@ def build_on_first_rank(
     seed: int,
     backend: str,
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Return the model under FSDP2, and on the first rank the values of its parameters by name.
+    """Return a model for FSDP2, and on the first rank a dict from its parameters' names to values.
 
-    The parameters are on the meta device in dtype `weights`, and the buffers are real. The values
-    are those of `build`, in dtype `kept` and in host memory. `part_from_first` distributes them.
-    Collective. Raise InputError on all ranks if the first rank cannot build the model.
+    The parameters of the model are on the meta device in dtype `weights`, and its buffers are on
+    the device of the process. The first rank calls `build`, and the dict has the resulting values
+    in dtype `kept` and in host memory. On the other ranks the dict is empty. `part_from_first`
+    distributes the values later. Collective. Raise InputError on all ranks if the first rank cannot
+    build the model.
     """
     attention.admit_packed_sdpa(config)
     reads = settings.weights_source is not None
-    # Random weights depend on the device that draws them.
+    # Draw random weights on the device of the run, because they depend on the device.
     device = torch.device("cpu") if reads else accelerator.device
 
     def built() -> PreTrainedModel | None:
@@ -584,9 +633,9 @@ def build_on_first_rank(
 
 
 def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Round the parameters to `dtype` in place, and return their earlier values by name.
+    """Round the parameters to `dtype` in place, and return a dict from names to unrounded values.
 
-    The earlier values are the masters that remainders are computed from.
+    The remainders of exact BF16 weights are computed from the unrounded values.
     """
     masters = {name: parameter.data for name, parameter in hf.named_parameters()}
     for parameter in hf.parameters():
@@ -595,14 +644,14 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def is_mixture(model: PreTrainedModel) -> bool:
-    """Return whether the model is a mixture of experts."""
+    """Return True if the model is a mixture of experts."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
     return has_experts or "router_logits" in recorded
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the transformer layers of `model` by name, in order."""
+    """Return a dict from the name of each transformer layer of `model` to the layer, in order."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -611,7 +660,10 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the live parameters and persistent buffers by Hugging Face name, tied ones once."""
+    """Return a dict from Hugging Face names to parameters and persistent buffers, not copied.
+
+    Of tied parameters, only the first name is in the dict.
+    """
     saved = hf.state_dict().keys()
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name in saved}
     return {**dict(hf.named_parameters()), **buffers}
@@ -627,33 +679,38 @@ def export(
     folder: Path,
     beside: Mapping[str, bytes],
 ) -> None:
-    """Write a folder that AutoModelForCausalLM loads, and AutoTokenizer with `tokenizer`.
+    """Write the model to a folder that AutoModelForCausalLM can load.
 
-    The folder is complete or absent, never partial. An existing export in `folder` is replaced.
-    Raise InputError if anything else is in it. All tensors are in host memory at once.
+    If `tokenizer` is given, AutoTokenizer can load the folder too. An existing export in `folder`
+    is replaced as a whole, so the folder never has a partial export. Raise InputError if the folder
+    has files that are not from an export. All tensors are in host memory at the same time.
 
     Args:
         hf: The model. It may be on the meta device or sharded.
-        read: Function that returns a full tensor of `named_tensors(hf)` by name, in the dtype that
-            it has there.
+        read: Function that returns the full tensor for a name in `named_tensors(hf)`. The dtype of
+            this tensor is the dtype in `named_tensors(hf)`.
         tokenizer: The tokenizer to write, or None.
         folder: The folder to write.
-        beside: Further files by name.
+        beside: Map the names of additional files to their content.
     """
     writing = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)  # left by a killed export
+    # A killed export may have left this folder.
+    shutil.rmtree(writing, ignore_errors=True)
     with (
-        _refusing(f"{folder}: the model cannot be written; the checkpoints hold it, so run again"),
+        _refusing(
+            f"{folder}: the model cannot be written",
+            "the checkpoints of the run have the model, so run the command again",
+        ),
         ExitStack() as stack,
     ):
-        # A partial export would keep a full disk full.
+        # Delete a partial export, because it would take space on a full disk.
         stack.callback(shutil.rmtree, writing, ignore_errors=True)
         writing.mkdir(parents=True)
         weights = {}
         for name in named_tensors(hf):
             weights[name] = read(name).cpu()
             advance()
-        # Also writes the configurations.
+        # This call writes the configurations too.
         hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
@@ -665,7 +722,7 @@ def export(
         written = set(os.listdir(writing))
         for name in os.listdir(folder) if folder.exists() else ():
             if name not in written and not _OPTIONAL_FILES.fullmatch(name):
-                raise ValueError(f"no export has written {name}, which lies there; move it away")
+                raise ValueError(f"it contains {name}, which no export has written (move it away)")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(writing, folder)
         fsync(folder.parent)

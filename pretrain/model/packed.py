@@ -26,21 +26,22 @@ from pretrain.settings.recipe import LossSettings
 class PackedLanguageModel(nn.Module):
     """A causal language model that maps a packed microbatch to its summed loss.
 
-    `hf` keeps its parameter names. What this project adds is in wrapped forwards
-    (`pretrain.model.wrapping`), in the class of the LM head, and in the modules that compute in low
+    The parameters of `hf` keep their names. This project changes the model only by wrapped forwards
+    (`pretrain.model.wrapping`), by the class of the LM head, and by modules that compute in low
     precision.
 
     Args:
         hf: The model of transformers. Its LM head is replaced by a `LossHead`.
-        attention: The name of the attention implementation, such as "packed_varlen".
-        loss: Loss and penalty.
+        attention: Name of the attention implementation, such as "packed_varlen".
+        loss: Settings of the loss and the penalty.
         context: Precision shared by all low-precision modules. By default nothing is quantized.
 
     Attributes:
-        fused: The fused decoder layers, or None.
-        rank_sums: Sum of gradients over ranks that each hold the complete model, or None.
-        sharding: Gradient accumulation under FSDP2, or None.
-        routing: The routers of a mixture of experts, or None.
+        fused: The fused decoder layers, or None if no layer is fused.
+        rank_sums: Sums gradients over ranks that each have the complete model. None under FSDP2 and
+            in a run with one process.
+        sharding: Gradient accumulation under FSDP2, or None without FSDP2.
+        routing: The routers of a mixture of experts, or None for other models.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class PackedLanguageModel(nn.Module):
         head = hf.get_output_embeddings()
         name = next(name for name, module in hf.named_modules() if module is head)
         hf.set_output_embeddings(LossHead(head, loss, self.context, name))
-        # GPT-2 looks for padding without a mask in each forward, which waits for the device, and
-        # warns about the end-of-text tokens of a pack. The padding of a pack is a document without
-        # labels, so it needs no mask.
+        # Without an attention mask, GPT-2 of transformers searches each batch for padding tokens.
+        # This search waits for the device, and it warns about the end-of-text tokens of a pack. It
+        # is replaced here. The padding of a pack is a document without labels and needs no mask.
         base_model: Any = hf.base_model
         base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
 
@@ -79,19 +80,21 @@ class PackedLanguageModel(nn.Module):
     ) -> Tensor:
         """Return the summed loss over all labels that are not -100, an FP32 scalar.
 
-        In training it is the loss to minimize, with the penalty and the router loss. In evaluation
-        it is the cross-entropy.
+        In training, the result is the loss to minimize, including the penalty and the router loss.
+        In evaluation, the result is the cross-entropy.
 
         Args:
-            input_ids: [1, T] int64.
-            position_ids: [1, T] int64.
-            labels: [1, T] int64, already shifted.
-            cu_seqlens: [bucket] int32: 0, the ends of the documents, then T in the unused places.
+            input_ids: Token ids of the microbatch, [1, T] int64.
+            position_ids: Position of each token in its document, [1, T] int64.
+            labels: Target of each token, [1, T] int64. `labels[0, i]` belongs to token i.
+            cu_seqlens: [bucket] int32. The first entry is 0, the ends of the documents follow, and
+                all remaining entries are T.
             max_seqlen: Pack length.
         """
         documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         if self.routing is not None:
-            documents["output_router_logits"] = False  # `Routing` records the logits
+            # `Routing` records the logits by hooks instead.
+            documents["output_router_logits"] = False
         if self.attention == "packed_sdpa":
             documents["document_mask"] = attention.document_mask(
                 cu_seqlens, max_seqlen, input_ids.shape[1]
@@ -106,7 +109,7 @@ class PackedLanguageModel(nn.Module):
             loss = self.routing.add_loss(loss, labels, training=self.training)
         return loss
 
-    # accelerate asks for these two under FSDP2, to keep tied weights in one shard group.
+    # Under FSDP2, accelerate calls the next two methods to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding of the model."""
         return self.hf.get_input_embeddings()
@@ -118,16 +121,17 @@ class PackedLanguageModel(nn.Module):
     def discard_partial_gradients(self) -> None:
         """Discard gradients that FSDP2 has accumulated but not reduced.
 
-        A backward leaves such gradients if it fails or is not the last of its step. Has no effect
-        without FSDP2. Collective.
+        Such gradients remain if a backward has failed or was not the last of its step. This method
+        has no effect without FSDP2. Collective.
         """
         if self.sharding is not None:
             self.sharding.discard_partial_gradients()
 
     def take_sums(self) -> dict[str, Tensor]:
-        """Return and reset the sums of this rank's losses and router statistics in training.
+        """Return the sums of this rank's training losses and router statistics, and reset them.
 
-        They are sums over labels since the last call, FP32 scalars by the names in metrics.jsonl.
+        The result maps names in metrics.jsonl to FP32 scalars, which are sums over labels since the
+        last call.
         """
         parts = self.hf.get_output_embeddings().take_parts()
         sums = {} if parts is None else dict(zip(("loss", "penalty"), parts, strict=True))
@@ -138,13 +142,14 @@ class PackedLanguageModel(nn.Module):
     def mean_losses(
         self, accelerator: Accelerator, tokens: int, trained: Tensor
     ) -> dict[str, Tensor]:
-        """Return the mean losses and the expert balance of a step, as FP32 scalars. Collective.
+        """Return the mean losses and the expert balance of a step, as FP32 scalars by name.
 
-        `loss` is the cross-entropy. Penalty and router loss are not multiplied by their weights.
+        `loss` is the cross-entropy. `penalty` and `router_loss` are not multiplied by their
+        weights. Collective.
 
         Args:
             accelerator: The run's Accelerator.
-            tokens: Number of labels of all ranks.
+            tokens: Number of labels of the step on all ranks.
             trained: Mean loss that the step minimizes, the same on all ranks.
         """
         balance = self.routing.balance(accelerator) if self.routing else {}
@@ -165,7 +170,7 @@ class PackedLanguageModel(nn.Module):
 def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
     """Return the keyword arguments of `PackedLanguageModel.forward`, copied to `device`.
 
-    The copies are asynchronous.
+    The tensors are copied asynchronously.
     """
     names = ("input_ids", "position_ids", "labels", "cu_seqlens")
     tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
@@ -184,18 +189,19 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradient of a step's mean loss and return that loss, an FP32 scalar.
 
-    The mean loss is the sum over all valid tokens of the step on all ranks, divided by their
-    number. Gradients are summed over ranks, by `rank_sums` or by FSDP2, so the gradient of a token
-    is the same for any number of ranks. The returned loss is the same on every rank. Collective.
+    The mean loss is the sum over all valid tokens of the step on all ranks, divided by the number
+    of these tokens. Gradients are summed over ranks, by `rank_sums` or by FSDP2, so the gradient of
+    a token is the same for any number of ranks. The returned loss is the same on every rank.
+    Collective.
 
     Args:
         model: The model, with cleared gradients.
         batches: The microbatches of this rank.
         accelerator: The run's Accelerator.
-        around_first: Context manager that observes the first microbatch. Weights are quantized in
-            this microbatch.
-        first_apart: Exchange no gradients before `around_first` is left, even if the step has only
-            one microbatch.
+        around_first: Context manager that observes the first microbatch, in which weights are
+            quantized.
+        first_apart: True if no gradients may be exchanged before `around_first` is left, even if
+            the step has only one microbatch.
     """
     context = model.context
     rank_sums = model.rank_sums
@@ -204,7 +210,8 @@ def forward_backward(
     total = torch.zeros((), device=accelerator.device)
     last = len(batches.microbatches) - 1
     for index, microbatch in enumerate(batches.microbatches):
-        context.first_microbatch = index == 0  # casts or quantizes weights again
+        # In the first microbatch, weights are cast or quantized again.
+        context.first_microbatch = index == 0
         with ExitStack() as contexts:
             if around_first is not None and index == 0:
                 contexts.enter_context(around_first)
@@ -216,16 +223,18 @@ def forward_backward(
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * (1 / tokens))
         total += loss_sum.detach()
-    context.first_microbatch = True  # for a forward between this step and the next
+    # A forward between this step and the next one must cast or quantize the weights again.
+    context.first_microbatch = True
     if rank_sums:
         rank_sums.finish()
     return accelerator.reduce(total, reduction="sum") / tokens
 
 
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
-    """Return the first rank's scalars as floats, so that all ranks take the same decisions.
+    """Return the values of `figures` on the first rank, as floats.
 
-    Waits for the device. Collective.
+    All ranks get the same values and therefore take the same decisions. Waits for the device.
+    Collective.
     """
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
     if accelerator.num_processes > 1:

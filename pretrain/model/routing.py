@@ -1,14 +1,16 @@
 """Router loss and router statistics of a mixture of experts.
 
-`model.config.output_router_logits: true` asks for the load-balancing loss of transformers, with
-coefficient `router_aux_loss_coef`. transformers adds it to the mean loss of a batch. Here a batch
-is a microbatch, and the loss is added once for each label: a step minimizes the mean of its
-microbatches' losses, weighted by their labels. It is computed in FP32 over the tokens with a label.
+The router loss is the load-balancing loss of transformers with the coefficient
+`router_aux_loss_coef`. `model.config.output_router_logits: true` enables it. transformers adds this
+loss to the mean loss of a batch. This module computes it for each microbatch, in FP32 over the
+tokens with a label, and multiplies it by the number of these tokens before it is added to the
+summed loss. So a step minimizes the mean of its microbatches' losses, weighted by their labels.
 
-A hook stores the logits on each router until the forward of the model has ended. The way of
-transformers to return them cannot be compiled. If experts are grouped, logits are FP32 (`in_fp32`).
-Most architectures round them to BF16. A token chooses the experts with the largest logits, and if
-two are almost equal, rounding would decide.
+A hook stores the logits on each router until the forward of the model has ended, because torch
+cannot compile the function by which transformers returns logits. If experts are grouped, logits are
+computed in FP32 (`in_fp32`). Most architectures of transformers round them to BF16. A token chooses
+the experts with the largest logits, and if two logits are almost equal, rounding could change the
+choice.
 """
 
 from __future__ import annotations
@@ -32,22 +34,23 @@ from packing.arrow import IGNORE
 from pretrain.model.experts import GroupedExperts
 from pretrain.precision.grouped import stacked_experts
 
-# An expert is starved if it gets less than this share of its layer's mean load. It learns little.
+# An expert is starved if its load is less than this fraction of the mean load of its layer. Such an
+# expert learns little.
 STARVED = 0.1
 
 
 def check(hf: PreTrainedModel) -> None:
-    """Raise InputError if `hf` has no router or no load-balancing loss that is supported."""
+    """Raise InputError if `hf` has no routers, or no load-balancing loss that is supported."""
     routers = _routers(hf)
     if routers and _balancing_loss(hf) is not None:
         return
     if routers:
-        problem = "no loss that balances experts by the logits of their router, or its own loss"
+        problem = "has no load-balancing loss on router logits that is supported"
     else:
-        problem = "no routers"
+        problem = "has no routers"
     raise InputError(
-        f"`model.config.output_router_logits: true`: {type(hf).__name__} has {problem}; "
-        "set it to false"
+        f"`model.config.output_router_logits: true` requires a router loss, but "
+        f"{type(hf).__name__} {problem}; set `model.config.output_router_logits: false`"
     )
 
 
@@ -55,10 +58,10 @@ class Routing:
     """The routers of a model with a mixture of experts.
 
     Attributes:
-        routers: The router modules in order, with the index of the logits in their output.
-        coefficient: Factor of the router loss, or None if it is not trained.
-        loads: Number of tokens of each expert, divided by the mean of its layer, FP32 [layers,
-            experts]. Set by `balance`.
+        routers: Map each router module, in order, to the index of the logits in its output.
+        coefficient: Factor of the router loss, or None if the router loss is off.
+        loads: Number of tokens of each expert, divided by the mean of its layer, FP32
+            [layers, experts]. None until `balance` sets it.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -78,11 +81,12 @@ class Routing:
         return cls(hf) if _routers(hf) else None
 
     def add_loss(self, loss: Tensor, labels: Tensor, *, training: bool) -> Tensor:
-        """Add the router loss of a forward that has ended to its summed `loss`.
+        """Return `loss` plus the router loss. Call it after each forward of the model.
 
-        In training the router loss is added once for each label, if the model asks for it, and the
-        sums for `take_sums` are updated. In evaluation `loss` is returned unchanged. `labels` are
-        int64 of any shape.
+        `loss` is the summed loss of the forward over its `labels`, which are int64 of any shape. In
+        training, the router loss is multiplied by its coefficient and by the number of labels that
+        are not ignored, and then added, unless the router loss is off. The sums for `take_sums` are
+        also updated. In evaluation, `loss` is returned unchanged.
         """
         logits = [vars(router).pop("router_logits") for router in self.routers]
         if not training:
@@ -91,8 +95,8 @@ class Routing:
         label_count = is_labelled.sum()
         sums = {"router_entropy": label_count * _entropy(logits)}
         if self.coefficient is not None:
-            # Without any label all tokens count. The loss is then multiplied by zero, but it must
-            # be finite.
+            # If no token has a label, use all tokens. The router loss is then multiplied by zero,
+            # but it must be finite.
             mask = is_labelled | ~is_labelled.any()
             balance = _balancing_loss(self._hf)(
                 tuple(layer_logits.float() for layer_logits in logits),
@@ -107,17 +111,19 @@ class Routing:
 
     @property
     def names(self) -> list[str]:
-        """Names of the sums.
+        """Names of the sums that `take_sums` returns.
 
-        `router_entropy` is relative to an even choice among all experts. `router_loss`, if it is
-        trained, is not multiplied by its coefficient.
+        `router_entropy` is the entropy of the routers relative to the entropy of a uniform choice
+        among all experts. `router_loss` is the router loss without its coefficient. If the router
+        loss is off, `router_loss` is not in the list.
         """
         return ["router_entropy", *(["router_loss"] if self.coefficient is not None else [])]
 
     def take_sums(self) -> dict[str, Tensor]:
-        """Return and reset the sums over labels since the last call, by `names`; reset loads too.
+        """Return a dict from `names` to sums over labels since the last call, and reset the sums.
 
-        Return an empty dictionary if there was no forward in training.
+        The loads of the experts are reset too. Return an empty dictionary if there was no forward
+        in training since the last call.
         """
         sums = self._sums
         self._sums = {}
@@ -126,11 +132,12 @@ class Routing:
         return sums
 
     def balance(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        """Return how evenly tokens were distributed over experts since the last `take_sums`.
+        """Return statistics of the distribution of tokens over experts since the last `take_sums`.
 
-        `expert_load` is the largest load of an expert as a multiple of its layer's mean.
-        `starved_experts` is the share of experts with a load below STARVED. Return an empty
-        dictionary if experts are not grouped. Collective.
+        A load is the number of tokens of an expert, divided by the mean of its layer.
+        `expert_load` is the largest load of all experts. `starved_experts` is the fraction of
+        experts with a load below STARVED. Return an empty dictionary if experts are not grouped.
+        Collective.
         """
         if not self._experts:
             return {}
@@ -149,9 +156,10 @@ class Routing:
     def in_fp32(self) -> None:
         """Compute the logits of routers in FP32, if their experts can be grouped.
 
-        Later results, such as the weights of experts, are FP32 as far as the router does not round
-        them itself. Operands and gradients stay in the dtype of activations. A router with several
-        matrices is not changed, because one matrix may read the result of another.
+        Values that a router computes from its logits, such as the weights of experts, are then FP32
+        too, unless the code of the router rounds them. Operands and gradients of the product keep
+        the dtype of activations. A router with several matrices is not changed, because one of its
+        matrices may be multiplied by the result of another one.
         """
         blocks = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
         for name, router in self._hf.named_modules():
@@ -178,7 +186,7 @@ class _LinearInFP32(TorchFunctionMode):
 
 
 def _with_logits_in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the `forward` of a router so that its linear returns FP32."""
+    """Return the `forward` of a router, with an FP32 result of its linear layer."""
 
     @torch.compiler.disable
     def forward_in_fp32(*inputs: Any, **options: Any) -> Any:
@@ -195,9 +203,9 @@ def _linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 class _Logits(torch.autograd.Function):
-    """x [tokens, hidden] times the transpose of weight [experts, hidden], in FP32.
+    """Multiply x [tokens, hidden] by the transpose of weight [experts, hidden].
 
-    The result is not rounded to the dtype of x.
+    The result is FP32. It is not rounded to the dtype of x.
     """
 
     @staticmethod
@@ -219,7 +227,7 @@ class _Logits(torch.autograd.Function):
 def forget_logits(layer: nn.Module) -> None:
     """Drop the logits that routers stored when `layer` was recomputed in backward.
 
-    Nothing reads them, and they would keep all activations of the layer alive.
+    Nothing reads these logits, and they would keep all activations of the layer in memory.
     """
     for module in layer.modules():
         vars(module).pop("router_logits", None)
@@ -227,7 +235,10 @@ def forget_logits(layer: nn.Module) -> None:
 
 @torch.no_grad()
 def _entropy(logits: list[Tensor]) -> Tensor:
-    """Return the mean entropy of the routers, relative to that of an even choice."""
+    """Return the mean entropy of the routers, divided by the entropy of a uniform choice.
+
+    `logits` has one tensor [tokens, experts] for each router.
+    """
     entropies = []
     for layer_logits in logits:
         log_p = torch.log_softmax(layer_logits.float(), dim=-1)
@@ -238,7 +249,7 @@ def _entropy(logits: list[Tensor]) -> Tensor:
 def _keeping_logits(index: int) -> Callable[..., None]:
     """Return a forward hook that stores the logits on the router.
 
-    `index` is their position if the router returns a tuple.
+    `index` is the position of the logits in the output if the router returns a tuple.
     """
 
     def keep(router: nn.Module, inputs: Any, output: Any) -> None:
@@ -248,9 +259,9 @@ def _keeping_logits(index: int) -> Callable[..., None]:
 
 
 def _routers(hf: PreTrainedModel) -> dict[nn.Module, int]:
-    """Return the routers in order, with the index of the logits in their output.
+    """Return a dict from each router, in order, to the index of the logits in its output.
 
-    Both come from the model's own record of what transformers can return.
+    The attribute `_can_record_outputs` of transformers has the class of the routers and the index.
     """
     recorded = (getattr(hf.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", None)
@@ -260,5 +271,8 @@ def _routers(hf: PreTrainedModel) -> dict[nn.Module, int]:
 
 
 def _balancing_loss(hf: PreTrainedModel) -> Any:
-    """Return the load-balancing loss from the transformers file of the architecture, if any."""
+    """Return the load-balancing loss function from the architecture's file in transformers.
+
+    Return None if the file has no such function.
+    """
     return getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)

@@ -1,21 +1,26 @@
 """Gradient accumulation under FSDP2, on the shard groups that accelerate has created.
 
-accelerate creates a shard group for each decoder layer, for the embedding, for the head (one for
-both if they are tied), and for the rest, which is the final norm. docs/scaling.md describes when a
-group is gathered and reduced. Either once a step (ZeRO-2): each rank accumulates unsharded
-gradients. Or for each use (ZeRO-3): microbatches accumulate in the shards, in dtype `kept`.
+accelerate creates one shard group for each decoder layer, one for the embedding and one for the
+head (one for both if they are tied), and one for all other parameters, which are those of the final
+norm. There are two modes, which docs/scaling.md describes:
 
-In both cases the sums are `unsharded_accumulated_grad` of FSDP2, which adds to them and reduces
-them. `Sharding` decides where they are stored: gathered parameters have a `main_grad`, which matrix
-products add to. With ZeRO-3 all groups share one memory, because only one group at a time is in its
-backward.
+* ZeRO-2 gathers and reduces each group once a step. Each rank accumulates unsharded gradients over
+  the microbatches of the step.
+* ZeRO-3 gathers a group for each use, and reduces its gradients in each microbatch. The reduced
+  gradients are accumulated in the shards, in dtype `kept`.
 
-FSDP2 returns gradients in the parameter's dtype. That would round the FP32 sums of BF16 weights.
-`kept` is the dtype to return instead. With FP32, BF16 shards and their remainder bits (`weights:
-bf16_exact`) get the same updates as in one process.
+In both modes, unsharded gradients are in `unsharded_accumulated_grad` of FSDP2, which adds to this
+tensor and reduces it. `Sharding` allocates its memory and makes it the `main_grad` of the gathered
+parameter, so that matrix products can add to it. With ZeRO-3, groups share the same memory, because
+only one of them at a time is in its backward. A group whose backward overlaps with the backward of
+other groups has separate memory.
 
-This file uses private attributes of FSDP2's groups and parameters, which exist in torch 2.11 to
-2.13.
+FSDP2 returns reduced gradients in the dtype of the parameter, which would round the FP32 sums of
+BF16 weights. `Sharding` changes the returned dtype to `kept`. If `kept` is FP32, BF16 shards and
+their remainder bits (`weights: bf16_exact`) get the same updates as in one process.
+
+This file uses private attributes of FSDP2's groups and parameters. These attributes exist in torch
+2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -44,10 +49,10 @@ from pretrain.model.gradients import (
 
 
 def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:
-    """Shard the first rank's `values` like `parameter` and return this process's part.
+    """Shard `values` of the first rank like `parameter`, and return the part of this process.
 
-    On the first rank `values` has the full shape of `parameter` and dtype `dtype`. The other ranks
-    pass None. Collective.
+    On the first rank, `values` has the full shape of `parameter` and the dtype `dtype`. All other
+    ranks pass None. Collective.
     """
     device = torch.device(parameter.device_mesh.device_type)
     if values is None:
@@ -59,10 +64,11 @@ def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtyp
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keep the parameters outside of decoder layers gathered: embedding, final norm and head.
+    """Context manager in which the parameters outside of decoder layers are gathered.
 
-    For calls that bypass the forward of the prepared `model` and its hooks, such as generation. Has
-    no effect without FSDP2. Collective.
+    These parameters are those of the embedding, the final norm and the head. Use it for calls that
+    bypass the forward of the prepared `model` and its hooks, such as generation. It has no effect
+    without FSDP2. Collective.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
@@ -71,7 +77,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Layers may have stayed gathered after their forward.
+        # Reshard the decoder layers too, because they may still be gathered after their forward.
         for module in sharded:
             module.reshard()
 
@@ -81,32 +87,33 @@ class _Group:
     """Parameters that are gathered and reduced together."""
 
     module: FSDPModule  # one of the modules of the group
-    fsdp: Any  # torch's FSDPParamGroup
-    sums: Tensor | None = None  # memory of the main gradients
-    shares_memory: bool = False  # with other groups
+    fsdp: Any  # the FSDPParamGroup of torch
+    sums: Tensor | None = None  # memory of the main gradients; None if nothing is trained
+    shares_memory: bool = False  # True if other groups use the same memory
 
     @property
     def trained(self) -> list[Any]:
-        """The FSDPParam of torch for each trained parameter."""
+        """List with the FSDPParam of torch for each trained parameter."""
         return [param for param in self.fsdp.fsdp_params if param.sharded_param.requires_grad]
 
     @property
     def is_accumulating(self) -> bool:
-        """True if the main gradients hold values that are not reduced yet."""
+        """True if the main gradients contain sums that FSDP2 has not reduced yet."""
         return any(param.unsharded_accumulated_grad is not None for param in self.trained)
 
 
 class Sharding:
     """Main gradients and their reduction for one model that accelerate has sharded.
 
-    Create it once, after `accelerator.prepare`. All methods are collective.
+    Create one object for a model, after `accelerator.prepare`. All methods are collective.
 
     Args:
         model: The prepared model.
         kept: Dtype of the reduced gradients in the shards.
-        stacks: Parameters of the sharded model that are the rows of one matrix; see
-            `attach_main_gradients`.
-        once_a_step: Gather and reduce once a step (ZeRO-2) instead of for each use (ZeRO-3).
+        stacks: Lists of parameters of the sharded model. The parameters of a list are the rows of
+            one matrix; see `attach_main_gradients`.
+        once_a_step: True to gather and reduce once a step (ZeRO-2), False to gather and reduce for
+            each use (ZeRO-3).
     """
 
     def __init__(
@@ -120,13 +127,13 @@ class Sharding:
         self.once_a_step = once_a_step
         self._model: Any = model
         self._kept = kept
-        # A fused layer returns a view of its result. torch warns because a layer might write into
-        # its input, and no layer does.
+        # A fused layer returns a view of its result. torch warns about this, because the next layer
+        # could write into the view. No layer writes into its input.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
         for number, group in enumerate(self._groups):
-            # The backward of the root, and of a tied embedding and head, overlaps with that of
-            # other groups.
+            # The group of the root, and the group of a tied embedding and head, do not share
+            # memory, because their backward overlaps with the backward of other groups.
             is_root = number == 0 and group.module is model
             group.shares_memory = not (once_a_step or is_root or len(group.fsdp.modules) > 1)
         self._attach(stacks)
@@ -137,13 +144,13 @@ class Sharding:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Accumulate gradients of a microbatch that is not the last of its step."""
+        """Context manager for the backward of a microbatch that is not the last of its step."""
         model = self._model
         if self.once_a_step:
             model.set_requires_gradient_sync(False)
             model.set_reshard_after_backward(False)
         else:
-            # Replicas of shards exchange their sums once a step.
+            # Replicas of the shards exchange gradients only in the last microbatch of a step.
             model.set_requires_all_reduce(False)
         try:
             yield
@@ -152,9 +159,9 @@ class Sharding:
             model.set_reshard_after_backward(True)
 
     def discard_partial_gradients(self) -> None:
-        """Discard sums that are not reduced, and reshard.
+        """Discard sums that FSDP2 has not reduced yet, and reshard the parameters.
 
-        A backward leaves such sums if it fails or is not the last of its step.
+        Such sums remain if a backward has failed or was not the last of its step.
         """
         for group in self._groups:
             for param in group.fsdp.fsdp_params:
@@ -169,7 +176,7 @@ class Sharding:
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
         """Give each gathered parameter a main gradient.
 
-        A gathered parameter is the same object every time that it is gathered.
+        This is done once, because FSDP2 uses the same object each time it gathers a parameter.
         """
         shared = None
         sharing = [group for group in self._groups if group.shares_memory]
@@ -199,10 +206,10 @@ class Sharding:
             group.module.reshard()
 
     def _after_forward(self, group: _Group, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Register `_before_backward` on the outputs of a group's forward.
+        """Forward hook that registers `_before_backward` on the outputs of a group.
 
-        FSDP2 prepares its backward in the same way: a hook on an output runs before everything else
-        in the group's backward.
+        A hook on an output runs before everything else in the group's backward. FSDP2 prepares its
+        backward by such hooks too.
         """
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
@@ -210,33 +217,34 @@ class Sharding:
                     tensor.register_hook(lambda gradient: self._before_backward(group))
 
     def _before_backward(self, group: _Group) -> None:
-        """Empty a group's main gradients and pass them to FSDP2, at the first use in a step."""
+        """Clear the main gradients of a group and pass them to FSDP2, unless they contain sums."""
         group.fsdp._orig_dtype = self._kept
-        # The sums may come from an earlier microbatch or from another module of the group.
+        # An earlier microbatch, or another module of the group, may have added to the sums already.
         if group.is_accumulating or group.sums is None:
             return
         if group.shares_memory and any(
             other.shares_memory and other.is_accumulating for other in self._groups
         ):
             raise RuntimeError(
-                "FSDP2: the backward of a shard group began before that of another group had "
-                "ended, and both use the same memory"
+                "FSDP2: the backward of a shard group started before the backward of another group "
+                "had ended, although both groups use the same memory"
             )
         empty_sums(group.sums)
         for param in group.trained:
             param.unsharded_accumulated_grad = param._unsharded_param.main_grad
 
     def _after_model(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Reshard after a forward without gradients.
+        """Forward hook that reshards the model after a forward without gradients.
 
-        No backward will reshard, and the weights may be changed next.
+        After such a forward no backward reshards the model, and the next operation may change the
+        weights.
         """
         if not torch.is_grad_enabled():
             self._reshard()
 
 
 def _groups_of(model: nn.Module) -> list[_Group]:
-    """Return the shard groups of `model` without repetition, that of `model` itself first."""
+    """Return the shard groups of `model` without repetition. The group of `model` is the first."""
     groups: dict[int, _Group] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):

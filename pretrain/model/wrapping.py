@@ -1,7 +1,8 @@
-"""Functions that replace or wrap the forward of a module.
+"""Functions that replace or wrap the forward of modules in a transformers model.
 
-The model stays a transformers model with its own parameter names. `pretrain.run.assembly` calls
-`choose_arithmetic`, `fuse`, `convert` and `wrap_layers`. docs/architecture.md explains this order.
+The model keeps its class and the names of its parameters. `pretrain.run.assembly` calls
+`choose_arithmetic`, `fuse`, `convert` and `wrap_layers` in this order, and docs/architecture.md
+explains the order.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ Forward = Callable[..., Any]
 def choose_arithmetic(
     setting: Switch, active: ActivePrecision, device_type: str, context: PrecisionContext
 ) -> tuple[Arithmetic | None, str]:
-    """Return the arithmetic of the model's fused layers, or None and the reason, for the audit.
+    """Return the arithmetic of the model's fused layers, or None if no layer is fused.
 
-    Raise InputError as `not_fused_because` does.
+    The second result is a text for the audit: the reason why no layer is fused, or an empty string.
+    Raise InputError if `model.fused: on` is impossible.
     """
     if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
         return None, reason
@@ -54,28 +56,33 @@ def choose_arithmetic(
 def not_fused_because(
     setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return why no layer of any architecture is fused, or None.
+    """Return the reason why no layer is fused, whatever the architecture of the model.
 
-    Raise InputError if `model.fused: on` is impossible.
+    Return None if layers are fused wherever their architecture allows it. Raise InputError if
+    `model.fused: on` is impossible.
     """
     if setting == "off":
-        return "nothing: model.fused is off"
+        return "none, because model.fused is off"
     if active.backend == "emulation":
         if setting == "on":
             raise InputError(
-                "`model.fused: on`: emulated products are computed one by one; set "
-                "`model.fused: auto`"
+                "`model.fused: on` is impossible in this run, because emulated products are "
+                "computed one by one; set `model.fused: auto`"
             )
-        return "nothing: emulated products are computed one by one"
+        return "none, because emulated products are computed one by one"
     if setting == "on" or active.backend == "transformer_engine" or _gains(device_type, dtype):
         return None
-    return "nothing, as only a GPU gains by it, in BF16 and below; model.fused=on fuses anyway"
+    return (
+        "none, because fused layers are faster only on a GPU in BF16 or lower precision; to use "
+        "them anyway, set model.fused=on"
+    )
 
 
 def _gains(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether fused layers are faster if nothing is quantized.
+    """Return True if fused layers are faster than unfused layers when nothing is quantized.
 
-    On a CPU, the demo's model was 5 to 6 % slower (benchmarks/results/cpu/cpu_fused.json).
+    On a CPU, fused layers made the demo's model 5 to 6 % slower
+    (benchmarks/results/cpu/cpu_fused.json).
     """
     return device_type == "cuda" and dtype == torch.bfloat16
 
@@ -87,10 +94,15 @@ def fuse(
 ) -> FusedLayers:
     """Replace the forward of each layer that can be fused, in place.
 
-    `decisions`: by engine, the precision of each linear layer. Empty if nothing is quantized.
+    Args:
+        layers: Map the name of each decoder layer in the model to the layer.
+        decisions: Map each engine to a dict from the name of each linear layer to its precision.
+            Empty if nothing is quantized.
+        arithmetic: Arithmetic that the fused layers use.
     """
     fused = {}
-    reasons: dict[str, str] = {}  # of layers that stay unfused, see `assess_layer`
+    # Map the name of each layer that is not fused to the reason from `assess_layer`.
+    reasons: dict[str, str] = {}
     for name, layer in layers.items():
         low_precision = {}
         for engine, engine_decisions in (decisions or {None: {}}).items():
@@ -109,11 +121,12 @@ def convert(
     context: PrecisionContext,
     fused: FusedLayers | None = None,
 ) -> None:
-    """Convert the model to the context's current engine, in place. Call it for each engine.
+    """Prepare the model for the context's current engine, in place. Call it once for each engine.
 
-    The linear layers that `decisions` quantizes get a Gemm of the engine and, at the first call, a
-    module in their place with the same Parameters. Stacked experts become `GroupedExperts`. Linear
-    layers inside of `fused` layers stay, because fused layers have their own Gemms.
+    Each linear layer that `decisions` quantizes is replaced by a `LowPrecisionLinear` with the same
+    Parameters, unless an earlier call has replaced it or it is the LM head. This module, or the
+    head, then gets a Gemm of the engine. Stacked experts are replaced by `GroupedExperts`. Linear
+    layers inside of `fused` layers are not changed, because fused layers have their own Gemms.
     """
     engine: Any = context.backend
     if is_mixture(hf):
@@ -135,9 +148,10 @@ def convert(
 
 # ── Working copies, compilation, recomputation ──────────────────────────────────────────────────
 #
-# All parameters of a layer are cast when the layer begins, as FSDP2's `param_dtype=bfloat16` does
-# it, so one device and several compute the same. torch.autocast would leave norms, residual stream
-# and rotary tables in FP32.
+# A working copy is a parameter that has been cast to the compute dtype. All parameters of a layer
+# are cast at the start of the layer's forward. FSDP2 casts them at the same time with
+# `param_dtype=bfloat16`, so runs on one device and on several devices compute the same.
+# torch.autocast would leave norms, the residual stream and rotary tables in FP32.
 
 
 def wrap_layers(
@@ -149,10 +163,18 @@ def wrap_layers(
 ) -> None:
     """Wrap the forward of the model's units: working copies, compilation, gradient checkpointing.
 
-    Gradient checkpointing is outermost, so a recomputed layer sees the working copies of its
-    forward, whatever transformers' own checkpointing does. A unit is an embedding, a decoder layer,
-    or a module such as the final norm. The LM head casts for itself. `cast_to`: dtype of the
-    working copies, None if the parameters are in the compute dtype.
+    A unit is an embedding, a decoder layer, or another module with parameters, such as the final
+    norm. The LM head is not wrapped, because it casts its own parameters.
+
+    Gradient checkpointing is the outermost wrapper. A layer that is recomputed in backward
+    therefore uses working copies as in forward. This does not depend on the gradient checkpointing
+    of transformers.
+
+    Args:
+        packed: The model, changed in place.
+        settings: Settings that determine which layers are recomputed in backward.
+        cast_to: Dtype of the working copies. None if the parameters have the compute dtype already.
+        compile_layers: True if torch.compile compiles the forwards.
     """
     for norm in packed.hf.modules():
         if isinstance(norm, nn.LayerNorm):
@@ -162,7 +184,8 @@ def wrap_layers(
             if cast_to is not None:
                 unit.forward = casting_output(unit.forward, cast_to)  # type: ignore[method-assign]
         elif isinstance(unit.forward, FusedLayer):
-            # A fused layer casts for itself, and calls kernels that torch.compile cannot compile.
+            # The fused forward casts the parameters itself, and calls kernels that torch.compile
+            # cannot compile. Only the original forward that it may call needs working copies.
             if cast_to is not None:
                 unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
         else:
@@ -174,26 +197,27 @@ def wrap_layers(
 
 def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: bool) -> None:
     """Wrap the forward of a layer that is not fused: compile it, and cast its parameters."""
-    # One graph ends at each low-precision product, and another begins after it. The casts stay
-    # outside of these graphs: a graph cannot end inside of the context that swaps the parameters.
+    # A compiled graph ends at each low-precision product, and the next graph begins after it. In
+    # this case the casts are not compiled, because a graph cannot end inside of the context manager
+    # that replaces the parameters by working copies.
     has_breaks = any(
         isinstance(module, LowPrecisionLinear | GroupedExperts) for module in unit.modules()
     )
-    # The casts stay outside of a lone norm's graph too, which would skip the rounding of its
-    # weight.
+    # The casts of a norm outside of the decoder layers are not compiled either, because the
+    # compiled graph would skip the rounding of the norm's weight.
     is_lone = not isinstance(unit, GradientCheckpointingLayer)
     casts_outside = has_breaks or is_lone
     if compile_layers and casts_outside:
-        # One graph of a norm serves any number of tokens, but it splits its sums by the number that
-        # it saw first, which differs in a resumed run. If bits must repeat, compile for each
-        # number.
+        # A dynamic graph of a norm works for any number of tokens. But it splits its sums according
+        # to the first number of tokens that it was called with, which may differ in a resumed run.
+        # If runs must be reproducible bit for bit, compile a graph for each number of tokens.
         dynamic = is_lone and not torch.are_deterministic_algorithms_enabled()
         unit.forward = torch.compile(unit.forward, dynamic=dynamic, fullgraph=not has_breaks)
     if cast_to is not None:
         unit.forward = casting_parameters(unit, unit.forward, cast_to)
     if compile_layers and not casts_outside:
-        # Shapes are static, except for the number of documents, which the batch marks as dynamic.
-        # So one graph serves all steps and layers.
+        # All shapes are static, except for the number of documents, which `inputs_of` marks as
+        # dynamic. Therefore one graph is used for all steps and layers.
         unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
 
 
@@ -206,18 +230,20 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Return the forward of `norm`, on a CPU in FP32 at least.
+    """Return the result of `norm` for x. On a CPU it is computed in FP32 or a wider dtype.
 
-    torch's CPU kernel sums the gradients of a BF16 weight and bias in BF16, which is off by 5 %
-    after 2,048 rows.
+    With a BF16 weight and bias, torch's CPU kernel would sum their gradients in BF16. After 2,048
+    rows, the error of these sums is 5 %.
     """
     wide = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
-    weight, bias = (None if each is None else each.to(wide) for each in (norm.weight, norm.bias))
+    weight, bias = (
+        None if parameter is None else parameter.to(wide) for parameter in (norm.weight, norm.bias)
+    )
     return F.layer_norm(x.to(wide), norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
 
 
 def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forward:
-    """Return the layer's forward, computed again in backward."""
+    """Return a function that computes the layer's forward, and computes it again in backward."""
     forward = layer.forward
 
     def forward_recomputed_in_backward(*args: Any, **kwargs: Any) -> Any:
@@ -229,7 +255,8 @@ def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forw
             try:
                 return forward(*args, **kwargs)
             finally:
-                if next(count):  # in backward, after the model's forward has ended
+                # The second call is in backward, when the model's forward has ended.
+                if next(count):
                     forget_logits(layer)
 
         return context.checkpoint(compute, *args)
@@ -238,10 +265,11 @@ def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forw
 
 
 def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) -> Forward:
-    """Return `forward` of `module`, run with all parameters cast to `dtype`, differentiably.
+    """Return a function that calls `forward` with all parameters of `module` cast to `dtype`.
 
-    The weights of low-precision linear layers and of experts keep their `main_grad`: their products
-    add to it from FP32, and no gradient goes through the cast.
+    The casts are differentiable. For low-precision linear layers and experts, the cast weight has
+    the `main_grad` of the weight. Their products add FP32 gradients to `main_grad` directly, so
+    these gradients are not rounded by the cast.
     """
     summed_apart = []
     for name, part in module.named_modules():
@@ -261,8 +289,9 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
 
 
 def casting_output(forward: Forward, dtype: torch.dtype) -> Forward:
-    """Return `forward` with its output cast to `dtype`.
+    """Return a function that calls `forward` and casts the output to `dtype`.
 
-    An embedding so needs no cast copy of its table, and its gradients add up in FP32.
+    With this function, an embedding needs no cast copy of its table, and the gradients of the table
+    are summed in FP32.
     """
     return lambda *args, **kwargs: forward(*args, **kwargs).to(dtype)

@@ -1,1 +1,1 @@
-"""AdamW for FP32, BF16 and exact BF16 weights, and the learning rate."""
+"""AdamW for FP32, BF16 and exact BF16 weights, and the schedule of the learning rate."""

@@ -1,7 +1,7 @@
-"""AdamW over FP32, BF16 and exact BF16 weights, with gradient norm, clipping and named state.
+"""AdamW for FP32, BF16 and exact BF16 weights, with gradient norm, clipping and named state.
 
-The update is computed in FP32, however weights are stored (see `pretrain.optimizer.exact_weights`).
-BF16 weights with remainders therefore follow the trajectory of FP32 weights bit for bit.
+Updates are computed in FP32 for all three kinds of weights. BF16 weights with remainders
+(`pretrain.optimizer.exact_weights`) therefore follow the trajectory of FP32 weights bit for bit.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ if TYPE_CHECKING:
     from pretrain.model.packed import PackedLanguageModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Number of values that a CPU updates at once. The dozen operations of an update then find their
-# operands in the cache, with a megabyte of each tensor, instead of reading a whole matrix from
-# memory each time.
+# Number of values that a CPU updates at once, one megabyte of each FP32 tensor. The dozen
+# operations of an update then find their operands in the cache. With a full matrix at once, each
+# operation would read the matrix from memory.
 IN_CACHE = 1 << 18
 
 
 class ExactAdamW(torch.optim.Optimizer):
-    """AdamW over FP32 and BF16 parameters, plain or DTensor, with optional exact BF16 weights.
+    """AdamW for FP32 and BF16 parameters, with optional exact BF16 weights.
 
-    The state of a parameter has `exp_avg`, `exp_avg_sq`, `remainder` (BF16 with `exact` only), and
-    `step`, which is on the host so that reading it needs no synchronization.
+    Parameters are plain tensors or DTensors. The state of a parameter consists of `exp_avg`,
+    `exp_avg_sq`, `step`, and, for BF16 parameters with `exact`, `remainder`. The tensor `step` is
+    on the host, so that it can be read without waiting for the device.
 
     Args:
         params: Parameters or parameter groups.
-        exact: Keep the 16 remainder bits that make a BF16 parameter exact. FP32 parameters need
-            none.
-        moments: Dtype of both moments, FP32 or BF16. By default, moments are FP32, but BF16 for
-            BF16 parameters without `exact`, as in torch. BF16 moments take half the memory. With
-            beta2 = 0.999 a BF16 second moment never shrinks, because 0.1 % is less than half a unit
-            in its last place.
-        defaults: `lr`, `betas`, `eps` and `weight_decay` for groups that do not set them.
+        exact: If True, store 16 remainder bits for each value of a BF16 parameter. The BF16 value
+            and the remainder are an FP32 weight. FP32 parameters have no remainder.
+        moments: Dtype of both moments, FP32 or BF16. By default, the moments of BF16 parameters
+            without `exact` are BF16, as in torch, and all other moments are FP32. BF16 moments take
+            half the memory of FP32 moments. With beta2 = 0.999 a BF16 second moment never
+            decreases, because 0.1 % is less than half a unit in its last place.
+        defaults: `lr`, `betas`, `eps` and `weight_decay` of groups that do not set them.
     """
 
     def __init__(
@@ -60,22 +61,23 @@ class ExactAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.exact = exact
         self.moments = moments
-        # Of the last step on this process: updated values, and those whose update was lost.
+        # Numbers of this process in the last step: values that were updated, and values whose
+        # update was lost to rounding.
         self._updated_count = 0
         self._lost_count = torch.zeros((), dtype=torch.int64)
 
     def materialise(self) -> None:
-        """Allocate the state of all parameters.
+        """Allocate the state of all parameters before the first step.
 
-        A run that does not fit into memory then fails at its start, and a checkpoint can be loaded
-        in place.
+        If the state does not fit into memory, the run then fails at its start. A checkpoint can be
+        loaded into the allocated tensors.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter, and allocate it at the first call."""
+        """Return the state of a parameter. Allocate the state at the first call."""
         state = self.state[parameter]
         if not state:
             is_bf16 = parameter.dtype == torch.bfloat16
@@ -89,9 +91,9 @@ class ExactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Store the FP32 weight `master` in `parameter` and, with `exact`, in its remainder.
+        """Set `parameter` and its remainder, if it has one, to the FP32 weight `master`.
 
-        `master` has the layout of the parameter, or is its local part.
+        `master` is a DTensor with the sharding of `parameter`, or the local part of such a tensor.
         """
         weight = local_part(master)
         remainder = self._state_of(parameter).get("remainder")
@@ -106,8 +108,9 @@ class ExactAdamW(torch.optim.Optimizer):
     ) -> None:
         """Update every parameter that has a gradient.
 
-        Each gradient is multiplied by `clip_coefficient`, an FP32 scalar on its device. Clipping
-        here saves one pass over all gradients, and the rounding of clipped BF16 gradients.
+        Each gradient is multiplied by `clip_coefficient`, an FP32 scalar on the device of the
+        gradients. The multiplication is part of the update, so that no separate pass over all
+        gradients is needed, and clipped BF16 gradients are not rounded to BF16 again.
         """
         updates: list[Update] = []
         for group in self.param_groups:
@@ -134,17 +137,18 @@ class ExactAdamW(torch.optim.Optimizer):
                     exp_avg=local_part(state["exp_avg"]),
                     exp_avg_sq=local_part(state["exp_avg_sq"]),
                 )
-                if tensors.weight.numel():  # a process may hold no part of a sharded parameter
+                if tensors.weight.numel():  # 0 if this process has no part of a sharded parameter
                     updates.append((tensors, hyper))
         self._updated_count = sum(tensors.weight.numel() for tensors, _ in updates)
         self._lost_count = _update_all(updates, clip_coefficient)
 
     def frozen_counts(self) -> Tensor:
-        """Return this process's number of lost updates and of all updates in the last step.
+        """Return the number of lost updates and the number of all updates in the last step.
 
-        The result is int64 of shape [2] on the parameters' device. An update is lost if it is not
-        zero but leaves the stored weight unchanged (with `exact`, the master). An update is zero if
-        the learning rate is zero, or if neither the first moment nor the decay moves the weight.
+        The result is int64 of shape [2] on the parameters' device. It counts the values on this
+        process. The update of a value is lost if the update is not zero, but the stored weight does
+        not change. With `exact`, the stored weight is the FP32 master. An update is zero if the
+        learning rate is zero, or if both the first moment and the weight decay are zero.
         """
         return torch.stack(
             [self._lost_count, torch.full_like(self._lost_count, self._updated_count)]
@@ -155,9 +159,9 @@ class ExactAdamW(torch.optim.Optimizer):
 
 
 class Hyperparameters(NamedTuple):
-    """Numbers of one update, in double precision.
+    """Hyperparameters of one update, in double precision.
 
-    They are rounded to FP32 where they are used, as in torch.
+    As in torch, they are rounded to FP32 when the update uses them.
     """
 
     learning_rate: float
@@ -165,32 +169,33 @@ class Hyperparameters(NamedTuple):
     beta1: float
     beta2: float
     eps: float
-    step: int  # of this update, from 1
+    # Number of this update, starting at 1.
+    step: int
 
     @property
     def decay(self) -> float:
-        """Factor of the weight in decoupled weight decay."""
+        """Return the factor of the weight in decoupled weight decay."""
         return 1 - self.learning_rate * self.weight_decay
 
     @property
     def step_size(self) -> float:
-        """Learning rate with the bias correction of the first moment."""
+        """Return the learning rate divided by the bias correction of the first moment."""
         return self.learning_rate / (1 - self.beta1**self.step)
 
     @property
     def bias_correction2_sqrt(self) -> float:
-        """Square root of the bias correction of the second moment."""
+        """Return the square root of the bias correction of the second moment."""
         return math.sqrt(1 - self.beta2**self.step)
 
 
 class ParameterTensors(NamedTuple):
-    """Local tensors of one parameter: contiguous, of the same shape and device."""
+    """Local tensors of one parameter. They are contiguous and have the same shape and device."""
 
     weight: Tensor  # FP32 or BF16
-    remainder: Tensor | None  # int16, of exact BF16 weights
+    remainder: Tensor | None  # int16 for exact BF16 weights, else None
     gradient: Tensor  # FP32 or BF16
     exp_avg: Tensor  # FP32 or BF16
-    exp_avg_sq: Tensor  # of the dtype of exp_avg
+    exp_avg_sq: Tensor  # the same dtype as exp_avg
 
 
 Update = tuple[ParameterTensors, Hyperparameters]
@@ -199,8 +204,8 @@ Update = tuple[ParameterTensors, Hyperparameters]
 def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> Tensor:
     """Update parameters in place and return the number of lost updates.
 
-    The number is an int64 scalar on the parameters' device; see `ExactAdamW.frozen_counts`. Each
-    gradient is multiplied by the FP32 scalar `clip_coefficient`.
+    The number is an int64 scalar on the parameters' device. `ExactAdamW.frozen_counts` defines lost
+    updates. Each gradient is multiplied by the FP32 scalar `clip_coefficient`, if it is not None.
     """
     if updates and updates[0][0].weight.is_cuda:
         # Imported here because a machine without a GPU may lack Triton.
@@ -213,7 +218,8 @@ def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> T
             repeat(None) if tensor is None else tensor.view(-1).split(IN_CACHE)
             for tensor in tensors
         )
-        for chunk in zip(*chunks, strict=False):  # `repeat`, for a missing remainder, is endless
+        # `strict` is False, because `repeat` never ends. It yields None for a missing remainder.
+        for chunk in zip(*chunks, strict=False):
             lost += _update(ParameterTensors(*chunk), hyper, clip_coefficient)
     return lost
 
@@ -221,13 +227,14 @@ def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> T
 def _update(
     tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient: Tensor | None
 ) -> Tensor:
-    """Update one parameter in place and return the number of lost updates, an int64 scalar.
+    """Update one parameter in place on a CPU, and return the number of lost updates.
 
-    The algorithm is algorithm 2 of Loshchilov and Hutter (arXiv:1711.05101). The operations and
-    their order match `torch.optim.adam._single_tensor_adam`, in FP32 whatever is stored.
-    FP32 masters get the same bits as from `torch.optim.AdamW`. BF16 moments and BF16 weights
-    without remainder are rounded once, when they are written. The Triton kernel rounds in the same
-    places.
+    The number is an int64 scalar. The algorithm is algorithm 2 of Loshchilov and Hutter
+    (arXiv:1711.05101). The operations and their order are those of
+    `torch.optim.adam._single_tensor_adam`, and all operations are computed in FP32. FP32 masters
+    are therefore bit for bit equal to the weights of `torch.optim.AdamW`. BF16 moments and BF16
+    weights without remainder are rounded once, when they are stored. The Triton kernel rounds at
+    the same operations.
     """
     weight = tensors.weight
     remainder = tensors.remainder
@@ -237,7 +244,7 @@ def _update(
     if clip_coefficient is not None:
         gradient = gradient * clip_coefficient
     master = weight if in_place else before.clone()
-    # FP32 moments are updated in place: `float` returns the tensor itself.
+    # For an FP32 moment, `float` returns the tensor itself, so the moment is updated in place.
     exp_avg = tensors.exp_avg.float()
     exp_avg_sq = tensors.exp_avg_sq.float()
 
@@ -259,8 +266,8 @@ def _update(
     elif not in_place:
         weight.copy_(master)
         after = weight
-    # On a CPU, `bool` of a number takes a tenth of the time of `!= 0`. An infinite weight counts as
-    # changed.
+    # On a CPU, `x.bool()` takes a tenth of the time of `x != 0`. The difference of two infinite
+    # weights is NaN, which converts to True, so an infinite weight is treated as changed.
     moved = exp_avg.bool()
     if hyper.weight_decay != 0:
         moved |= before.bool()
@@ -272,10 +279,10 @@ def _update(
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
-    """Build AdamW for the trained parameters of `model`.
+    """Build AdamW for the parameters of `model` that require gradients.
 
-    Weight decay applies to matrices and embeddings, not to norms and biases. `exact` keeps the
-    remainders of BF16 parameters.
+    Weight decay applies to matrices and embeddings, but not to norms and biases. With `exact`, the
+    optimizer stores remainders for BF16 parameters.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
@@ -294,32 +301,33 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups of `optimizer`."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the L2 norm of all gradients, an FP32 scalar on their device, over all shards.
+    """Return the L2 norm of the gradients of all `parameters`, over all shards.
 
-    It is summed in FP32 for BF16 gradients too. torch's `clip_grad_norm_` would return a BF16 value
-    with three digits.
+    The norm is an FP32 scalar on the device of the gradients. The norms of BF16 gradients are
+    summed in FP32 too. `clip_grad_norm_` of torch would return a BF16 value, which has only three
+    digits. Collective if gradients are sharded.
     """
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     full_norms = [norm for norm in norms if not isinstance(norm, DTensor)]
     sharded_norms: list[Tensor] = [norm for norm in norms if isinstance(norm, DTensor)]
     if sharded_norms:
-        # Stack the norms first, so that they need a single all-reduce.
+        # The sharded norms are stacked, so that a single all-reduce is sufficient.
         full_norms.append(torch.linalg.vector_norm(torch.stack(sharded_norms)).full_tensor())
     return torch.linalg.vector_norm(torch.stack(full_norms))
 
 
 def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
-    """Return the factor that scales gradients of norm `norm` to at most `limit`.
+    """Return the factor that reduces the norm of the gradients from `norm` to at most `limit`.
 
-    The factor is an FP32 scalar on the device of `norm`, or None without a limit.
+    The factor is an FP32 scalar on the device of `norm`. Return None if `limit` is None.
     """
     return None if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
@@ -327,7 +335,7 @@ def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
 def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel) -> None:
     """Clear the gradients of a finished step.
 
-    Main gradients are cleared in place; other gradients are freed.
+    Main gradients are set to zero in place. The memory of all other gradients is freed.
     """
     model.discard_partial_gradients()
     clear_main_gradients(model.parameters())
@@ -337,7 +345,7 @@ def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel
 def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
     """Return the fraction of all parameter values whose update was lost in the last step.
 
-    See `ExactAdamW.frozen_counts`. Collective.
+    `ExactAdamW.frozen_counts` defines lost updates. Collective.
     """
     counts = optimizer.frozen_counts().to(accelerator.device)
     frozen, total = accelerator.reduce(counts, reduction="sum").tolist()
@@ -345,9 +353,10 @@ def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
 
 
 def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
-    """Return the state tensors by name, such as `exp_avg/<parameter name>`, without `step`.
+    """Map names such as `exp_avg/<parameter name>` to the state tensors of the optimizer.
 
-    They are the optimizer's own tensors: writing into them loads a state.
+    The tensors `step` are not included. The returned tensors are not copies, so a state can be
+    loaded by writing to them.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
@@ -360,9 +369,9 @@ def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_updates_done(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Set the number of updates that the moments have seen, for their bias correction.
+    """Set the number of past updates of all parameters, from which the bias correction is computed.
 
-    It is the number of training steps without the skipped ones.
+    `updates` is the number of training steps minus the number of skipped steps.
     """
     for state in optimizer.state.values():
         state["step"].fill_(updates)

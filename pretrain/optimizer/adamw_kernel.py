@@ -1,19 +1,19 @@
-"""AdamW in one Triton launch for all parameters of the same dtypes.
+"""AdamW as a Triton kernel. One launch updates all parameters that have the same dtypes.
 
-Each value is read and written once.
+Each value is read once and written once. A launch reads the addresses of its tensors from a table,
+because separate launches would be slow: with one launch for each of the 310 parameters of
+Qwen3-1.7B, an H200 would wait for the host for about 15 ms per step, 0.9 % of a step in FP8.
 
-A launch reads the addresses of its tensors from a table. With one launch for each of the 310
-parameters of Qwen3-1.7B, an H200 would wait for the host for about 15 ms a step, 0.9 % of a step in
-FP8.
-
-Every rounding is written out, and the compiler may not fuse separate operations. All ways to store
-weights share this code, so FP32 masters and BF16 weights with remainders get the same bits. It
-rounds where torch's CPU operations round: `lerp_` and `addcmul_` use fused multiply-adds, here
-`tl.fma`. This holds for beta1 above 0.5; below that, `lerp_` uses another formula. The square root
-is correctly rounded. torch's square root on a CPU may differ from it in the last place.
+All roundings are explicit in the code, and the compiler must not fuse separate operations. FP32
+weights and BF16 weights with remainders are updated by the same code, so their masters are equal
+bit for bit. The kernel rounds at the same operations as torch on a CPU. `lerp_` and `addcmul_` of
+torch use fused multiply-adds, and the kernel uses `tl.fma` for them. For a beta1 of 0.5 or less,
+the results differ, because `lerp_` then uses another formula. The square root of the kernel is
+correctly rounded. The square root of torch on a CPU may differ from it in the last place.
 """
 
-# Triton reads the annotations of kernels, and knows no others than its own.
+# Kernel arguments without annotations are allowed in this file, because Triton reads annotations
+# and accepts its own types only.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -27,23 +27,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # values of a program: 8 for each thread, which are 16 bytes of BF16
+# Number of values that a program updates. Each thread has 8 values, which are 16 bytes in BF16.
+BLOCK = 1024
 WARPS = 4
-ALIGNMENT = 16  # bytes that a thread loads at once
+# Number of bytes that a thread loads at once.
+ALIGNMENT = 16
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
+# Map torch dtypes to Triton dtypes.
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
 def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, index, aligned: tl.constexpr):
-    """Return pointers to the values `index` of the tensor in `column` of a row of the table."""
+    """Return pointers to the values `index` of a tensor, whose address is in the table.
+
+    `row` points to a row of the table. `column` is the column with the address of the tensor.
+    """
     pointers = tl.load(row + column).to(tl.pointer_type(dtype)) + index
     return tl.multiple_of(pointers, _ALIGNMENT) if aligned else pointers
 
 
 @triton.jit
 def _join(weight, remainder):
-    """Return FP32 masters from BF16 weights and int16 remainders, as `exact_weights.join`."""
+    """Return the FP32 masters of BF16 weights and int16 remainders, like `exact_weights.join`."""
     bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
     return bits.to(tl.float32, bitcast=True)
 
@@ -51,10 +57,10 @@ def _join(weight, remainder):
 @triton.jit
 def _adamw(
     # int64 [tensors, 7]. The columns are the addresses of weight, remainder, gradient, exp_avg and
-    # exp_avg_sq, the number of values, and the first program.
+    # exp_avg_sq, the number of values, and the index of the tensor's first program.
     table,
-    tensor_of,  # int64 [programs]: the row of the table for each program
-    frozen,  # int32 [programs]: written, the number of lost updates
+    tensor_of,  # int64 [programs]: index of the table's row for each program
+    frozen,  # int32 [programs]: output, the number of lost updates of each program
     clip_coefficient,  # FP32 scalar
     decay,
     one_minus_beta1,
@@ -74,8 +80,9 @@ def _adamw(
 ):
     """Update `block` values of one parameter in place: weight, remainder and both moments.
 
-    With `exact`, weights are BF16 and have remainders. With `aligned`, all addresses and the number
-    of values are multiples of ALIGNMENT.
+    If `exact` is True, the weights are BF16 and have remainders. If `aligned` is True, all
+    addresses and the number of values are multiples of ALIGNMENT, so that values can be loaded
+    together.
     """
     program = tl.program_id(0)
     row = table + 7 * tl.load(tensor_of + program)
@@ -83,7 +90,8 @@ def _adamw(
     index = (program - tl.load(row + 6)) * block + tl.arange(0, block)
     inside = index < tl.load(row + 5)
     if aligned:
-        # Neighbouring values are inside or outside together, so they can be loaded together.
+        # Each group of ALIGNMENT neighbouring values is either completely inside the tensor or
+        # completely outside of it, so the values of a group can be loaded together.
         inside = tl.max_constancy(inside, _ALIGNMENT)
     weight_at = _pointers(row, 0, weight_type, index, aligned)
     remainder_at = _pointers(row, 1, tl.int16, index, aligned)
@@ -108,7 +116,7 @@ def _adamw(
 
     tl.store(exp_avg_at, exp_avg.to(moment_type), mask=inside)
     tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
-    if exact:  # as `exact_weights.split`
+    if exact:  # the same operations as in `exact_weights.split`
         bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
         rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         tl.store(weight_at, rounded, mask=inside)
@@ -118,25 +126,29 @@ def _adamw(
         tl.store(weight_at, rounded, mask=inside)
         after = rounded.to(tl.float32)
     moved = (learning_rate != 0) & ((exp_avg != 0) | ((weight_decay != 0) & (before != 0)))
-    # Each program has its own counter. Atomic additions to one counter would serialize a million
-    # programs.
+    # Each program writes its count to a separate element. Atomic additions of all programs to one
+    # counter would be slow, because a launch may have a million programs.
     tl.store(frozen + program, tl.sum((inside & moved & (after == before)).to(tl.int32)))
 
 
 def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tensor | None) -> Tensor:
     """Update parameters in place on a GPU and return the number of lost updates.
 
-    `updates` has pairs of `ParameterTensors` and `Hyperparameters`. See `_update_all` of
-    pretrain.optimizer.adamw.
+    The number is an int64 scalar on the GPU. `pretrain.optimizer.adamw` calls this function.
+
+    Args:
+        updates: Pairs of `ParameterTensors` and `Hyperparameters`.
+        clip_coefficient: FP32 scalar by which the gradients are multiplied. None means 1.0.
     """
     device = updates[0][0].weight.device
     coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
-    # The addresses and numbers of values of the parameters that one launch updates.
+    # Map the hyperparameters and the kind of each launch to its parameters. The entry of a
+    # parameter has the addresses of its tensors and its number of values.
     launches = defaultdict(list)
     for tensors, hyper in updates:
         addresses = [0 if tensor is None else tensor.view(-1).data_ptr() for tensor in tensors]
         values = tensors.weight.numel()
-        # FSDP2 may split a tensor at any place.
+        # The addresses may be unaligned, because FSDP2 may split a tensor at any position.
         aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))
         kind = (
             _TYPES[tensors.weight.dtype],
@@ -159,11 +171,11 @@ def _launch(
     """Update parameters of one kind in one launch and return the number of lost updates.
 
     Args:
-        parameters: The five addresses and the number of values of each parameter.
-        hyper: The `Hyperparameters` of all of them.
-        kind: Dtypes of weight, gradient and moments, whether weights are exact, and whether all
-            tensors are aligned.
-        coefficient: FP32 scalar that multiplies the gradients.
+        parameters: For each parameter, the addresses of its five tensors and its number of values.
+        hyper: `Hyperparameters` of all these parameters.
+        kind: Arguments of the kernel: the dtypes of weights, gradients and moments, True if the
+            weights are exact, and True if all tensors are aligned.
+        coefficient: FP32 scalar by which the gradients are multiplied.
     """
     rows = []
     programs = 0
@@ -194,7 +206,8 @@ def _launch(
             tensor_of,
             frozen,
             coefficient,
-            # Triton would compile separate kernels for the integers 0 and 1.
+            # The numbers are converted to float, because Triton would compile separate kernels for
+            # the integers 0 and 1.
             *map(float, numbers),
             *kind,
             BLOCK,

@@ -1,23 +1,25 @@
 """Exact BF16 weights: a BF16 weight and a 16-bit remainder that together are an FP32 master.
 
-The master is the weight that the optimizer updates. With `weights: fp32` or `bf16` it is the
-parameter itself. With `weights: bf16_exact` it is an FP32 value, stored as a BF16 parameter and 16
-remainder bits in the optimizer. docs/precision.md compares the three modes.
+The master is the weight that the optimizer updates. With `weights: fp32` or `weights: bf16`, the
+master is the parameter itself. With `weights: bf16_exact`, the master is an FP32 value that is
+stored in two tensors: a BF16 parameter, and 16 remainder bits in the state of the optimizer.
+docs/precision.md compares the three modes.
 
-The encoding is that of Transformer Engine's `store_param_remainders`. The BF16 weight is the master
-rounded to nearest. The int16 remainder is the low half of the master, unchanged:
+The encoding is the same as in Transformer Engine's `store_param_remainders`. The BF16 weight is the
+master rounded to nearest. The int16 remainder has the low 16 bits of the master:
 
     weight    = (master + 0x8000) >> 16        (integers; rounds to nearest, ties away from zero)
-    remainder = low 16 bits of master, read as int16: negative exactly where rounding went up
+    remainder = low 16 bits of master, read as int16; negative only if the weight was rounded up
     master    = (weight << 16) + remainder     (a negative remainder undoes the rounding up)
 
-Hardware rounds ties to even instead. A weight differs from hardware rounding only on exact ties,
-about one value in 65,536. Rounding ties to even would not fit: an even BF16 number would then be
-the rounding of 65,537 masters, and 16 bits distinguish only 65,536.
+Hardware rounds ties to even instead. The weight differs from hardware rounding only if the master
+is an exact tie, which is about one value in 65,536. Ties cannot be rounded to even here: each even
+BF16 number would then be the rounded value of 65,537 masters, but the 16 bits of the remainder
+distinguish only 65,536 of them.
 
-The arithmetic on integers keeps zeros, subnormals, infinities and signs. Every NaN becomes the NaN
-0x7FC00000. A GPU's own NaN, 0x7FFFFFFF, would carry into the sign bit and become -0.0, which looks
-like a healthy weight.
+The integer arithmetic preserves zeros, subnormals, infinities and signs. Every NaN is replaced by
+the NaN 0x7FC00000. Without the replacement, the NaN 0x7FFFFFFF, which GPUs produce, would carry
+into the sign bit and become -0.0. The damaged weight would then not be noticed.
 """
 
 from __future__ import annotations
@@ -37,16 +39,17 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the FP32 masters of BF16 weights and int16 remainders: the inverse of `split`.
+    """Return the FP32 masters of BF16 weights and int16 remainders. This is the inverse of `split`.
 
-    For a pair that does not come from `split`, the result is the sum of their bits.
+    If `split` has not produced the two tensors, the result is computed by the same formula.
     """
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
 def master_of(weight: Tensor, remainder: Tensor | None) -> Tensor:
-    """Return the FP32 master of a weight in any mode.
+    """Return the FP32 master of a weight that is stored in any of the three modes.
 
-    `remainder` is None unless the weight is exact BF16. Both are plain tensors or local parts.
+    `weight` and `remainder` are plain tensors or local parts of DTensors. `remainder` is None
+    unless the weight is exact BF16.
     """
     return weight.to(torch.float32) if remainder is None else join(weight, remainder)

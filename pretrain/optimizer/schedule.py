@@ -1,9 +1,13 @@
-"""The learning rate as a pure function of the step, so that resuming needs no scheduler state.
+"""The learning rate as a function of the step.
 
-Steps count from 0 in this file, and from 1 in everything that a user sees. No step has a learning
-rate of zero, because it would be wasted: warm-up begins at 1 / warmup of the peak, and decay would
-reach its end at step `total_steps`, which is not trained. After warm-up the values equal
-`transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR.
+The learning rate depends on the step and the settings alone, so checkpoints contain no state of a
+scheduler. In this file the first step has the number 0. In settings, logs and messages it has the
+number 1.
+
+No step has a learning rate of zero, because such a step would not change the weights. Warm-up
+starts at 1 / warmup of the peak. Decay ends at step `total_steps`, which is not trained, because
+the last step has the number `total_steps` - 1. After warm-up the values equal those of
+`transformers.get_wsd_schedule` and of torch's CosineAnnealingLR and LinearLR.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import math
 from foundation.errors import InputError
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 
-# Functions from the progress of decay (0 to 1) to the fraction of the decay that is left (1 to 0).
+# Map each shape of the decay to a function. The function maps the progress of the decay (0 to 1) to
+# the fraction of the decay that remains (1 to 0).
 _REMAINING = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -24,9 +29,9 @@ _REMAINING = {
 def learning_rate(
     step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int
 ) -> float:
-    """Return the learning rate of `step`, which counts from 0.
+    """Return the learning rate of step `step`, where 0 is the first step.
 
-    After `total_steps` it keeps the value at the end of the schedule.
+    Steps from `total_steps` on have the learning rate of the end of the schedule.
     """
     peak = optimizer.learning_rate
     if step < settings.warmup:
@@ -45,9 +50,10 @@ def learning_rate(
 
 
 def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
-    """Return the number of decay steps of a wsd schedule, rounded, or 0 for other kinds.
+    """Return the number of decay steps of a wsd schedule, or 0 for other kinds of schedules.
 
-    For example, 20 % of 2,776 steps are 555, which start at step 2,221.
+    The number is rounded. For example, 20 % of 2,776 steps are 555 steps, and the decay starts at
+    step 2,221.
     """
     return round(settings.decay * total_steps) if settings.kind == "wsd" else 0
 
@@ -55,25 +61,30 @@ def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
 def decay_begins(settings: ScheduleSettings, total_steps: int) -> int | None:
     """Return the number of steps before the decay of a wsd schedule.
 
-    Return None for a schedule without decay steps and for other kinds.
+    Return None for a wsd schedule without decay steps, and for other kinds of schedules.
     """
     decay = decay_steps(settings, total_steps)
     return total_steps - decay if decay else None
 
 
 def check(settings: ScheduleSettings, total_steps: int) -> None:
-    """Raise InputError if warm-up and decay do not fit into `total_steps`."""
+    """Raise InputError if warm-up and decay together have more than `total_steps` steps."""
     decay = decay_steps(settings, total_steps)
     if settings.warmup + decay > total_steps:
         of_decay = f" and `schedule.decay: {settings.decay:g}` ({decay:,} steps)" if decay else ""
         raise InputError(
-            f"for `schedule.warmup: {settings.warmup}`{of_decay} there is no room in "
-            f"{total_steps:,} steps; shorten one, or train longer (`train`)"
+            f"the schedule with `schedule.warmup: {settings.warmup}`{of_decay} is longer than the "
+            f"run of {total_steps:,} steps; either shorten the schedule, or train more steps "
+            "(`train`)"
         )
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:
-    """Return one line with the kind, the phases in steps, the peak and the final learning rate."""
+    """Return one line that describes the schedule of the learning rate.
+
+    The line has the kind of the schedule, the number of steps of each phase, the peak and the final
+    learning rate.
+    """
     warmup = settings.warmup
     peak = optimizer.learning_rate
     phases = [f"warmup {warmup:,}"] if warmup else []

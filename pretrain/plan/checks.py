@@ -1,8 +1,8 @@
 """Checks that need two sections of a recipe, the devices, the model's sizes or the packs.
 
-Each check raises InputError, which names the keys that contradict each other and a value that
-works. `prepare_job` calls each function once, the cheapest first. A matrix calls `check_launch` for
-each cell. No function imports torch.
+Each check raises an InputError if it fails. The message contains the keys that contradict each
+other, and a value that works. `prepare_job` calls each function once, the fastest one first. A
+matrix of runs calls `check_launch` for each of its cells. No function imports torch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ TOKEN_BYTES = 4  # bytes of a token in packs
 
 
 def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int) -> int:
-    """Return the steps of the run, its horizon.
+    """Return the number of steps of the run, also called its horizon.
 
-    Tokens and epochs are rounded up to whole steps: 4 epochs of 22,206 packs at 32 a step are 2,776
-    steps. Epochs count as the decimal number in the recipe. As a binary number, 1.1 epochs of 10
-    packs would be 11.000000000000002 packs.
+    packs: number of training packs.
+    length: number of tokens in a pack.
+
+    Tokens and epochs are rounded up to whole steps: 4 epochs of 22,206 packs with 32 packs per step
+    are 2,776 steps. The number of epochs is converted from its decimal notation in the recipe. With
+    binary floating-point numbers, 1.1 epochs of 10 packs would be 11.000000000000002 packs.
     """
     if train.steps is not None:
         return train.steps
@@ -43,64 +46,66 @@ def _require(condition: object, message: str) -> None:
 
 def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
     below = value // unit * unit
-    nearest = f"are {below} and {below + unit}" if below else f"is {unit}"
+    nearest = f"{below} or {below + unit}" if below else f"{unit}"
     _require(
         value % unit == 0,
-        f"`{key}: {value}` is not a multiple of {unit}, {what}; the nearest {nearest}",
+        f"`{key}: {value}` is not a multiple of {unit}, {what}; set it to {nearest}",
     )
 
 
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
-    """Check a recipe without the device, the model and the data of its launch.
+    """Check a recipe without knowing the device, the model and the data.
 
-    recipe: with a precision.
-    world_size: number of devices, or None if only the launch itself finds it out.
+    recipe: a recipe in which `precision` is set.
+    world_size: number of devices, or None if it is not known before the launch.
     """
     names = [name for _, name in phases_of(recipe.precision)]
     check_settings(recipe, names[0], world_size)
     for name in names:
         settings = recipe.fp8_config.resolved(name)
-        # A fallback trains in a precision that only the device decides.
+        # With a fallback, the precision depends on the device.
         if settings.on_unsupported != "fallback":
             check_fit(ActivePrecision(name, precision_called(name), "emulation", settings), recipe)
 
 
 def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:
-    """Check what follows from the recipe alone.
+    """Check the recipe for contradictions between its sections.
 
-    precision: name of the first phase's precision.
+    precision: name of the precision of the first phase.
     world_size: number of devices, or None if it is not known.
     """
     data = recipe.data
     batch = recipe.batch
     _require(
         recipe.weights == "fp32" or precision_called(precision).compute_dtype != "float32",
-        f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 "
-        "weights compute in BF16; set `precision: bf16`, or `weights: fp32`",
+        f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other, because "
+        "BF16 weights cannot compute in FP32; set either `precision: bf16` or `weights: fp32`",
     )
     _require_multiple(
-        "batch.tokens", batch.tokens, data.length, "the tokens of a pack (`data.length`)"
+        "batch.tokens", batch.tokens, data.length, "the number of tokens in a pack (`data.length`)"
     )
     packs = batch.tokens // data.length
     _require(
         world_size is None or packs >= world_size,
-        f"`batch.tokens: {batch.tokens}` are {packs} packs of `data.length: {data.length}`, too "
-        f"few for {world_size} processes; set it to {data.length * (world_size or 1)} at least, or "
-        f"start {packs} processes at most",
+        f"`batch.tokens: {batch.tokens}` are {packs} packs of `data.length: {data.length}` tokens, "
+        f"which are too few for {world_size} processes; either set `batch.tokens` to at least "
+        f"{data.length * (world_size or 1)}, or start at most {packs} processes",
     )
     _require(
         not (batch.microbatch_is_searched and recipe.deterministic),
-        "`batch.microbatch: auto` fills the free memory, but `deterministic: true` needs the same "
-        "microbatches in all runs; set a number. `--plan deterministic=false` estimates what fits",
+        "`batch.microbatch: auto` chooses a size by the free memory, but `deterministic: true` "
+        "needs the same microbatches in all runs; set `batch.microbatch` to a number. `--plan "
+        "deterministic=false` estimates the largest number that fits",
     )
     _require(
         recipe.loss.kind == "chunked"
         or not (recipe.loss.penalty or recipe.deterministic or recipe.fp8_config.scope != "linear"),
-        "`loss.kind: cce` keeps its logits to itself, in BF16, and sums gradients in no fixed "
-        "order: it does not work with `loss.penalty`, `deterministic: true` and `fp8_config.scope: "
-        "linear+head`; set it to chunked",
+        "`loss.kind: cce` does not return its logits, computes them in BF16, and sums gradients in "
+        "no fixed order, so it does not support `loss.penalty`, `deterministic: true` and "
+        "`fp8_config.scope: linear+head`; set `loss.kind: chunked`",
     )
-    if recipe.train.epochs is None:  # otherwise the number of packs decides the number of steps
+    # With `train.epochs`, the number of steps depends on the number of packs, which is not known.
+    if recipe.train.epochs is None:
         steps = steps_of(recipe.train, batch.tokens, 0, data.length)
         schedule.check(recipe.schedule, steps)
         last_steps([until for until, _ in phases_of(recipe.precision)], steps)
@@ -111,37 +116,42 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             f"`train.epochs: {recipe.train.epochs}` counts packs, but the number of packs of "
             "`data.streaming` is not known; set `train.steps` or `train.tokens`",
         )
-        # The part that is read, the one before, the next one, and the first one, which stays.
+        # The disk must hold four parts: the part that is read, the parts before and after it, and
+        # the first part of the stream, which is never deleted.
         needed = TOKEN_BYTES * (4 * stream.window + batch.tokens) / 1e9
         _require(
             needed <= stream.disk_gb,
-            f"`data.streaming.disk_gb: {stream.disk_gb:g}` does not hold a step and four parts of "
-            f"`data.streaming.window: {stream.window}` tokens; set it to {needed * 1.1:.2g} or "
-            "more, or a smaller window",
+            f"`data.streaming.disk_gb: {stream.disk_gb:g}` does not suffice for a step and four "
+            f"parts of `data.streaming.window: {stream.window}` tokens; either set "
+            f"`data.streaming.disk_gb` to at least {needed * 1.1:.2g}, or choose a smaller "
+            "`data.streaming.window`",
         )
     if data.prepares and not data.held_out and data.validation is None:
         check_held_out(recipe, 0)
 
 
 def check_gap(recipe: Recipe, *, replicas: int) -> None:
-    """Check that the gap to BF16 can be measured, and is measured if the run shall react to it.
+    """Check `log.gap`, which measures the difference between gradients in low precision and BF16.
+
+    It must be set if `health.on_gap` reacts to the gap, and it cannot be measured with HSDP.
 
     replicas: number of sharded copies of the model.
     """
     _require(
         recipe.log.gap or recipe.health.on_gap == "warn",
-        f"`health.on_gap: {recipe.health.on_gap}` needs what `log.gap` measures; set that too, to "
-        "100",
+        f"`health.on_gap: {recipe.health.on_gap}` needs the measurements of `log.gap`; set "
+        "`log.gap` too, for example to 100",
     )
     _require(
         not (recipe.log.gap and replicas > 1),
-        f"`log.gap: {recipe.log.gap}` cannot separate a microbatch's gradients from the step's in "
-        "replicas of shards (HSDP); remove it, or shard over all devices",
+        f"`log.gap: {recipe.log.gap}` cannot separate the gradients of a microbatch from the "
+        "gradients of the step if there are several sharded copies of the model (HSDP); either "
+        "remove `log.gap`, or shard one copy over all devices",
     )
 
 
 def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
-    """Check that a recipe that evaluates has held-out packs."""
+    """Check that there are held-out packs if the recipe evaluates on them."""
     every = recipe.evaluate.every
     _require(
         not recipe.checkpoint.best or (every and held_out_packs),
@@ -149,35 +159,41 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
     )
     _require(
         not every or held_out_packs,
-        f"`evaluate.every: {every}` needs held-out packs and there are none; set `data.held_out` "
-        "(such as 0.01, or more if there are few packs), or remove `evaluate.every`",
+        f"`evaluate.every: {every}` needs held-out packs and there are none; either set "
+        "`data.held_out` (for example to 0.01, or to more if there are few packs), or remove "
+        "`evaluate.every`",
     )
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """Check that the model reads text alone, has layers, and has a position for each token."""
+    """Check that the model reads only text, has layers, and has a position for each token.
+
+    model: the configuration of the model.
+    """
     _require(
         hasattr(model, "vocab_size") and not hasattr(model, "vision_config"),
-        f"`model`: {type(model).__name__} reads more than text; name a model of text alone",
+        f"`model`: {type(model).__name__} reads more than text; choose a model of text only",
     )
     config = model.get_text_config()
     length = recipe.data.length
-    positions = getattr(config, "max_position_embeddings", None) or -1  # -1 in XLNet: no limit
+    # -1 means that there is no limit. XLNet's configuration has the value -1.
+    positions = getattr(config, "max_position_embeddings", None) or -1
     _require(
         positions < 0 or length <= positions,
-        f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at "
-        f"most {positions} tokens",
+        f"`data.length: {length}` is larger than the model's {positions} positions; set "
+        f"`data.length` to at most {positions} and prepare packs of this length",
     )
     _require(
         getattr(config, "num_hidden_layers", None) != 0,
-        "`model.config`: `num_hidden_layers: 0` is no model; set it to 1 or more",
+        "`model.config`: a model with `num_hidden_layers: 0` has no layers; set it to 1 or more",
     )
 
 
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None) -> None:
-    """Check that a quantized precision can take the packs, and has layers to compute.
+    """Check that a quantized precision suits the length of packs, and that layers are quantized.
 
-    A single linear that does not fit stays in BF16. This check finds what would leave no linear.
+    A single linear layer with an unsuitable shape stays in BF16 without an error. This check raises
+    InputError if no linear layer at all would be quantized.
 
     layers: number of decoder layers, or None if it is not known.
     """
@@ -188,7 +204,7 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None
         "data.length",
         recipe.data.length,
         active.precision.multiple_of,
-        f"in which `precision: {name}` takes tokens",
+        f"as `precision: {name}` requires",
     )
     if layers is None:
         return
@@ -196,5 +212,6 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None
     _require(
         first + last < layers,
         f"`fp8_config.keep_bf16_layers`: the first {first} and the last {last} of {layers} layers "
-        f"are all of them; keep fewer for `precision: {name}`, or set `precision: bf16`",
+        f"are all layers, so none would compute in {name}; either keep fewer layers in BF16, or "
+        "set `precision: bf16`",
     )

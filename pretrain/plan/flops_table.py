@@ -1,4 +1,4 @@
-"""`python -m pretrain flops`: the training FLOPs of a model by each definition in use."""
+"""`python -m pretrain flops`: print the training FLOPs of a model by several definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pretrain.plan.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 
-LENGTHS = (2048, 4096)  # of packs, for a model without a recipe
+LENGTHS = (2048, 4096)  # lengths of packs in tokens, if the command gets no recipe and no lengths
 
 
 def main(options: argparse.Namespace) -> int:
@@ -55,8 +55,8 @@ def main(options: argparse.Namespace) -> int:
         print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.expert_weights:
         print(
-            "\nwarning: llm_TII's and Megatron-LM's definitions are of dense models, and this is a "
-            "mixture of experts"
+            "\nwarning: this model is a mixture of experts, but llm_TII and Megatron-LM define "
+            "FLOPs only for dense models"
         )
     if flops.uncounted:
         print(f"\nwarning: {flops.left_out}")
@@ -64,9 +64,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _cell(count: float, reference: float, speed: float | None, peak_flops: float) -> str:
-    """Return the FLOPs a token by one definition, and with a `speed` in tokens/s the MFU.
+    """Return a cell of the table with the FLOPs per token by one definition.
 
-    reference: FLOPs a token by the definition of this project.
+    The cell also has their ratio to `reference`, and the MFU if there is a `speed`.
+
+    count: FLOPs per token by the definition.
+    reference: FLOPs per token by the definition of this project.
+    speed: speed of a run in tokens/s.
+    peak_flops: peak FLOP/s of all devices.
     """
     mfu = f": MFU {percent(count * speed / peak_flops)}" if speed else ""
     return f"{operations(count)} ({percent(count / reference)}){mfu}"

@@ -1,39 +1,43 @@
-"""Estimate the memory of one device, exactly for fused layers, approximately for compiled ones.
+"""Estimate the memory of one device, exactly for fused layers, approximately for compiled layers.
 
-The peak is either at the loss, while the activations of all layers are kept, or in the backward of
-one layer, after the layers behind it have freed theirs. The larger one counts.
+Memory has its peak either at the loss, while the activations of all layers are kept, or in the
+backward of one layer, after the following layers have freed their activations. The estimate is the
+larger of the two.
 
-A fused layer keeps for backward what the nodes of `pretrain.model.fused.layers` save. Numbers for
-each token:
+A fused layer keeps for backward the tensors that the autograd functions in
+`pretrain.model.fused.layers` save. The following table lists them. The first column is the number
+of values per token.
 
-    2 · hidden               in the compute dtype      the layer's input, and the attention's
-                                                       residual sum
-    2 · hidden               as operands               the outputs of the two norms, and 4 bytes
-                                                       each of statistics
+    2 · hidden               in the compute dtype      the input of the layer, and the sum of this
+                                                       input and the attention's output
+    2 · hidden               as operands               the outputs of the two norms. Each norm also
+                                                       keeps 4 bytes of statistics
     query + 2 · KV widths    in the compute dtype      queries, keys and values, before or after
-                                                       rotation. Both if heads are normed and
-                                                       memory allows (pretrain.plan.plan)
-    query width              in the compute dtype      the attention's output, and 4 bytes a head
-                                                       of statistics
-    query width              as operand                the same for its product. In BF16 the two
-                                                       are one
-    gate and up widths       in the compute dtype      the activation's inputs. Backward computes
-                                                       its output again
+                                                       rotation. Both are kept if heads have norms
+                                                       and memory suffices (pretrain.plan.plan)
+    query width              in the compute dtype      the output of attention. Each head also keeps
+                                                       4 bytes of statistics
+    query width              as operand                the output of attention as the input of the
+                                                       output projection. In BF16 it is the tensor
+                                                       in the row above
+    gate and up widths       in the compute dtype      the inputs of the activation function.
+                                                       Backward computes its output again
 
-An operand is the tensor that the gradient of a weight is multiplied from. It has the compute dtype,
-or one byte a number in FP8 with the scales of its blocks. The compiler decides which activations a
-compiled layer keeps. These are about, in the compute dtype:
+An operand is the tensor that is multiplied for the gradient of a weight. Its values have the
+compute dtype. In FP8 they take one byte, plus the scales of blocks. The compiler chooses the
+activations that a compiled layer keeps. They are approximately the following, all in the compute
+dtype:
 
-    4 · hidden                        the layer's input, the attention's residual sum, and the
-                                      outputs of the two norms
-    in · out / hidden, every matrix   queries, keys, values and the attention's output; gate, up
-                                      and their product
-    query and key widths              once more, after normalisation and rotation
+    4 · hidden                          the input of the layer, the sum of this input and the
+                                        attention's output, and the outputs of the two norms
+    in · out / hidden for each matrix   queries, keys, values, the output of attention, gate, up,
+                                        and the output of the activation function
+    query and key widths                queries and keys after normalisation and rotation
 
-On one H200 with Qwen3-1.7B's shape, and on four with 8 B and 14 B models, the estimate is within
-5 % of the measured peaks (tests/pretrain/plan/test_memory.py). It does not count workspaces,
-histories of delayed scaling, buffers of NCCL, and the mask of `sdpa` attention. So
-`batch.microbatch: auto` starts with this estimate and then tries on the device.
+On one H200 with Qwen3-1.7B's shape, and on four H200s with models of 8 B and 14 B parameters, the
+estimate is within 5 % of the measured peaks (tests/pretrain/plan/test_memory.py). It does not
+contain workspaces, the histories of delayed scaling, buffers of NCCL, and the mask of `sdpa`
+attention. So `batch.microbatch: auto` starts with this estimate and then tries sizes on the device.
 """
 
 from __future__ import annotations
@@ -56,53 +60,70 @@ from pretrain.precision.scope import Decision, decide
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 
-BYTES = {"fp32": 4, "bf16": 2}
-# Settings that take less memory, the most effective first if none is set yet.
+BYTES = {"fp32": 4, "bf16": 2}  # bytes per value
+# Settings that need less memory, in descending order of the memory that they save in a run in which
+# none of them is set.
 TAKES_LESS = (
     "a smaller batch.microbatch, model.gradient_checkpointing=full, weights=bf16_exact, "
     "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
     "(accelerate_configs/zero.yaml, less by fsdp2.yaml)"
 )
-# Activations of a layer that is compiled in pieces around low-precision products, relative to one
-# that is compiled as a whole. Measured.
+# A layer with low-precision products is compiled in several pieces. Its activations take this many
+# times the memory of a layer that is compiled in one piece. The factor was measured.
 IN_PIECES = 1.15
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run: `count` equal ones, one for each process."""
+    """The devices of a run, which are all of the same kind. Each process uses one device."""
 
+    # The number of devices.
     count: int = 1
-    sharded: bool = False  # FSDP2: parameters, gradients and moments are spread over the devices
+    # True with FSDP2: parameters, gradients and moments are distributed over the devices.
+    sharded: bool = False
+    # The name of the device. None if it is not known.
     name: str | None = None
-    memory: int | None = None  # bytes of one device
-    # Weights are gathered and gradients reduced once a step (pretrain.model.sharding).
+    # Bytes of memory of one device. None if it is not known.
+    memory: int | None = None
+    # True if weights are gathered and gradients are reduced only once a step
+    # (pretrain.model.sharding). False if this is done for each use of a layer.
     gathered: bool = False
-    replicas: int = 1  # number of sharded copies of the model (HSDP)
-    capability: tuple[int, int] | None = None  # CUDA's; None counts as Hopper's
+    # The number of sharded copies of the model. It is larger than 1 with HSDP.
+    replicas: int = 1
+    # The CUDA compute capability. None has the same effect as Hopper's.
+    capability: tuple[int, int] | None = None
 
     @property
     def shards(self) -> int:
-        """Return the number of devices over which one copy of the parameters is spread."""
+        """Return the number of devices over which one copy of the parameters is distributed."""
         return self.count // self.replicas if self.sharded else 1
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes that one decoder layer takes on one device. Activations are bytes a token."""
+    """The memory of one decoder layer on one device, in bytes."""
 
-    inputs: int  # activation: the layer's input, all that a recomputed layer keeps
-    kept: int  # activations kept for backward, the input among them
-    workspace: int  # largest workspace of the backward beside the kept activations
-    # Kept for forward and backward from the first microbatch of a step to the last.
+    # Bytes per token of the layer's input. A recomputed layer keeps only its input for backward.
+    inputs: int
+    # Bytes per token of all activations that are kept for backward, including the input.
+    kept: int
+    # Bytes per token that backward needs at its peak, in addition to the kept activations.
+    workspace: int
+    # Bytes of the quantized weights, which are cached from the first microbatch of a step to the
+    # last one.
     quantized_weights: int
-    unquantized_weights: int  # in the compute dtype; copies if weights are stored in FP32
-    # A fused layer keeps weight copies for the whole step, whether it is recomputed or not.
+    # Bytes of the unquantized weights in the compute dtype. If weights are stored in FP32, they are
+    # copies.
+    unquantized_weights: int
+    # True for a fused layer. It keeps its weight copies for the whole step, even if it is
+    # recomputed.
     fused: bool
-    # Share of the experts' weights that stays unquantized, by reason.
+    # Map each reason why experts stay unquantized to their share of the weights of all experts.
     experts_left_out: Mapping[str, float] = field(default_factory=dict)
-    # Activations: queries, keys and values after rotation, if they are kept beside the ones before.
+    # Bytes per token of queries, keys and values after rotation. They can be kept in addition to
+    # queries, keys and values before rotation, which are part of `kept`.
     rotated: int = 0
+    # True if the layer is recomputed in backward (gradient checkpointing).
     recomputed: bool = False
 
 
@@ -117,14 +138,15 @@ def step_memory(
     *,
     keeps_rotated: bool,
 ) -> dict[str, int]:
-    """Return the bytes of one device at the peak of a step by part, without empty parts.
+    """Map each part of a device's memory at the peak of a step to its number of bytes.
 
-    The CUDA context and fragments of the allocator (about 1 GiB) come on top.
+    Parts without bytes are omitted. The CUDA context and fragments of the allocator, about 1 GiB,
+    are not included.
 
-    layers: in order; empty if all layers are compiled and none is fused.
-    microbatch: packs that the device computes at once.
-    loss: of the recipe, with the chunk that was chosen.
-    keeps_rotated: whether layers keep `LayerMemory.rotated` too.
+    layers: the memory of each layer, in order. Empty if all layers are compiled and none is fused.
+    microbatch: number of packs in a microbatch.
+    loss: the loss settings, with the chunk that was chosen for `loss.chunk: auto`.
+    keeps_rotated: whether layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
     """
     number = precision.number_bytes
     layouts = precision.layouts_on(devices.capability)
@@ -132,7 +154,7 @@ def step_memory(
     values = math.ceil(flops.parameters / devices.shards)
     head = flops.shape.vocabulary * flops.shape.hidden
     low_head = precision.quantized and recipe.fp8_config.scope != "linear"
-    # BF16 working copies of FP32 weights. Shards get theirs by gathering.
+    # FP32 weights need BF16 working copies. With shards, the gathered weights are these copies.
     has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
     compiled = compiled_layer(flops, precision, layouts, {})
     layers = _as_recomputed(
@@ -165,10 +187,10 @@ def step_memory(
 def _as_recomputed(
     layers: Sequence[LayerMemory], model: ModelSettings, *, keeps_rotated: bool
 ) -> list[LayerMemory]:
-    """Return the layers with rotated activations and recomputation taken into account.
+    """Return copies of the layers that take rotated tensors and recomputation into account.
 
-    A recomputed layer keeps its input alone, and has the other activations again while its backward
-    runs.
+    A recomputed layer keeps only its input. Its other activations are computed again in its
+    backward, so they are part of its workspace.
     """
     result = []
     for index, layer in enumerate(layers):
@@ -181,11 +203,12 @@ def _as_recomputed(
 
 
 def _in_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int, int]:
-    """Return counts of numbers that come on top with shards.
+    """Return the numbers of values that a device stores in addition if the model is sharded.
 
-    These are gathered weights, sums of their gradients, and sums that are being sent. If weights
-    are gathered for each use, they belong to a layer, to the next one and its copy, and to the head
-    in forward and backward.
+    These are three numbers: gathered weights, sums of their gradients, and the sums that are being
+    sent. If weights are gathered for each use of a layer, the gathered weights are those of the
+    current layer, of the next layer with its copy, and of the LM head, which stays gathered from
+    forward to backward.
 
     head: number of weights of the LM head.
     """
@@ -207,13 +230,15 @@ def _at_loss(
     low_head: bool,
     has_copies: bool,
 ) -> int:
-    """Return the bytes that the loss takes beside the kept activations.
+    """Return the bytes that the loss needs in addition to the kept activations.
 
-    For the head: its gradient, its working copy, and the gradient of a chunk if products do not add
-    it to the sum. For each token: the last hidden state, the output of the final norm and its
-    gradient. Logits are overwritten with their gradient, which in FP8 has its layouts beside it.
+    These are, for the weight of the LM head, its gradient, its working copy, and the gradient of a
+    chunk if products cannot add it to the sum. For each token, they are the last hidden state, the
+    output of the final norm, and the gradient of this output. Finally there are the logits of a
+    chunk, which are overwritten with their gradient. If the head is quantized, the layouts of the
+    quantized gradient are stored too.
 
-    tokens: of a microbatch.
+    tokens: number of tokens in a microbatch.
     low_head: whether the LM head is quantized.
     has_copies: whether weights have working copies.
     """
@@ -221,7 +246,7 @@ def _at_loss(
     number = precision.number_bytes
     copies = has_copies
     if isinstance(precision, QuantizedPrecision) and low_head:
-        # A gradient that the products do not add to the sum.
+        # Here `copies` means that a chunk's gradient is stored before it is added to the sum.
         copies = loss.penalty is not None or not precision.fuses_head_on(devices.capability)
     size = shape.vocabulary * shape.hidden * (4 + number * copies)
     size += tokens * 3 * shape.hidden * number
@@ -232,9 +257,9 @@ def _at_loss(
 
 
 def _largest_backward(layers: Sequence[LayerMemory]) -> int:
-    """Return the largest memory of a layer's backward beyond all kept activations.
+    """Return the bytes per token that backward needs at its peak beyond all kept activations.
 
-    In bytes a token. By then the layers behind it have freed theirs.
+    When the backward of a layer runs, all following layers have freed their kept activations.
     """
     freed = most = 0
     for layer in reversed(layers):
@@ -244,16 +269,17 @@ def _largest_backward(layers: Sequence[LayerMemory]) -> int:
 
 
 def _working_copies(layers: Sequence[LayerMemory]) -> int:
-    """Return the bytes of working copies.
+    """Return the bytes of the working copies of all weights.
 
-    A fused layer keeps its copies for the whole step. A recomputed layer that is not fused keeps
-    them while the graph of its forward lives, so only the largest one counts.
+    Layers keep their copies from forward to backward, and fused layers for the whole step. A layer
+    that is recomputed and not fused keeps its copies only while it is computed. So of these layers,
+    only the one with the largest copies is counted.
     """
     total = sum(layer.unquantized_weights for layer in layers)
-    passing = [
+    temporary = [
         layer.unquantized_weights for layer in layers if layer.recomputed and not layer.fused
     ]
-    return total - sum(passing) + max(passing, default=0)
+    return total - sum(temporary) + max(temporary, default=0)
 
 
 def layers_of(
@@ -268,9 +294,11 @@ def layers_of(
     """Return the memory of each decoder layer of `model`, in order.
 
     model: the model on the meta device.
-    flops: of the model.
-    attention: the name of the packed attention. It decides which layers are fused.
-    capability: CUDA's compute capability, as in `Devices`.
+    flops: the FLOPs and sizes of the model.
+    active: the precision of the run or phase.
+    device_type: "cpu" or "cuda".
+    attention: the name of the packed attention. It determines the tensors that fused layers keep.
+    capability: CUDA compute capability, see `Devices.capability`.
     """
     layers = decoder_layers(model)
     is_low = active.precision.quantized
@@ -300,11 +328,13 @@ def layers_of(
 def fused_layer(
     parts: Parts, precisions: Sequence[Precision], attention: str, layouts: int
 ) -> LayerMemory:
-    """Return the memory of a fused layer, from its shapes.
+    """Return the memory of a fused layer, computed from its shapes.
 
-    precisions: of its four products: queries, keys and values; the attention's output; gate and
-        up; down.
-    layouts: number of stored layouts of a quantized operand of two products.
+    precisions: the precisions of its four linear layers. These are the stacked projections to
+        queries, keys and values, the output projection of attention, the stacked gate and up
+        projections, and the down projection.
+    attention: the name of the packed attention.
+    layouts: number of layouts in which a quantized operand is stored.
     """
     number = precisions[0].number_bytes
     stacks = [list(stack.values()) for stack in parts.stacks]
@@ -322,21 +352,30 @@ def fused_layer(
         down.block_scaled or down.plain_forward or not gate_up.quantized
     )
     kept = (
-        2 * number * hidden,  # the layer's input, and the attention's residual sum
-        operands[0] * hidden + 4,  # the output of each norm, and its statistics
+        # The input of the layer, and the sum of this input and the attention's output.
+        2 * number * hidden,
+        # The output of the first norm, and its statistics.
+        operands[0] * hidden + 4,
+        # The output of the second norm, and its statistics.
         operands[2] * hidden + 4,
-        number * parts.heads.width,  # queries, keys and values
-        number * query + 4 * parts.heads.query,  # the attention's output, and its statistics
+        # Queries, keys and values.
+        number * parts.heads.width,
+        # The output of attention, and its statistics.
+        number * query + 4 * parts.heads.query,
+        # The output of attention as a quantized operand.
         operands[1] * query * output.quantized,
-        # Elsewhere the norms of heads keep their inputs, and attention their outputs.
+        # With any other attention than this one, the norms of heads keep their inputs, and
+        # attention keeps the outputs of these norms.
         rotated * (attention != ROTATED_ATTENTION),
+        # The inputs of the activation function.
         number * gate_and_up,
+        # The output of the activation function, if backward does not compute it again.
         operands[3] * activated * keeps_activated,
     )
     return LayerMemory(
         inputs=number * hidden,
         kept=round(sum(kept)),
-        # The gradients of the MLP, which takes more than attention.
+        # The gradients in the MLP, which need more memory than those in attention.
         workspace=number * (hidden + gate_and_up + activated),
         quantized_weights=round(
             sum(
@@ -358,7 +397,7 @@ def fused_layer(
 def _experts_left_out(
     model: PreTrainedModel, decisions: Mapping[str, Decision]
 ) -> dict[str, float]:
-    """Return the share of all experts' weights that stays unquantized, by reason."""
+    """Map each reason why experts stay unquantized to their share of the weights of all experts."""
     sizes = {
         f"{name}.{key}": getattr(experts, key).numel()
         for name, experts in stacked_experts(model)
@@ -377,9 +416,11 @@ def _experts_left_out(
 def compiled_layer(
     flops: ModelFlops, precision: Precision, layouts: int, experts_left_out: Mapping[str, float]
 ) -> LayerMemory:
-    """Return the memory of a mean layer of the model that `flops` counts.
+    """Return the memory of a compiled layer, as a mean over all layers of the model.
 
-    layouts: number of stored layouts of a quantized weight.
+    flops: the FLOPs and sizes of the model.
+    layouts: number of layouts in which a quantized weight is stored.
+    experts_left_out: see `LayerMemory.experts_left_out`.
     """
     shape = flops.shape
     number = precision.number_bytes
@@ -387,8 +428,8 @@ def compiled_layer(
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
     experts = flops.expert_weights // shape.layers
     idle = flops.idle_weights // shape.layers
-    # Experts keep their input once for each choice of a token, and their output, which the
-    # router's weight multiplies.
+    # For each expert that a token chooses, the layer keeps the input and the output of the expert.
+    # The output is kept because it is multiplied by the weight from the router.
     values = (4 + 2 * flops.choices) * shape.hidden + (linears + experts) // shape.hidden + rotated
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     quantized_share = 1 - sum(experts_left_out.values())

@@ -1,10 +1,11 @@
 """Plan a run: compute its figures from settings, shapes and counts before anything is loaded.
 
-`rendering` prints a plan. Nothing here reads a file.
+`rendering` prints a plan. This file reads no other file.
 
-The second part decides the use of a device's memory, from the settings and the device alone. The
-chunk of the loss changes the order of sums, so a checkpoint stores the chunk of its run
-(pretrain.run.checkpointing). The tensors that layers keep for backward change no result.
+The second part of this file chooses two settings by the memory of a device: the chunk of the loss,
+and whether layers keep rotated queries, keys and values for backward. The choice depends only on
+the settings and the device. The chunk changes the order of sums, so a checkpoint stores the chunk
+of its run (pretrain.run.checkpointing). The rotated tensors do not change any result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 class Plan:
     """The figures of one run.
 
-    Tokens, FLOPs and tokens/s count all devices together. Memory is that of one device.
+    Tokens, FLOPs and tokens/s are totals of all devices. Memory is the memory of one device.
     """
 
     recipe: Recipe
@@ -39,18 +40,21 @@ class Plan:
     flops: ModelFlops
     # Mean over packs of the sum of squared document lengths, divided by the pack length.
     mean_squared: float
-    # Memory of each layer by the name of each precision of the run. Empty: all layers are compiled.
+    # Map the name of each precision of the run to the memory of each layer. Empty if all layers are
+    # compiled and none is fused.
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
-    # Training packs. None for a stream, and for a plan for other machines without packs.
+    # Number of training packs. None for a stream, and if a plan for other machines has no packs.
     packs: int | None = None
-    mixture: Mixture | None = None  # if there are several sources
-    chunk: int | None = None  # of the loss, if `loss.chunk: auto` is not the usual one
-    # Layers keep queries, keys and values before and after rotation.
+    # The mixture of several sources. None if there is a single source.
+    mixture: Mixture | None = None
+    # The chunk of the loss that was chosen for `loss.chunk: auto`. None for the default chunk.
+    chunk: int | None = None
+    # True if layers keep queries, keys and values both before and after rotation.
     keeps_rotated: bool = False
 
     @property
     def loss(self) -> LossSettings:
-        """Return the loss settings of the recipe with the chunk that was chosen."""
+        """Return the loss settings of the recipe, with `chunk` in place of `loss.chunk: auto`."""
         settings = self.recipe.loss
         if settings.chunk == "auto" and self.chunk:
             return settings.model_copy(update={"chunk": self.chunk})
@@ -60,21 +64,22 @@ class Plan:
 
     @property
     def precisions(self) -> list[ActivePrecision]:
-        """Return each precision that the model is built for: of steps, and of `log.gap`."""
+        """Return the precisions of all steps, and the precision that `log.gap` compares with."""
         return self.schedule.precisions(and_unquantized=bool(self.recipe.log.gap))
 
     @property
     def emulated(self) -> bool:
-        """Return whether any precision of the run is emulated."""
+        """Return True if any precision of the run is emulated."""
         return any(active.backend == "emulation" for active in self.precisions)
 
     # ── The packs of a step ──
 
     @property
     def microbatch(self) -> int | None:
-        """Return the packs that a device takes at once, or None if the run finds them by trying.
+        """Return the number of packs in a microbatch, or None if the run finds it by trial.
 
-        They are at most the recipe's, and split the packs of a step into equal parts.
+        It is the smallest size that needs no more microbatches than `batch.microbatch`, which is
+        the upper limit.
         """
         most = self.recipe.batch.microbatch
         if isinstance(most, str):
@@ -84,26 +89,26 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of a step over all devices."""
+        """Return the number of tokens in a step, summed over all devices."""
         return self.recipe.batch.tokens
 
     @property
     def packs_per_step(self) -> int:
-        """Return the packs of a step over all devices."""
+        """Return the number of packs in a step, summed over all devices."""
         return self.tokens_per_step // self.recipe.data.length
 
     @property
     def packs_per_rank(self) -> int:
-        """Return the largest number of packs that a device takes in a step."""
+        """Return the largest number of packs that one device computes in a step."""
         return -(-self.packs_per_step // self.devices.count)
 
     @property
     def microbatch_sizes(self) -> list[int]:
-        """Return the sizes that `batch.microbatch: auto` may choose, ascending from 1.
+        """Return the microbatch sizes in packs that `batch.microbatch: auto` may choose, ascending.
 
-        For each number of microbatches this is the smallest size that gives it, up to the cap of
-        `auto:16`. A size divides the packs of a device, unless devices take different numbers:
-        then places stay empty in any case.
+        For each number of microbatches in a step, the list contains the smallest possible size. If
+        all devices have the same number of packs, each size divides this number. Otherwise some
+        microbatches are not full with any size. With `auto:16` no size is larger than 16.
         """
         is_uneven = self.packs_per_step % self.devices.count > 0
         most = self.packs_per_rank
@@ -117,7 +122,10 @@ class Plan:
 
     @cached_property
     def expected_microbatch(self) -> int:
-        """Return the microbatch, or the largest one that fits by the estimate of memory."""
+        """Return the microbatch in packs. If it is found by trial, return an estimate of it.
+
+        The estimate is the largest size that fits into the device by the estimate of memory.
+        """
         if self.microbatch:
             return self.microbatch
         limit = self.devices.memory or math.inf
@@ -127,35 +135,39 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of the run, its horizon."""
+        """Return the number of steps of the run, also called its horizon."""
         return self.schedule.steps
 
     @property
     def total_tokens(self) -> int:
-        """Return the tokens of the run from its first step to the horizon."""
+        """Return the number of tokens of the run from its first to its last step."""
         return self.steps * self.tokens_per_step
 
     @property
     def total_packs(self) -> int:
-        """Return the packs of the run from its first step to the horizon."""
+        """Return the number of packs of the run from its first to its last step."""
         return self.total_tokens // self.recipe.data.length
 
     @property
     def epochs(self) -> float | None:
-        """Return the epochs of the run, or None if the number of packs is not known."""
+        """Return the number of epochs, or None if the number of training packs is not known."""
         return self.total_packs / self.packs if self.packs else None
 
     @property
     def flops_per_token(self) -> float:
-        """Return the FLOPs of a token, with attention over documents of mean length."""
+        """Return the mean training FLOPs per token.
+
+        The FLOPs of attention depend on the lengths of the documents (`mean_squared`).
+        """
         return self.flops.step(1, self.mean_squared)
 
     @property
     def peak_tflops(self) -> float | None:
-        """Return the dense peak of all devices, in the precision of the run.
+        """Return the peak in TFLOP/s, summed over all devices, for products of dense matrices.
 
-        Several precisions have the peak of the whole run: its FLOPs over the time that each span
-        takes at its own peak. None for an unknown device, and if a precision is emulated.
+        If the run has several precisions, the result is the FLOPs of the run, divided by the time
+        that the run would take if each span reached the peak of its precision. Return None if the
+        device is not known, or if a precision is emulated.
         """
         spans = self.schedule.spans
         peaks = [self._peak_in(span.active) for span in spans]
@@ -167,22 +179,27 @@ class Plan:
         return self.devices.count * self.steps / time
 
     def _peak_in(self, active: ActivePrecision) -> float:
-        """Return the dense peak of one device for products in `active`, or 0.0 if it is unknown.
+        """Return the peak of one device in TFLOP/s for products in `active`, or 0.0 if not known.
 
-        Experts that low precision leaves out count with the peak of BF16.
+        The peak takes into account that some products are computed in BF16: the forward products
+        with `forward: bf16`, and experts that stay unquantized.
         """
         fastest = peak(self.devices.name, active.precision.peak) or 0.0
         bf16 = peak(self.devices.name, "bf16") or fastest
         if not fastest:
             return fastest
         if active.precision.plain_forward:
-            # One of the three products of a linear. All three have the same FLOPs.
+            # One of the three products of a linear layer is computed in BF16. All three products
+            # have the same number of FLOPs.
             fastest = 3 / (1 / bf16 + 2 / fastest)
-        slower = sum(self.experts_left_out(active).values())
-        return 1 / (slower / bf16 + (1 - slower) / fastest) if slower else fastest
+        in_bf16 = sum(self.experts_left_out(active).values())
+        return 1 / (in_bf16 / bf16 + (1 - in_bf16) / fastest) if in_bf16 else fastest
 
     def experts_left_out(self, active: ActivePrecision) -> dict[str, float]:
-        """Return the share of all FLOPs of experts that low precision leaves out, by reason."""
+        """Map each reason why experts stay unquantized in `active` to a share of all FLOPs.
+
+        The share is the part of all training FLOPs that these experts compute.
+        """
         layers = self.layers.get(active.precision.name)
         if not (active.precision.quantized and self.flops.expert_weights and layers):
             return {}
@@ -191,9 +208,9 @@ class Plan:
 
     @property
     def experts_in_bf16(self) -> list[str]:
-        """Return a line for each reason why a low precision leaves out experts, with the share."""
+        """Return a line of text for each reason why experts stay unquantized."""
         return [
-            f"experts compute in BF16 in {units.percent(share)} of the FLOPs ({reason})"
+            f"experts compute in BF16 and have {units.percent(share)} of the FLOPs ({reason})"
             for active in self.precisions
             for reason, share in self.experts_left_out(active).items()
         ]
@@ -201,9 +218,11 @@ class Plan:
     # ── Memory and checkpoints ──
 
     def memory(self, microbatch: int) -> dict[str, int]:
-        """Return the bytes of a device by part, in the precision that takes most.
+        """Map each part of a device's memory to its number of bytes.
 
-        microbatch: packs that the device takes at once.
+        If the run has several precisions, the result is for the one that needs the most memory.
+
+        microbatch: the number of packs in a microbatch.
         """
         layers = self.layers or {self.schedule.at(1).precision.name: ()}
         estimates = [
@@ -222,14 +241,15 @@ class Plan:
         return max(estimates, key=lambda parts: sum(parts.values()))
 
     def takes(self, microbatch: int) -> int:
-        """Return the bytes of all parts of `memory`."""
+        """Return the number of bytes that a device needs in total. See `memory`."""
         return sum(self.memory(microbatch).values())
 
     @property
     def checkpoints_at_once(self) -> int:
-        """Return the largest number of checkpoints that lie on the disk together.
+        """Return the largest number of checkpoints that exist on the disk at the same time.
 
-        These are the kept ones and the one being written, or fewer in a short run.
+        These are the checkpoints that are kept, and the one that is being written. In a short run,
+        there are fewer.
         """
         settings = self.recipe.checkpoint
         decay = self.before_decay
@@ -240,9 +260,9 @@ class Plan:
 
     @property
     def before_decay(self) -> int | None:
-        """Return the step after which the learning rate falls for good, or None.
+        """Return the last step before the final decay of the learning rate, or None without decay.
 
-        A longer run can branch from the last checkpoint up to that step.
+        A longer run can branch from the last checkpoint that is not after this step.
         """
         return decay_begins(self.recipe.schedule, self.steps)
 
@@ -253,19 +273,20 @@ class Plan:
         batch = recipe.batch
         needed = self.takes(self.expected_microbatch) / GIB
         available = (self.devices.memory or math.inf) / GIB
-        warnings = {  # and whether they apply
-            f"about {units.memory(needed)} may not fit into {units.memory(available)} of memory; "
-            f"what takes less: {TAKES_LESS}": needed > available,
-            "`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one": (
-                recipe.weights == "bf16"
-            ),
-            f"`log.gap: {recipe.log.gap}` measures nothing, as no step computes in low precision": (
-                recipe.log.gap and self.schedule.unquantized is None
-            ),
-            f"`batch.microbatch: {batch.microbatch}`: a device has {self.packs_per_rank} packs": (
+        # Map each warning to a value that is true if the warning applies.
+        warnings = {
+            f"a device needs about {units.memory(needed)}, which may not fit into its memory of "
+            f"{units.memory(available)}; to need less, set {TAKES_LESS}": needed > available,
+            "`weights: bf16` loses the smallest updates of the weights; set `weights: bf16_exact` "
+            "to keep all of them": recipe.weights == "bf16",
+            f"`log.gap: {recipe.log.gap}` measures nothing, because no step computes in low "
+            "precision; remove it": recipe.log.gap and self.schedule.unquantized is None,
+            f"`batch.microbatch: {batch.microbatch}` is more than the {self.packs_per_rank} packs "
+            "that a device has in a step": (
                 isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank
             ),
-            f"a step takes {self.packs_per_step} packs, and the training data are {self.packs}": (
+            f"a step needs {self.packs_per_step} packs, but the training data have only "
+            f"{self.packs}, so each step repeats packs": (
                 self.packs is not None and self.packs < self.packs_per_step
             ),
             **dict.fromkeys(self.experts_in_bf16, True),
@@ -274,21 +295,26 @@ class Plan:
         return [*applying, self.flops.left_out] if self.flops.uncounted else applying
 
 
-# ── How the memory of a device is spent ───────────────────────────────────────────────────────────
+# ── The use of a device's memory ──────────────────────────────────────────────────────────────────
 
-# Share of a device's memory that the plan does not count: CUDA, NCCL, fragments.
+# The share of a device's memory that stays free for CUDA, NCCL and fragments, which the estimate
+# does not contain.
 KEPT_FREE = 0.08
-WELL_FILLED = 8192  # tokens at once with which an H200 computes at full speed
-# Tokens of a microbatch beyond which a larger one gains less than the decisions below.
+# The number of tokens in a microbatch with which an H200 reaches nearly its full speed.
+WELL_FILLED = 8192
+# A microbatch with more tokens than this gains less speed than the use of memory chosen below.
 FULL_SPEED = 32_768
-LOGITS = 2**29  # of a chunk, 1 GiB in BF16: the usual 4,096 tokens with 131,072 words
+# The largest number of logits in a chunk of the loss. They take 1 GiB in BF16. It is the default
+# chunk of 4,096 tokens for a vocabulary of 131,072 tokens.
+LOGITS = 2**29
 
 
 def fits_gathered(plan: Plan) -> bool:
-    """Return whether weights are gathered once a step (`fsdp_reshard_after_forward: auto`).
+    """Return True if `fsdp_reshard_after_forward: auto` gathers weights only once a step.
 
-    That needs shards, and memory for all weights beside the recipe's microbatch. If that is `auto`,
-    it is the microbatch that fits with weights gathered for each use, or one that fills a device.
+    This requires that weights are sharded, and that memory suffices for all weights and the
+    microbatch. With `batch.microbatch: auto`, the smaller of two microbatches is assumed: the one
+    that fits if weights are gathered for each use, and one of WELL_FILLED tokens.
     """
     if not plan.devices.sharded:
         return False
@@ -298,11 +324,13 @@ def fits_gathered(plan: Plan) -> bool:
 
 
 def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
-    """Return `plan` with the decisions that its devices' memory allows.
+    """Return a copy of `plan` that uses free memory to save time.
 
-    gathered: whether shards are gathered once a step, as the topology says. None: if memory allows.
+    If the memory of a device suffices, the copy has a longer chunk of the loss, and its layers keep
+    rotated queries, keys and values. For CPUs, and for devices of unknown memory, the copy has the
+    default chunk, and its layers do not keep rotated tensors.
 
-    CPUs and devices of unknown memory keep nothing more than they must.
+    gathered: whether weights are gathered only once a step. None: `fits_gathered` determines it.
     """
     if gathered is None:
         gathered = fits_gathered(plan)
@@ -323,7 +351,10 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
 
 
 def _longer_chunk(plan: Plan, packs: int) -> int | None:
-    """Return a chunk of the loss that is longer than the usual one, or None without room for it."""
+    """Return a chunk of the loss in tokens that is longer than the default, or None.
+
+    The result is None if memory does not suffice for a microbatch of `packs` with a longer chunk.
+    """
     tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
     longer = 2 ** int(math.log2(max(tokens, 1)))
     if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs):
@@ -332,5 +363,8 @@ def _longer_chunk(plan: Plan, packs: int) -> int | None:
 
 
 def _has_room(plan: Plan, packs: int) -> bool:
-    """Return whether a microbatch of `packs` fits. Unknown memory has room for everything."""
+    """Return True if a microbatch of `packs` packs fits into the memory of a device.
+
+    If the memory is not known, return True.
+    """
     return plan.takes(packs) <= (1 - KEPT_FREE) * (plan.devices.memory or math.inf)

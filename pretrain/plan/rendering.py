@@ -1,4 +1,4 @@
-"""Print a plan: its figures in lines of text, as `--plan` shows them."""
+"""Convert a plan to the lines of text that `--plan` prints."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
 
 WIDTH = 100  # columns of the output
-ASSUMED_SHARES = (0.3, 0.5)  # of the peak; runs of dense models usually lie between
+# Shares of the peak FLOP/s. Runs of dense models usually reach a share between these two.
+ASSUMED_SHARES = (0.3, 0.5)
 
 
 def render(plan: Plan, *, brief: bool = False) -> str:
-    """Return the plan as text, a few lines for each subject. `brief` leaves out parts of memory."""
+    """Return the plan as text, with a few lines for each subject.
+
+    With `brief`, the text has only the total memory, without its parts.
+    """
     emulated = ", emulated" if plan.emulated else ""
     title = (
         f"{plan.recipe.name}: {plan.schedule.label} compute{emulated}, "
@@ -35,7 +39,11 @@ def render(plan: Plan, *, brief: bool = False) -> str:
 
 
 def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
-    """Return the texts of each subject, wrapped at WIDTH. The first has the subject's name."""
+    """Return the texts of all subjects as lines of at most WIDTH columns.
+
+    subjects: maps the name of each subject to its texts. The first text of a subject begins with
+        the name.
+    """
     indented = [
         (f"{name if index == 0 else '':<9}", text)
         for name, texts in subjects.items()
@@ -58,9 +66,9 @@ def _devices_line(plan: Plan) -> str:
 
 
 def shape_lines(flops: ModelFlops) -> list[str]:
-    """Return two lines about a model: its parameters, and its shape."""
+    """Return two lines about a model: one about its parameters, and one about its shape."""
     shape = flops.shape
-    head = "head tied to the embedding" if flops.tied else "head of its own"
+    head = "head tied to the embedding" if flops.tied else "head not tied to the embedding"
     without = units.count(flops.parameters - flops.embedding_parameters)
     active = units.count(flops.parameters - flops.idle_weights)
     used = f", {active} of them for a token" if flops.idle_weights else ""
@@ -108,7 +116,7 @@ def _step_line(plan: Plan) -> str:
 
 
 def flops_line(plan: Plan) -> str:
-    """Return the FLOPs of a token, of a step, and of the run."""
+    """Return a line with the FLOPs of a token, of a step, and of the run."""
     tokens = {"a token": 1, "a step": plan.tokens_per_step, "in all": plan.total_tokens}
     return ", ".join(
         f"{units.operations(plan.flops_per_token * number)} {unit}"
@@ -117,7 +125,7 @@ def flops_line(plan: Plan) -> str:
 
 
 def horizon_lines(plan: Plan) -> list[str]:
-    """Return lines about the steps: their number, precisions, sources and learning rate."""
+    """Return lines about the steps: their number, precisions, sources of data and learning rate."""
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]
     lines += [
@@ -128,8 +136,8 @@ def horizon_lines(plan: Plan) -> list[str]:
     stream = plan.recipe.data.stream
     if stream:
         lines.append(
-            f"packed as it comes: {units.count(stream.window)} tokens at a time, "
-            f"{stream.disk_gb:g} GB on disk at most"
+            f"packed during training: {units.count(stream.window)} tokens at a time, at most "
+            f"{stream.disk_gb:g} GB on disk"
         )
     elif plan.mixture is not None:
         shares = plan.mixture.shares(plan.total_packs)
@@ -143,10 +151,10 @@ def horizon_lines(plan: Plan) -> list[str]:
 
 
 def _time_line(plan: Plan) -> str:
-    """Return the time of the run at two assumed shares of the peak."""
+    """Return a line with the time of the run at two assumed shares of the peak."""
     peak = plan.peak_tflops
     if not peak:
-        return "not known: no peak is known for this device, or for emulation"
+        return "not known, because the device has no known peak, or a precision is emulated"
     seconds_at_peak = plan.flops_per_token * plan.total_tokens / (peak * units.TERA)
     low, high = ASSUMED_SHARES
     return (
@@ -159,7 +167,7 @@ def _time_line(plan: Plan) -> str:
 def _memory_lines(plan: Plan) -> list[str]:
     size = plan.expected_microbatch
     limit = f" of {units.memory(plan.devices.memory / GIB)}" if plan.devices.memory else ""
-    searched = "" if plan.microbatch else "; auto finds what fits by trying"
+    searched = "" if plan.microbatch else "; auto finds the largest that fits by trial"
     parts = plan.memory(size)
     width = max(map(len, parts))
     total = units.memory(sum(parts.values()) / GIB)

@@ -20,22 +20,25 @@ from pretrain.precision.settings import ActivePrecision, precision_called
 
 @dataclass(frozen=True)
 class Target:
-    """`count` devices of one machine, by the name that a driver or data sheet gives them."""
+    """`count` devices of the same kind in one machine.
+
+    `name` is the name of the device in its driver or in its data sheet.
+    """
 
     name: str
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return the target of a text such as `H200` or `8xB200`.
+        """Return the target that a text such as `H200` or `8xB200` describes.
 
-        Raises InputError if the peak of the device is not known.
+        Raise InputError if the peak of the device is not known.
         """
         count, name = re.findall(r"(?s)^\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*$", text)[0]
         if peak(name, "bf16") is None or count == "0":
             raise InputError(
-                f"--on {text}: {name!r} has no known BF16 peak; name it as drivers do: "
-                "H200, 8xB200, 'RTX 4090'"
+                f"--on {text}: {name!r} has no known BF16 peak; use the name that its driver "
+                "reports, such as H200, 8xB200 or 'RTX 4090'"
             )
         return cls(name, int(count or 1))
 
@@ -44,16 +47,22 @@ class Target:
 
     @property
     def device(self) -> Peak:
-        """Return the data of one device. `parse` accepts known devices only."""
+        """Return the peaks and the memory of one device.
+
+        They are always known, because `parse` accepts only known devices.
+        """
         return cast(Peak, entry_of(self.name))
 
     @property
     def memory(self) -> int:
-        """Return the bytes of memory of one device."""
+        """Return the memory of one device in bytes."""
         return int(self.device.memory * GIB)
 
     def plan(self, plan: Plan, shapes: PreTrainedModel) -> Plan:
-        """Return `plan` for this target: on hardware, and in shards if one device is too small.
+        """Return a copy of `plan` for this target.
+
+        Precisions that are emulated on this machine are computed by the hardware of the target. The
+        model is sharded if it does not fit into one device.
 
         shapes: the model on the meta device.
         """
@@ -78,10 +87,10 @@ class Target:
     def _layers(
         self, plan: Plan, shapes: PreTrainedModel, active: ActivePrecision
     ) -> list[LayerMemory]:
-        """Return the memory of each layer.
+        """Return the memory of each decoder layer on this target.
 
-        Hopper and Blackwell have Transformer Engine and FlashAttention-4. Other devices have the
-        libraries of this machine.
+        It is assumed that Hopper and Blackwell GPUs have Transformer Engine and FlashAttention-4,
+        and that other devices have the same libraries as this machine.
         """
         recipe = plan.recipe
         model = recipe.model
@@ -98,7 +107,10 @@ class Target:
         return layers_of(shapes, plan.flops, recipe, active, "cuda", attention, capability)
 
     def obstacle(self, plan: Plan) -> str | None:
-        """Return why `plan` cannot run on this target or has no speed there, or None."""
+        """Return the reason why this target cannot run `plan`, or why its speed is not known.
+
+        Return None if there is no such reason.
+        """
         for active in plan.precisions:
             precision = precision_called(active.requested)
             if isinstance(precision, QuantizedPrecision) and self.device.capability:
@@ -106,18 +118,21 @@ class Target:
                 if need:
                     return f"{precision.name} needs {need}"
             if peak(self.name, precision.peak) is None:
-                return f"no {precision.name} peak is known of it"
+                return f"the {precision.name} peak of this device is not known"
         if plan.packs_per_step < self.count:
             least = self.count * plan.recipe.data.length
             return (
-                f"a step of {plural(plan.packs_per_step, 'pack')} is too small for it: "
-                f"`batch.tokens: {least}` at least"
+                f"a step of {plural(plan.packs_per_step, 'pack')} has fewer packs than there are "
+                f"devices; set `batch.tokens` to at least {least}"
             )
         return None
 
 
 def _on_hardware(active: ActivePrecision) -> ActivePrecision:
-    """Return the precision as Transformer Engine computes it, in place of an emulated one."""
+    """Return a copy of `active` that Transformer Engine computes if `active` is emulated.
+
+    If `active` is not emulated, return `active` itself.
+    """
     if active.backend != "emulation":
         return active
     return replace(active, backend="transformer_engine", reason=None)

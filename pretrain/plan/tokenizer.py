@@ -1,8 +1,8 @@
 """The tokenizer of a run: special tokens of a model from scratch, prompts, and the exported folder.
 
-A model from scratch takes from the tokenizer what `model.config` does not set of vocab_size,
-eos_token_id, bos_token_id and pad_token_id. So the exported model has no unused embeddings, and
-`generate` stops at the token that ended the documents.
+If `model.config` of a model from scratch does not set vocab_size, eos_token_id, bos_token_id or
+pad_token_id, the value is set from the tokenizer. So the exported model has no superfluous
+embeddings, and `generate` stops at the token that marks the end of a document in the packs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import config_values, load_config
 from pretrain.settings.recipe import ModelSettings
 
-# The vocabulary of a model from scratch is a multiple of this. Products with the head are then
-# fastest, and every precision can compute them.
+# The vocabulary size of a model from scratch is rounded up to a multiple of this number. Then every
+# precision can compute the products of the LM head, and they are fastest.
 VOCABULARY_MULTIPLE = 128
+# Map the role of each special token in the keys of configurations to its name in messages.
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
-# Texts that transformers' tokenizer classes normalize or split in different ways.
+# Texts that detect differences between tokenizers, because the tokenizer classes of transformers
+# normalize or split them in different ways.
 PROBES = (
     "Hello world 12345, it's 3.14 and 1,000,000!",
     "  two blanks, a\ttab,\n\n  an indented line\r\n and blanks at the end   ",
@@ -46,11 +48,14 @@ PROBES = (
 
 
 class Data(Protocol):
-    """Open packs (`pretrain.run.data.Data`), as far as the tokenizer depends on them."""
+    """The part of `pretrain.run.data.Data`, the open packs of a run, that this file uses."""
 
     @property
     def tokenizer(self) -> Mapping[str, Any]:
-        """Return the packs' record of their tokenizer."""
+        """Return the description of the tokenizer that the packs contain.
+
+        It has the keys of `TextTokenizer.describe`, or is empty.
+        """
 
     def beside(self, name: str) -> Path | None:
         """Return the file `name` in the folder of the packs, or None if it does not exist."""
@@ -59,14 +64,19 @@ class Data(Protocol):
 def with_tokens(
     model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False
 ) -> ModelSettings:
-    """Return `model` with the keys of the vocabulary that it does not set, from the tokenizer.
+    """Return a copy of `model` in which missing vocabulary keys are set from the tokenizer.
 
-    The tokenizer is `data.tokenizer`, or else that of the packs. `model` is returned unchanged if
-    there is no tokenizer, and if its `source` has the tokenizer already.
+    The tokenizer is the one in the recipe's `data.tokenizer`, or otherwise the tokenizer of the
+    packs. `model` is returned unchanged if there is no tokenizer, and if the model has weights or
+    its `source` has the same tokenizer.
 
-    Raises InputError if `data.tokenizer` differs from the tokenizer of the packs or of the model's
-    weights, if `model.config` contradicts it, and, with `needed`, if it cannot be loaded although
-    the model needs nothing from it.
+    settings: the section `data` of the recipe.
+    data: the open packs, or None.
+    needed: whether to load and check the tokenizer even if the model needs no value from it.
+
+    Raise InputError if the recipe's tokenizer differs from the tokenizer of the packs or of the
+    model's weights, if `model.config` contradicts the tokenizer, or if the tokenizer cannot be
+    loaded.
     """
     given = dict(model.config or {})
     if not needed and not model.from_scratch and (model.source or "vocab_size" in given):
@@ -81,8 +91,8 @@ def with_tokens(
             if fingerprint not in (None, named["fingerprint"]):
                 raise InputError(
                     f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not "
-                    f"the tokenizer of {owner} ({fingerprint[:12]}); name that one, and prepare "
-                    "packs with it"
+                    f"the tokenizer of {owner} ({fingerprint[:12]}); set `data.tokenizer` to the "
+                    f"tokenizer of {owner}, and prepare the packs with it"
                 )
         tokenizer = named
     if (
@@ -100,19 +110,21 @@ def with_tokens(
 def tokens_of(
     tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: PretrainedConfig
 ) -> dict[str, Any]:
-    """Return `given`, completed with the keys of `config` that the tokenizer has values for.
+    """Return `given` and the values of the vocabulary keys that the tokenizer determines.
 
-    A token that the tokenizer lacks is null. If the configuration class accepts no null, as that of
-    cwm for BOS, the token is EOS. Raises InputError if `given` contradicts the tokenizer.
+    If the tokenizer does not have a special token, the value is null. If the configuration class
+    does not accept null, as cwm's does not for BOS, the value is the EOS token. Raise InputError if
+    `given` contradicts the tokenizer.
 
-    tokenizer: as `TextTokenizer.describe` returns it.
-    given: values of `model.config`.
+    tokenizer: the description that `TextTokenizer.describe` returns.
+    given: the recipe's values of `model.config`, which have precedence.
+    config: a configuration of the model's class. It determines the keys that the class has.
     """
     size = tokenizer["vocab_size"]
     if given.get("vocab_size", size) < size:
         raise InputError(
-            f"`model.config.vocab_size: {given['vocab_size']}`: the data's tokenizer has {size} "
-            "ids; remove the key"
+            f"`model.config.vocab_size: {given['vocab_size']}` is too small, because the tokenizer "
+            f"of the data has {size} ids; remove `vocab_size` from `model.config`"
         )
     values = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
     for role, name in ROLES.items():
@@ -124,7 +136,8 @@ def tokens_of(
         if None not in (ids, token) and token not in (ids if isinstance(ids, list) else [ids]):
             raise InputError(
                 f"`model.config.{key}: {ids}`: the {name} token of the data's tokenizer "
-                f"({tokenizer.get('name', 'unnamed')}) is {token}; remove the key"
+                f"({tokenizer.get('name', 'unnamed')}) is {token}; remove `{key}` from "
+                "`model.config`"
             )
         accepts_null = config_values(type(config), {key: None}).get(key, 0) is None
         if token is None and not accepts_null:
@@ -137,13 +150,16 @@ def tokens_of(
 def fingerprint_in_use(
     settings: DataSettings, model: ModelSettings, data: Data | None
 ) -> str | None:
-    """Return the fingerprint of the tokenizer that `load_tokenizer` returns, or None."""
+    """Return the fingerprint of the tokenizer that `load_tokenizer` would return, or None."""
     return fingerprint_at(_place(settings, model, data))
 
 
 def fingerprint_at(place: str | None) -> str | None:
-    """Return the fingerprint of the tokenizer in a folder or hub repository, or None."""
-    # A place without a tokenizer, or a machine without network.
+    """Return the fingerprint of the tokenizer in a folder or hub repository.
+
+    Return None if `place` is None, or if no tokenizer can be loaded from it.
+    """
+    # An InputError means that there is no tokenizer, or that the machine has no network.
     with contextlib.suppress(InputError):
         return place and load_text_tokenizer(place).fingerprint
     return None
@@ -154,16 +170,17 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer for samples and for the exported folder, or None if there is none.
 
-    It is the data's, or else the model's, or else the one in the folder of the packs. It has the
-    chat template that the data were rendered with. Raises InputError if there is no tokenizer but
-    one is `needed`, and if the exported folder would encode text in another way than packs.
+    See `_place` for the choice of the tokenizer. It has the chat template with which conversations
+    in the data were converted to text. Raise InputError if `needed` is set but there is no
+    tokenizer, and if a tokenizer loaded from the exported folder would encode text differently than
+    it was encoded in the packs.
     """
     place = _place(settings, model, data)
     if place is None:
         if needed:
             raise InputError(
-                "`evaluate.samples`: there is no tokenizer to read the prompts with; set "
-                "`data.tokenizer`"
+                "`evaluate.samples` needs a tokenizer to encode the prompts, but there is none; "
+                "set `data.tokenizer`"
             )
         return None
     recorded = data.tokenizer if data else {}
@@ -181,35 +198,44 @@ def load_tokenizer(
 
 
 def _place(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
-    """Return the place of a run's tokenizer.json, or None if there is none.
+    """Return the place (file, folder or hub repository) of a run's tokenizer, or None.
 
-    It is the data's tokenizer, or the model's source, or the folder of the packs.
+    The first choice is the recipe's `data.tokenizer`, or the model's `source` if the recipe does
+    not set `data.tokenizer`. If there is no tokenizer in this place, it is the folder of the packs.
+    If that folder has a tokenizer.json, the `source` of a model from scratch is not used.
     """
     file = data.beside("tokenizer.json") if data else None
-    # The weights of the source used its ids. A model from scratch prefers the packs' tokenizer.
+    # The weights in `source` were trained with the ids of its tokenizer. A model from scratch has
+    # no such weights.
     source = None if model.from_scratch and file else model.source
     places = [settings.tokenizer or source, str(file) if file else None]
     return next((place for place in places if fingerprint_at(place)), None)
 
 
 def tokenizer_in(place: str, ids: Mapping[str, Any] | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer.json of a file, folder or hub repository, which encodes text as in packs.
+    """Load tokenizer.json from a file, folder or hub repository as a tokenizer of transformers.
 
-    AutoTokenizer is not used, because it may rebuild the tokenizer from `tokenizer_class`, with
-    another normalizer or pre-tokenizer. A special token that tokenizer.json lacks is dropped:
-    transformers would give it a new id. Raises InputError if there is no tokenizer.json.
+    The tokenizer encodes text in the same way as it was encoded in the packs. AutoTokenizer is not
+    used, because it may rebuild the tokenizer from `tokenizer_class` with a different normalizer or
+    pre-tokenizer. Special tokens that are missing in tokenizer.json are not set, because
+    transformers would add them with new ids. Raise InputError if there is no tokenizer.json.
 
-    ids: of EOS, BOS and padding, as in `TextTokenizer.describe`; by default from the place.
+    place: the file, folder or hub repository.
+    ids: a dict with the ids of EOS, BOS and padding, as `TextTokenizer.describe` returns it. By
+        default, they are read from `place`.
     """
-    text = load_text_tokenizer(place)
-    ids = ids or text.describe()
-    tokens: dict[Any, str] = {number: token for token, number in text.tokenizer.get_vocab().items()}
-    roles: dict[str, Any] = {f"{role}_token": tokens.get(ids.get(f"{role}_id")) for role in ROLES}
+    text_tokenizer = load_text_tokenizer(place)
+    ids = ids or text_tokenizer.describe()
+    tokens: dict[Any, str] = {
+        number: token for token, number in text_tokenizer.tokenizer.get_vocab().items()
+    }
+    options: dict[str, Any] = {f"{role}_token": tokens.get(ids.get(f"{role}_id")) for role in ROLES}
     if Path(place).is_file():
-        return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **roles)
-    name, roles["revision"] = split_revision(place)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **roles)
-    tokenizer.init_kwargs.pop("auto_map", None)  # a class of the repository, which is not exported
+        return PreTrainedTokenizerFast(tokenizer_object=text_tokenizer.tokenizer, **options)
+    name, options["revision"] = split_revision(place)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
+    # Remove the reference to a tokenizer class in the repository, because code is not exported.
+    tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer
 
 
@@ -218,13 +244,20 @@ def _check_export(
     place: str,
     config: PretrainedConfig,
 ) -> None:
-    """Raise InputError if the exported folder encodes text in another way than packs.
+    """Raise InputError if an exported tokenizer encodes text differently than the packs.
 
-    For some model types AutoTokenizer uses a class that ignores parts of tokenizer.json.
+    This can happen because AutoTokenizer uses a class for some model types that ignores parts of
+    tokenizer.json.
+
+    tokenizer: the tokenizer that will be exported.
+    place: the place of the tokenizer with which the packs were prepared.
+    config: the configuration that will be exported with it.
     """
     packed = load_text_tokenizer(place).tokenizer
-    what = f"`data.tokenizer`: {place}: AutoTokenizer does not read it as packs do"
-    remedy = f"name another tokenizer, or another `model_type` than {config.model_type}"
+    what = f"`data.tokenizer`: {place}: AutoTokenizer does not encode text as in the packs"
+    remedy = (
+        f"either choose another tokenizer, or choose another `model_type` than {config.model_type}"
+    )
     with TemporaryDirectory() as folder, refusing((Exception,), what, remedy):
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -235,29 +268,34 @@ def _check_export(
         if exported.encode(probe, add_special_tokens=False) != ids:
             kind = type(exported).__name__
             raise InputError(
-                f"{what}: as {kind}, it encodes {probe!r} otherwise; {remedy}; or make one that "
-                f'agrees, by transformers.{kind}.from_pretrained("{place}").save_pretrained(NEW), '
+                f"{what}: it loads a {kind}, which encodes {probe!r} differently; {remedy}, or "
+                "create a tokenizer that encodes in the same way by "
+                f'transformers.{kind}.from_pretrained("{place}").save_pretrained(NEW) '
                 "and prepare packs with `data.tokenizer: NEW`"
             )
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
-    """Return the number of tokens that the model can read, or None if its config has no limit."""
+    """Return the largest length in tokens that the model supports, or None without a limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def encoded_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig
 ) -> BatchEncoding:
-    """Return `prompt` as [1, tokens] int64, encoded as in packs.
+    """Encode `prompt` without adding special tokens. The `input_ids` are [1, tokens] int64.
 
-    An empty prompt becomes BOS, or EOS if there is no BOS. Raises InputError if the prompt leaves
-    no position for another token.
+    An empty prompt is replaced by the BOS token, or by the EOS token if there is no BOS token.
+    Raise InputError if the prompt has as many tokens as the model supports, so that no token could
+    be generated.
+
+    model: the configuration of the model.
     """
     text = prompt or tokenizer.bos_token or tokenizer.eos_token
     if not text:
         raise InputError(
-            "prompt '': the tokenizer has no BOS or EOS token to begin with; write a few words"
+            "prompt '': the tokenizer has no BOS or EOS token that could replace an empty prompt; "
+            "write a prompt of a few words"
         )
     encoded = tokenizer(
         text,
@@ -269,7 +307,7 @@ def encoded_prompt(
     positions = positions_of(model)
     if positions and tokens >= positions:
         raise InputError(
-            f"prompt {prompt[:40]!r}: {tokens} tokens, and the model has {positions} positions; "
-            "shorten it"
+            f"prompt {prompt[:40]!r} has {tokens} tokens, but the model has {positions} positions; "
+            "shorten the prompt"
         )
     return encoded

@@ -1,8 +1,10 @@
-"""The state of delayed scaling: amaxes of past microbatches, and the scales that follow from them.
+"""The state of delayed scaling in the emulation.
 
-The sequence of updates is Transformer Engine's (FP8GlobalStateManager in pytorch/quantization.py);
-docs/precision.md describes it. The histories of all tensors of a model are columns of one matrix,
-so an update is a few kernels and one reduction.
+The state consists of the amaxes (largest absolute values) of past microbatches, and of the scales
+that are computed from them. The order of the updates is the same as in Transformer Engine
+(FP8GlobalStateManager in pytorch/quantization.py). docs/precision.md describes it. The histories of
+all tensors of a model are columns of one matrix, so an update needs only a few kernels and one
+reduction.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
 Direction = Literal["forward", "backward"]
-# Columns of a linear layer in Transformer Engine's order. Outputs and the gradients of inputs are
-# not quantized.
+# Map each direction to the columns of a linear layer, in Transformer Engine's order. The columns
+# "output" and "grad_input" stay unused, because these tensors are not quantized.
 SLOTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("input", "weight", "output"),
     "backward": ("grad_output", "grad_input"),
 }
-# Direction and slot of each operand.
+# Map each operand to its direction and to the index of its column in SLOTS.
 PLACES: dict[Role, tuple[Direction, int]] = {
     "input": ("forward", 0),
     "weight": ("forward", 1),
@@ -38,28 +40,39 @@ PLACES: dict[Role, tuple[Direction, int]] = {
 def of_operand(
     state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]
 ) -> Tensor:
-    """Return one operand's history [length], or its scale, a scalar, from `GemmEngine.state`."""
+    """Return the amax history [length] or the scale (a scalar) of one operand.
+
+    `state` is the result of `GemmEngine.state`. `module` is the name of the linear layer.
+    """
     direction, slot = PLACES[role]
     return state[f"fp8/{module}/{direction}/{key}"][..., slot]
 
 
-class History(NamedTuple):
-    """The state of all operands of one direction, FP32. Row 0 has the amaxes of this step."""
+class DirectionState(NamedTuple):
+    """The histories and scales of all operands of one direction, in FP32.
+
+    Each column belongs to one operand. Row 0 of the histories contains the amaxes of the current
+    microbatch.
+    """
 
     amax_history: Tensor  # [length, columns]
     scale: Tensor  # [columns]
 
 
 class DelayedState:
-    """The state of all linear layers of one model. Layers register before the first forward."""
+    """The state of all linear layers of one model.
+
+    Each layer must be registered before the first forward.
+    """
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self._precision = active.quantized_precision
         self._settings: OptionValues = active.settings
         self._device = device
         self._modules: list[str] = []
-        self._histories: dict[Direction, History] = {}
-        # Scales of the current forward, or of the last one. This tensor is never changed.
+        self._states: dict[Direction, DirectionState] = {}
+        # The scales of the current or, outside of a forward, of the latest forward. The tensor is
+        # replaced, never modified, because recomputed layers use it again.
         self.forward_scales = torch.empty(0)
         self._in_forward = False
         self._recording = True
@@ -67,40 +80,52 @@ class DelayedState:
         self._end_expected = False
 
     def register(self, module: str) -> int:
-        """Return the number of a new layer."""
+        """Add a layer. Return its index, which `scale` and `record` accept as `module`."""
         self._modules.append(module)
         return len(self._modules) - 1
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Enclose a forward of the model. Only forwards with gradients change histories."""
-        # A backward that ran inside of a forward only, or that failed.
+        """Return a context for a forward of the model.
+
+        When the context is left, the amaxes of the forward enter the histories, but only if
+        gradients are enabled.
+        """
+        # Finish the previous backward if its callback did not run. This is the case if the backward
+        # ran inside of a forward only, or if it failed.
         self._finish_backward()
-        self.forward_scales = self._history("forward").scale.clone()
+        self.forward_scales = self._state_of("forward").scale.clone()
         with overridden(self, _in_forward=True):
             yield
         if torch.is_grad_enabled():
             self._update("forward")
         else:
             # The next training step must not use the amaxes of an evaluation.
-            self._history("forward").amax_history[0].zero_()
+            self._state_of("forward").amax_history[0].zero_()
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
-        """Enclose a layer that backward recomputes. Use its scales again and record no amax."""
+        """Return a context in which backward recomputes a layer.
+
+        Inside, operands are quantized with `forward_scales`, the scales of the original forward,
+        and no amax is recorded.
+        """
         return overridden(self, forward_scales=forward_scales, _recording=False)
 
     def scale(self, module: int, role: Role) -> Tensor:
-        """Return the current scale of an operand, a FP32 scalar."""
+        """Return the current scale of an operand, an FP32 scalar."""
         if role == "grad_output":
-            return self._history("backward").scale[_column(module, role)]
+            return self._state_of("backward").scale[_column(module, role)]
         return self.forward_scales[_column(module, role)]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
-        """Record the amax of an operand, a FP32 scalar. The largest one of a step counts."""
+        """Record the amax of an operand, an FP32 scalar.
+
+        If an operand is recorded several times in a microbatch, the history keeps the largest amax.
+        """
         if role == "grad_output":
-            # The scales of gradients are updated when the current backward ends: autograd calls
-            # back, as for FSDP. Chunks of the LM head run their backward inside of the forward, and
-            # the backward of the model ends the step for them.
+            # The scales of gradients are updated when the current backward ends. Autograd then runs
+            # a callback, in the same way as for FSDP. The chunks of the LM head run their backward
+            # inside of the forward. Their amaxes are processed when the model's backward ends.
             self._backward_ran = True
             if not self._in_forward and not self._end_expected:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
@@ -108,14 +133,15 @@ class DelayedState:
         elif not self._recording:
             return
         direction, _ = PLACES[role]
-        newest = self._history(direction).amax_history[0, _column(module, role)]
+        newest = self._state_of(direction).amax_history[0, _column(module, role)]
         torch.maximum(newest, amax, out=newest)
 
     def state(self) -> dict[str, Tensor]:
-        """Return live views by name, FP32.
+        """Return a dict that maps names to FP32 tensors, which are views of the state.
 
-        The names are `fp8/<module>/<direction>/amax_history`, [length, slots], and `.../scale`,
-        [slots]. They change when a training forward ends and when its backward ends.
+        For each layer and direction, `fp8/<module>/<direction>/amax_history` is [length, slots],
+        and `fp8/<module>/<direction>/scale` is [slots]. The values change when a training forward
+        ends and when its backward ends.
         """
         return {
             f"fp8/{module}/{direction}/{key}": tensor[
@@ -123,11 +149,11 @@ class DelayedState:
             ]
             for direction, slots in SLOTS.items()
             for number, module in enumerate(self._modules)
-            for key, tensor in self._history(direction)._asdict().items()
+            for key, tensor in self._state_of(direction)._asdict().items()
         }
 
     def forget_pass(self) -> None:
-        """Forget a pass that failed: its backward will not end."""
+        """Reset the flags of a pass that failed, so that its backward is no longer expected."""
         self._backward_ran = False
         self._end_expected = False
 
@@ -139,27 +165,31 @@ class DelayedState:
 
     @torch.no_grad()
     def _update(self, direction: Direction) -> None:
-        """End a step of the history. Collective over the default process group."""
-        history = self._history(direction)
+        """Move the amaxes of the current microbatch into the history, and compute new scales.
+
+        If torch.distributed is initialized, all processes must call this method together, because
+        they use the largest amax of all processes.
+        """
+        state = self._state_of(direction)
         if dist.is_initialized():
-            dist.all_reduce(history.amax_history[0], op=dist.ReduceOp.MAX)
+            dist.all_reduce(state.amax_history[0], op=dist.ReduceOp.MAX)
         grid = self._precision.grid(
             self._settings, "input" if direction == "forward" else "grad_output"
         )
         updated = update_scale(
-            *history, grid.maximum, self._settings.margin, self._settings.amax_compute_algo
+            *state, grid.maximum, self._settings.margin, self._settings.amax_compute_algo
         )
-        for live, new in zip(history, updated, strict=True):
-            live.copy_(new)  # in place, because checkpoints hold views
+        for live, new in zip(state, updated, strict=True):
+            live.copy_(new)  # in place, because `state` returns views of the tensor
 
-    def _history(self, direction: Direction) -> History:
-        if direction not in self._histories:
+    def _state_of(self, direction: Direction) -> DirectionState:
+        if direction not in self._states:
             columns = len(self._modules) * len(SLOTS[direction])
-            self._histories[direction] = History(
+            self._states[direction] = DirectionState(
                 torch.zeros(self._settings.amax_history_len, columns, device=self._device),
                 torch.ones(columns, device=self._device),
             )
-        return self._histories[direction]
+        return self._states[direction]
 
 
 def _column(module: int, role: Role) -> int:

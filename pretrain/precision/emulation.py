@@ -1,8 +1,8 @@
 """Emulated low precision on any device: round operands to a format, multiply in BF16 or FP32.
 
-docs/verification.md ("Emulation") lists where the results equal the hardware's and where they do
-not. An input is kept for backward as it came, in BF16, because several linear layers share it.
-Backward quantizes it again for the weight's gradient.
+docs/verification.md ("Emulation") lists the results that equal those of the hardware, and the
+results that do not. The input of a layer is saved for backward unquantized, because several linear
+layers share the same input tensor. Backward quantizes the input again for the weight's gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from pretrain.precision.settings import ActivePrecision
 
 
 class Operand(NamedTuple):
-    """A factor of a product: `values` [rows, k], summed along k, times the scalar `scale`, if any.
+    """One factor of a product, which sums along the last dimension of `values`."""
 
-    The values include `block_scale` [rows or rows / block, k / block]. Observers read it.
-    """
-
+    # [rows, k]: the codes, multiplied by the scales of their blocks.
     values: Tensor
+    # A scalar that the values must be multiplied by. None if the format has no tensor scale.
     scale: Tensor | None
+    # [rows or rows / block, k / block]: the scales of the blocks, for observers. None if the format
+    # has no blocks. The values are already multiplied by them.
     block_scale: Tensor | None = None
 
     def t(self) -> Operand:
@@ -41,15 +42,19 @@ class Operand(NamedTuple):
 
 
 class BothWays(NamedTuple):
-    """An operand [rows, features], quantized for a sum along its features and one along its rows.
+    """An operand [rows, features], quantized separately for each of its two products.
 
-    An input is quantized along its features first. `EmulatedGemm.restore` quantizes it along its
-    rows, from `x` and the delayed scale of the forward.
+    One product sums along the features, the other product sums along the rows. Forward quantizes an
+    input only along its features. In backward, `EmulatedGemm.restore` quantizes it along its rows.
     """
 
-    features: Any  # an Operand, or None for an input in backward
+    # The Operand for the sum along features, or None for an input in backward.
+    features: Any
+    # The Operand for the sum along rows, or None if it is not quantized for that sum.
     rows: Operand | None
+    # The unquantized input. None for a weight and for a gradient.
     x: Tensor | None = None
+    # The delayed scale with which forward quantized the input. None for other formats.
     scale: Tensor | None = None
 
 
@@ -61,7 +66,7 @@ class EmulationEngine(GemmEngine):
         self.active = active
         self.precision = active.quantized_precision
         self.device = device
-        # BF16 holds the values of every format, and is fast on tensor cores.
+        # BF16 represents the values of every format exactly, and tensor cores multiply it fast.
         self.operand_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.delayed = DelayedState(active, device) if self.precision.keeps_history else None
         self._prepare = functools.cache(self._compiled_preparation)
@@ -106,15 +111,20 @@ class EmulationEngine(GemmEngine):
     def prepare(
         self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None
     ) -> tuple[Operand, Tensor | None]:
-        """Quantize x for a sum along `along`. Return the operand, and the amax of x if recorded.
+        """Quantize x [rows, features] for a product that sums along `along`.
 
-        Delayed scaling records the amax when x is quantized along its features.
+        Return the operand, and the amax of x. The amax is None unless delayed scaling must record
+        it, which is when x is quantized along its features. `scale` is the scale of delayed
+        scaling, or None.
         """
         *operand, amax = self._prepare(role, along)(x, scale)
         return Operand(*operand), amax
 
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
-        """Return a function of x and its delayed scale. It returns an Operand's fields and amax."""
+        """Return a function that quantizes x, given x and its delayed scale, compiled on a GPU.
+
+        The function returns a tuple: the fields of an `Operand`, and the amax of x or None.
+        """
         dtype = self.operand_dtype
         quantize = self.precision.quantizer(self.active.settings, role, along)
         has_tensor_scale = self.precision.tensor_scaled
@@ -128,13 +138,13 @@ class EmulationEngine(GemmEngine):
                 return quantized.operand_in(dtype), tensor_scale, quantized.scales, amax
             return quantized.operand.to(dtype), tensor_scale, None, amax
 
-        # A CPU gains little from compiling, and would have to wait for a C++ compiler.
+        # Compiling gains little on a CPU, and the run would have to wait for a C++ compiler.
         if self.device.type != "cuda":
             return preparation
         compiled = torch.compile(preparation, fullgraph=True, dynamic=False)
 
         def compiled_for_each_shape(*args: Any) -> tuple[Any, ...]:
-            # By default, torch stops compiling after eight shapes.
+            # torch's default limit would stop compilation after eight different shapes.
             with torch._dynamo.config.patch(recompile_limit=256):
                 return compiled(*args)
 
@@ -142,7 +152,7 @@ class EmulationEngine(GemmEngine):
 
 
 class EmulatedGemm(Gemm):
-    """The products of one linear layer, of operands that `EmulationEngine.prepare` quantizes."""
+    """The products of one linear layer. `EmulationEngine.prepare` quantizes the operands."""
 
     def __init__(self, engine: EmulationEngine, name: str, members: Sequence[str]) -> None:
         super().__init__(name, members)
@@ -153,7 +163,7 @@ class EmulatedGemm(Gemm):
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> BothWays:
         if role == "weight" and x.dim() > 2:
-            x = x.flatten(0, -2)  # experts' weights are one matrix
+            x = x.flatten(0, -2)  # the weights of all experts are quantized as one matrix
         scale = self._delayed.scale(self._index, role) if self._delayed else None
         features = self.quantize_along(role, x, "features", scale)
         if role == "input":
@@ -163,14 +173,17 @@ class EmulatedGemm(Gemm):
         return BothWays(features, self.quantize_along(role, x, "rows", scale) if both else None)
 
     def quantize_along(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
-        """Quantize x for a sum along `along`, and record its amax for delayed scaling."""
+        """Quantize x [rows, features] for a product that sums along `along`.
+
+        With delayed scaling, quantize with `scale` and record the amax of x.
+        """
         operand, amax = self._engine.prepare(role, x, along, scale)
         if self._delayed and amax is not None:
             self._delayed.record(self._index, role, amax)
         return operand
 
     def factors(self, kind: GemmKind, left: BothWays, right: BothWays) -> list[Operand]:
-        """Return the two factors of the product `kind`, with the axis of its sum last."""
+        """Return the two factors of the product `kind`. Each is summed along its last dimension."""
         left_axis, right_axis = ALONG[kind]
         return [getattr(left, left_axis), getattr(right, right_axis)]
 
@@ -195,7 +208,10 @@ class EmulatedGemm(Gemm):
     def _grouped_matmul(
         self, kind: GemmKind, a: Operand, b: Operand, dtype: torch.dtype | None, ends: Tensor
     ) -> Tensor:
-        """Multiply in FP32, so that the result without a `dtype` is FP32."""
+        """Return a grouped product of `a` and `b`, computed in FP32.
+
+        The result is FP32 if `dtype` is None. `ends` is the same as in `Gemm.matmul`.
+        """
         left = a.values.float()
         right = b.values.float()
         block_scale = b.block_scale
@@ -205,7 +221,7 @@ class EmulatedGemm(Gemm):
         elif kind == "forward":
             right = right.unflatten(0, (len(ends), -1))
         else:
-            # The weight is [in, experts x out], and the product sums along the rows of each expert.
+            # The weight is [in, experts x out]. The product sums along `out` for each expert.
             right = _by_expert(right, len(ends)).mT
             if block_scale is not None:
                 block_scale = _by_expert(block_scale, len(ends)).flatten(0, 1)
@@ -225,21 +241,22 @@ class EmulatedGemm(Gemm):
         (operand,) = operands
         return (operand.x, operand.scale), None
 
-    # An input is quantized again, which needs the layer's state.
+    # This is not a static method as in Gemm, because quantizing the input again needs the layer's
+    # state.
     def restore(self, tensors: Sequence[Any], rest: Any) -> list[BothWays]:  # type: ignore[override]
         x, scale = tensors
         return [BothWays(None, self.quantize_along("input", x, "rows", scale))]
 
 
 def _by_expert(values: Tensor, experts: int) -> Tensor:
-    """Return values [in, experts x out] as [experts, in, out]."""
+    """Return a view [experts, in, out] of `values` [in, experts x out]."""
     return values.unflatten(1, (experts, -1)).transpose(0, 1)
 
 
 def _product_scale(left: Operand, right: Operand) -> Tensor | None:
-    """Return the factor [1] of a product from the scales of its operands, or None without scales.
+    """Return the product of the tensor scales of two operands, or None if they have no such scales.
 
-    It has one dimension, because torch would cast a scalar to the dtype of the result.
+    The result has the shape [1], because torch would cast a scalar to the dtype of the result.
     """
     if left.scale is None or right.scale is None:
         return None
@@ -249,9 +266,10 @@ def _product_scale(left: Operand, right: Operand) -> Tensor | None:
 def multiply(
     left: Operand, right: Operand, dtype: torch.dtype | None, bias: Tensor | None = None
 ) -> Tensor:
-    """Return left [m, k] times right [n, k] transposed, scaled, plus `bias` [n], as [m, n].
+    """Return left right^T + bias, [m, n], for left [m, k], right [n, k] and bias [n].
 
-    All is computed in FP32 and rounded once to `dtype`, by default FP32.
+    The product is multiplied by the tensor scales of the operands. Product, scaling and bias are
+    computed in FP32, and the result is rounded once to `dtype`. If `dtype` is None, it stays FP32.
     """
     if left.values.is_cuda:
         product = torch.mm(left.values, right.values.t(), out_dtype=torch.float32)

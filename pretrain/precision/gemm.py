@@ -4,15 +4,16 @@ A linear layer has three products, called its GEMMs:
 
     forward  y  = x w^T + b     x [tokens, in], w [out, in]
     dgrad    dx = dy w          dy [tokens, out]
-    wgrad    dw = dy^T x        added to the FP32 sum of the weight's gradients, if there is one
+    wgrad    dw = dy^T x        if the weight has the attribute `main_grad`, dw is added to it
 
-A `Gemm` computes the three products of one layer in one precision. A `GemmEngine` makes the Gemms
-of a model and holds the state that they share. Transformer Engine and the emulation implement both;
-`TorchGemm` multiplies without quantization and needs no engine. `pretrain.precision.product` calls
-Gemms from autograd.
+A `Gemm` computes the three products of one layer in one precision. A `GemmEngine` creates the Gemms
+of a model and stores the state that they share. There are two pairs of implementations, one for
+Transformer Engine and one for the emulation. `TorchGemm` multiplies without quantization and needs
+no engine. The autograd functions in `pretrain.precision.product` call the Gemms.
 
-The experts of a mixture are one layer with the weight [experts, out, in]: their products are
-grouped by expert (`pretrain.precision.grouped`), and `ends` says where the rows of each expert end.
+All experts of a mixture are treated as one layer with the weight [experts, out, in]. Their products
+are grouped by expert (`pretrain.precision.grouped`). The argument `ends` contains the index at
+which the rows of each expert end.
 """
 
 from __future__ import annotations
@@ -33,30 +34,36 @@ from pretrain.precision.observed import NO_CONTEXT, watched
 
 GemmKind = Literal["forward", "dgrad", "wgrad"]
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
-# Tensors that autograd saves, and the rest that `Gemm.restore` needs to build the operands again.
+# The result of `Gemm.save`: the tensors that autograd saves, and all other data that `Gemm.restore`
+# needs to build the operands again.
 Saved = tuple[Sequence[Tensor | None], Any]
 
 
 class Gemm(ABC):
     """The three products of one linear layer, or of several layers with stacked weights."""
 
+    # False if the operands stay unquantized.
     quantizes: bool = True
-    # In grouped products the number of rows of each expert must be a multiple of this.
+    # The number of rows of each expert in a grouped product must be a multiple of this.
     row_multiple: int = grouped.ROW_MULTIPLE
 
     def __init__(self, name: str, members: Sequence[str] = ()) -> None:
-        """Create the products of the layer `name`, which has its histories in a checkpoint.
+        """Create the products of the layer `name`.
 
-        `members`: the layers whose weights are stacked, by default the layer `name` alone.
+        A checkpoint stores the layer's histories under this name. `members` are the names of the
+        layers whose weights are stacked. By default, it is the layer `name` alone.
         """
         self.name = name
         self.members = members or (name,)
-        # The quantized weight, cached for the later microbatches of a step.
+        # The quantized weight of the first microbatch, which the next microbatches of the step use.
         self.weight: Operand | None = None
 
     @property
     def supports_fused_loss(self) -> bool:
-        """Return whether the softmax may write the gradient of the head's output as an operand."""
+        """Return True if a fused softmax kernel may quantize the gradient of the LM head's output.
+
+        The kernel then writes the gradient as an operand of the head's backward products.
+        """
         return False
 
     def begin(self, x: Tensor) -> None:  # noqa: B027, an optional hook
@@ -67,30 +74,35 @@ class Gemm(ABC):
 
     @abstractmethod
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Operand:
-        """Return x [rows, features] as an operand of its two products.
+        """Return x [rows, features] as an operand.
 
-        Without `both`, the operand serves the product that sums along the features alone.
+        With `both`, the operand can be used in both products that x takes part in. Without `both`,
+        it can be used only in the product that sums along the features.
         """
 
     def quantizer(self, role: Role, *, both: bool) -> Any | None:
-        """Return the library's quantizer, for a kernel that writes a quantized operand itself.
+        """Return Transformer Engine's quantizer, for kernels that write quantized operands.
 
-        Return None if only `quantize` can make the operand.
+        Return None if only `quantize` can create operands. See `quantize` for the arguments.
         """
         return None
 
     def weight_operand(
         self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool
     ) -> Operand:
-        """Return the cached weight, or quantize `matrix()` [out, in] if `refresh` or not cached.
+        """Return the quantized weight.
 
-        `refresh` is set in the first microbatch of a step. Passes that are not `differentiable`
-        quantize the weight anew and leave the cache alone.
+        matrix: returns the weight [out, in]. It is called only if the weight must be quantized.
+        refresh: quantize the weight even if a quantized weight is cached. It is set in the first
+            microbatch of a step.
+        differentiable: whether a backward can follow. If False, the weight is always quantized, and
+            the cache is neither used nor modified.
         """
         if not differentiable:
             return self.quantize("weight", matrix(), both=False)
         if refresh or self.weight is None:
-            # Free the old weight first. Two of the largest weights may not fit into memory.
+            # Free the cached weight before the next one is created. Memory may not suffice for two
+            # copies of the largest weight.
             self.weight = None
             self.weight = self.quantize("weight", matrix())
         return self.weight
@@ -107,11 +119,14 @@ class Gemm(ABC):
         *,
         ends: Tensor | None = None,
     ) -> Tensor:
-        """Return a product in `dtype`, summed in FP32. `left` and `right` stand as in the formulas.
+        """Return the product `kind` of two operands, summed in FP32 and rounded to `dtype`.
 
-        A forward product adds `bias` [out] before it rounds, and `residual` [tokens, out] before or
-        after. `residual` is not modified. With `ends`, int32 [experts], the product is grouped;
-        then `dtype` may be None for the dtype that the kernel writes.
+        left, right: the factors in the formulas at the top of this file, in the same order.
+        bias: [out], for a forward product. It is added before the sum is rounded.
+        residual: [tokens, out], for a forward product. It is added before or after the rounding,
+            and is not modified.
+        ends: int32 [experts], the end of each expert's rows. If given, the product is grouped, and
+            `dtype` may be None. The result then has the dtype that the kernel writes.
         """
 
     def accumulate(
@@ -123,48 +138,52 @@ class Gemm(ABC):
         overwrite: bool = False,
         ends: Tensor | None = None,
     ) -> None:
-        """Add the weight's gradient to `total` [out, in], FP32 or BF16, or overwrite `total`."""
+        """Add the weight's gradient left^T right to `total` [out, in], which is FP32 or BF16.
+
+        With `overwrite`, store the gradient in `total` instead. `ends` is the same as in `matmul`.
+        """
         dtype = torch.float32 if ends is None else None
         add_to(total, self.matmul("wgrad", left, right, dtype, ends=ends), overwrite=overwrite)
 
     @staticmethod
     def codes(operand: Operand) -> Tensor:
-        """Return the values that the forward product reads, to compare two operands."""
+        """Return the codes that the forward product reads, so that two operands can be compared."""
         return operand
 
     @staticmethod
     def save(*operands: Operand) -> Saved:
-        """Split operands into tensors for autograd to save and the rest that `restore` needs.
+        """Split operands into the tensors that autograd saves and the rest that `restore` needs.
 
-        A saved input serves the weight's gradient only.
+        After `restore`, an input can be used only in the product of the weight's gradient.
         """
         return operands, None
 
     @staticmethod
     def restore(tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
-        """Return the operands that `save` was given."""
+        """Return the operands for which `save` returned `tensors` and `rest`."""
         return tensors
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """Return True for the first Gemm of a model's forward. Each Gemm asks once a forward.
+        """Return True if this Gemm is the first one in the current forward of the model.
 
-        Backward reaches the first Gemm last, which then calls `finish_backward`.
+        It must be called exactly once for each Gemm in a forward. Backward reaches the first Gemm
+        last, and `finish_backward` must be called after it.
         """
         return False
 
     @staticmethod  # noqa: B027, an optional hook
     def finish_backward() -> None:
-        """Update the histories of delayed scaling: all gradients have been quantized."""
+        """Update the histories of delayed scaling after all gradients have been quantized."""
 
 
 class TorchGemm(Gemm):
-    """Products of unquantized operands in their dtype, by torch or cublasLt."""
+    """The products of unquantized operands, computed in their dtype by torch or cublasLt."""
 
     quantizes = False
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
-        """Return x itself, contiguous on a GPU. A weight may stay a transposed view."""
+        """Return x, on a GPU as a contiguous tensor. A weight may be a transposed view."""
         return x.contiguous() if x.is_cuda and role != "weight" else x
 
     def matmul(
@@ -214,7 +233,7 @@ def checkpointed(
     *args: Any,
     again: Callable[[], AbstractContextManager[None]],
 ) -> Any:
-    """Return function(*args), which backward computes again in the context `again()`."""
+    """Return function(*args). Backward recomputes the function in the context `again()`."""
     return checkpoint(
         function, *args, use_reentrant=False, context_fn=lambda: (NO_CONTEXT, again())
     )
@@ -223,17 +242,20 @@ def checkpointed(
 class GemmEngine(ABC):
     """The Gemms of one model in one precision, with the histories and scales that they share."""
 
-    # Forward products multiply BF16 operands, and backward quantized ones, in a phase with
-    # `forward: bf16`. Loss and activations then equal the BF16 model's, while two of three products
-    # are as fast as before. At the end of a training this recovers most of what
-    # NVFP4 costs (arXiv:2509.25149, appendix D).
+    # True in a phase with `forward: bf16`: forward products multiply BF16 operands, and the two
+    # products of backward multiply quantized operands. Loss and activations then equal those of a
+    # BF16 model, and two of three products keep the speed of the low precision. Near the end of a
+    # training, this recovers most of the loss that NVFP4 adds (arXiv:2509.25149, appendix D).
     forward_in_bf16: bool = False
 
     def __init__(self) -> None:
-        self.gemms: dict[str, Any] = {}  # the Gemms by the name of the linear layer
+        self.gemms: dict[str, Any] = {}  # map the name of each linear layer to its Gemm
 
     def with_bf16_forward(self) -> Self:
-        """Return an engine with the same Gemms, histories and scales and forwards in BF16."""
+        """Return an engine that computes forward products in BF16.
+
+        The returned engine and this one share Gemms, histories and scales.
+        """
         engine = copy.copy(self)
         engine.forward_in_bf16 = True
         return engine
@@ -247,7 +269,10 @@ class GemmEngine(ABC):
         bias: bool = False,
         members: Sequence[str] = (),
     ) -> Gemm:
-        """Return the Gemm of the layer `name`, made by the first call. `members`: see `Gemm`."""
+        """Return the Gemm of the layer `name`. The first call creates it.
+
+        See `Gemm.__init__` for `members`.
+        """
         if name not in self.gemms:
             self.gemms[name] = self._make(name, in_features, out_features, bias, members)
         return self.gemms[name]
@@ -256,13 +281,13 @@ class GemmEngine(ABC):
     def _make(
         self, name: str, in_features: int, out_features: int, bias: bool, members: Sequence[str]
     ) -> Gemm:
-        """Return a new Gemm, with its own histories and scales if the precision keeps them."""
+        """Create and return a Gemm. With delayed scaling, it gets separate histories and scales."""
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:
         """Return a context for a low-precision forward of the model.
 
-        Under delayed scaling, the scales are updated when the context is left.
+        With delayed scaling, the scales are updated when the context is left.
         """
 
     @abstractmethod
@@ -272,14 +297,18 @@ class GemmEngine(ABC):
         *args: Any,
         again: Callable[[], AbstractContextManager[None]],
     ) -> Any:
-        """Return function(*args), which is computed again in backward, in the context `again()`.
+        """Return function(*args). Backward recomputes the function in the context `again()`.
 
-        The second time uses the scales and random numbers of the first time.
+        The recomputation uses the same scales and random numbers as the first computation.
         """
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors to store in a checkpoint, live. Only delayed scaling has any."""
+        """Return a dict that maps names to the tensors that a checkpoint must store.
+
+        They are the tensors of the engine itself, not copies. The dict is empty without delayed
+        scaling.
+        """
 
     def reset(self) -> None:
         """Reset amax histories to zero and scales to one, and drop cached weights."""
@@ -290,4 +319,4 @@ class GemmEngine(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return the library and its version, for the audit."""
+        """Return the name and version of the library that multiplies, for the audit."""

@@ -1,17 +1,21 @@
-"""Grouped products: the linear layers of a mixture's experts, each over the tokens that chose it.
+"""Grouped products: the linear layers of all experts of a mixture, computed by one kernel.
+
+Each expert e multiplies the rows of the tokens that the router assigned to it:
 
     forward  y[e]  = x[e] w[e]^T      x [rows, in], w [experts, out, in]
     dgrad    dx[e] = dy[e] w[e]       dy [rows, out]
     wgrad    dw[e] = dy[e]^T x[e]
 
-`arrange` sorts the choices of all tokens by expert and drops none, so the rows of one expert lie
-together. Each expert begins at a multiple of what kernels and formats need. The rows in between are
-zero and add nothing to a product. The number of rows depends on the numbers of tokens and experts
-alone, so nothing waits for the device.
+A token chooses several experts. `arrange` sorts the choices of all tokens by expert and drops no
+choice, so the rows of one expert are consecutive. The first row of each expert is a multiple of a
+number that kernels and formats require. The rows between two experts are zero and add nothing to a
+product. The number of rows depends only on the number of tokens and the number of experts, so the
+CPU never waits for the GPU to learn it.
 
-An operand is quantized as one matrix: [rows, in], and a weight as [experts x out, in]. In a format
-with one scale a tensor, all experts share the scale. A block of values that share a scale belongs
-to one expert, because an expert's rows and features are multiples of the block.
+An operand is quantized as one matrix: an activation as [rows, in], and a weight as
+[experts x out, in]. In a format with one scale per tensor, all experts share the scale. In a format
+with one scale per block, a block never contains values of two experts, because the rows and
+features of an expert are multiples of the block size.
 """
 
 from __future__ import annotations
@@ -26,18 +30,20 @@ from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 
-STACKS = ("gate_up_proj", "down_proj")  # parameters with the weights of all experts
-# Features: torch's grouped products need rows of a multiple of 16 bytes.
+STACKS = ("gate_up_proj", "down_proj")  # names of the parameters with the weights of all experts
+# The number of features must be a multiple of this: torch's grouped products require that a row in
+# BF16 takes a multiple of 16 bytes.
 FEATURE_MULTIPLE = 8
-# Rows of an expert: kernels read 16 bytes at a time along the rows too, and a value has one at
-# least.
+# The number of rows of an expert must be a multiple of this: kernels also read along the rows, 16
+# bytes at a time, and a value in FP8 takes one byte.
 ROW_MULTIPLE = 16
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each layer's experts, if stacked as transformers mostly does it.
+    """Yield the name and the module of the experts of each layer, if grouped products support them.
 
-    The weights are [experts, out, in], gate and up as one, then down, without biases.
+    Grouped products support the usual layout of transformers: the module has the parameters STACKS,
+    [experts, out, in], and no biases. `gate_up_proj` contains the gate and up projections.
     """
     other_layouts = ("is_transposed", "has_bias", "has_post_expert_norm")
     for name, module in model.named_modules():
@@ -51,7 +57,7 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def check_experts(model: PreTrainedModel) -> None:
     """Raise InputError if grouped products cannot compute the stacked experts of `model`.
 
-    A model on the meta device is enough.
+    `model` may be on the meta device.
     """
     choices = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     for name, module in stacked_experts(model):
@@ -59,33 +65,39 @@ def check_experts(model: PreTrainedModel) -> None:
             experts, width, features = module.get_parameter(key).shape
             if type(choices) is int and not 0 < choices <= experts:
                 raise InputError(
-                    f"`model.config.num_experts_per_tok`: a token takes {choices} of the {experts} "
-                    f"experts of {name}; choose 1 to {experts}"
+                    f"`model.config.num_experts_per_tok: {choices}`: {name} has {experts} experts; "
+                    f"set it to a number from 1 to {experts}"
                 )
             if width % FEATURE_MULTIPLE or features % FEATURE_MULTIPLE:
                 raise InputError(
-                    f"`model.config`: {name}.{key} has experts of {width} x {features}; "
-                    f"`hidden_size` and an expert's `moe_intermediate_size`, or "
-                    f"`intermediate_size`, must be multiples of {FEATURE_MULTIPLE}"
+                    f"`model.config`: the experts of {name}.{key} have {width} x {features} "
+                    f"weights; set `hidden_size` and `moe_intermediate_size` (some models: "
+                    f"`intermediate_size`) to multiples of {FEATURE_MULTIPLE}"
                 )
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows sorted by expert. Choice n is a choice of token n // choices."""
+    """An assignment of the choices of all tokens to rows, which are sorted by expert.
 
-    ends: Tensor  # int32 [experts]: the end of each expert's rows; the last one includes all rows
-    choice: Tensor  # int64 [rows]: the choice of each row, arbitrary for an empty row
+    Choices are numbered through. Choice n is a choice of token n // choices, where `choices` is the
+    number of experts that a token chooses.
+    """
+
+    ends: Tensor  # int32 [experts]: the end of each expert's rows. The last end is the row count.
+    choice: Tensor  # int64 [rows]: the choice in each row, arbitrary for an empty row
     place: Tensor  # int64 [tokens x choices]: the row of each choice
-    empty: Tensor  # int64: the rows without a choice
-    load: Tensor  # int64 [experts]: the number of tokens of each expert
+    empty: Tensor  # int64: the indices of the rows without a choice
+    load: Tensor  # int64 [experts]: the number of tokens that chose each expert
 
 
 @torch.no_grad()
 def arrange(chosen: Tensor, experts: int, multiple: int) -> Groups:
-    """Sort `chosen` int64 [tokens, choices], the experts of each token, by expert, then by token.
+    """Assign the choices of all tokens to rows, sorted by expert and then by token.
 
-    The rows of each expert begin at a multiple of `multiple`.
+    chosen: int64 [tokens, choices], the experts that each token chose.
+    experts: the number of experts.
+    multiple: the first row of each expert is a multiple of this.
     """
     by_expert, order = chosen.flatten().sort(stable=True)
     choices = torch.arange(len(order), device=chosen.device)
@@ -93,7 +105,7 @@ def arrange(chosen: Tensor, experts: int, multiple: int) -> Groups:
     begins = torch.searchsorted(by_expert, numbers)
     load = torch.searchsorted(by_expert, numbers, right=True) - begins
     ends = (-(-load // multiple) * multiple).cumsum(0)
-    # The largest number of rows that any distribution of the choices needs.
+    # The number of rows that suffices for any distribution of the choices over the experts.
     rows = -(-(len(order) + experts * (multiple - 1)) // multiple) * multiple
     shift = ends.roll(1).index_fill_(0, numbers[:1], 0) - begins
     place = torch.empty_like(order)
@@ -105,7 +117,11 @@ def arrange(chosen: Tensor, experts: int, multiple: int) -> Groups:
 
 
 def matmul(kind: str, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Return the grouped product `kind` of operands that stand as in the formulas above."""
+    """Return the grouped product `kind` (forward, dgrad or wgrad).
+
+    `left` and `right` are the factors in the formulas at the top of this file, before they are
+    transposed. `ends` are the ends of each expert's rows, see `Groups`.
+    """
     if kind == "wgrad":
         left = left.t()
     elif kind == "forward":

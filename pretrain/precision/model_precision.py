@@ -17,12 +17,15 @@ from pretrain.precision.settings import ActivePrecision
 
 @dataclass(frozen=True)
 class PrecisionInModel:
-    """One precision of a run, with its engine and the decision for each layer."""
+    """One precision of a run, with its engine and its decision for each linear layer."""
 
     active: ActivePrecision
-    backend: GemmEngine | None  # None if nothing is quantized
+    # The engine. None if the precision is not quantized.
+    backend: GemmEngine | None
+    # Map the name of each linear layer to its decision.
     decisions: Mapping[str, Decision]
-    audit: dict[str, Any]  # the part of audit.json about this precision
+    # The part of audit.json about this precision.
+    audit: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -31,10 +34,11 @@ class PrecisionInModel:
 
 
 class ModelPrecision:
-    """The current precision of a model, and the schedule that decides it.
+    """The current precision of a model, and the schedule that determines it.
 
-    The state is `PrecisionContext.backend`, because products read it. Each precision of a run has a
-    backend of its own, so the backend determines the precision. Only this class changes it.
+    The current precision is stored as the engine in `PrecisionContext.backend`, because the linear
+    layers read the engine there. Each precision of a run has a separate engine, so the engine
+    identifies the precision. Only this class changes `PrecisionContext.backend`.
     """
 
     def __init__(
@@ -43,7 +47,10 @@ class ModelPrecision:
         in_model: Mapping[str, PrecisionInModel],
         schedule: PrecisionSchedule,
     ) -> None:
-        """Take the precisions of a model by name. The context's backend must be one of theirs."""
+        """Create the object. `context.backend` must be the engine of one of the precisions.
+
+        `in_model` maps the name of each precision of the run to the precision.
+        """
         self.context = context
         self.in_model = in_model
         self.schedule = schedule
@@ -56,11 +63,11 @@ class ModelPrecision:
         )
 
     def use(self, name: str) -> None:
-        """Compute in the precision `name` from now on."""
+        """Set the current precision to the precision called `name`."""
         self.context.backend = self.in_model[name].backend
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Compute in the precision `name` inside the block."""
+        """Set the current precision to the one called `name` inside the `with` block."""
         with overridden(self.context, backend=self.in_model[name].backend):
             yield

@@ -1,8 +1,10 @@
-"""Show matrix products to an observer where they are computed.
+"""Pass matrix products to an observer at the place where they are computed.
 
-A module may have the name of a low-precision linear and still multiply in BF16. So the code that
-multiplies announces the product (`watched`), and the observer looks at the operands of the kernels
-that run inside. `see` shows products of libraries.
+A module may have the name of a low-precision linear layer and still multiply in BF16. So the
+observer does not rely on the modules of a model. The code that multiplies encloses the product in
+the context `watched`, which states the layer and the kind of product. The observer reads the
+operands of the torch kernels that run inside the context. Products of other libraries are not torch
+kernels: `see` passes their operands to the observer.
 """
 
 from __future__ import annotations
@@ -18,66 +20,77 @@ from torch import Tensor
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.quantizers import E4M3, E5M2, Grid
 
-# The left and the right operand of a linear's products: x w^T, g w and g^T x.
+# Map each product of a linear layer to the roles of its left and its right operand. With g for
+# grad_output, the gradient of the output, the products are x w^T, g w and g^T x.
 OPERANDS: dict[str, tuple[Role, Role]] = {
     "forward": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),
     "wgrad": ("grad_output", "input"),
 }
-# The axis that the sum of each product runs along, in its left and in its right operand.
+# Map each product to the axis of its left and of its right operand along which the product sums.
 ALONG: dict[str, tuple[Along, Along]] = {
     "forward": ("features", "features"),
     "dgrad": ("features", "rows"),
     "wgrad": ("rows", "rows"),
 }
-# The FP8 types by Transformer Engine's names.
+# Map Transformer Engine's names of the FP8 types to torch's dtypes and to our grids.
 FP8_FORMATS = {
     "kFloat8E4M3": (torch.float8_e4m3fn, E4M3),
     "kFloat8E5M2": (torch.float8_e5m2, E5M2),
 }
-# A context without effect. It may be entered any number of times.
+# A context without effect. It may be entered repeatedly.
 NO_CONTEXT = nullcontext()
-# The scales of an emulated operand: of its blocks, and of the tensor.
+# The scales of an emulated operand: the scales of its blocks, and the scale of the tensor. Either
+# is None if the format does not have it.
 Scales = tuple[Tensor | None, Tensor | None]
 
 
 class ProductWatcher:
-    """Base class of an observer of products. `current` is the one that observes now, or None."""
+    """Base class of an observer of products. `current` is the active observer, or None."""
 
     current: ClassVar[ProductWatcher | None] = None
 
     def during(
         self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
     ) -> AbstractContextManager[None]:
-        """Observe the products of torch inside the block. See `watched` for the arguments."""
+        """Observe torch's products inside the `with` block. See `watched` for the arguments."""
         raise NotImplementedError
 
     def library_product(self, *operands: tuple[Any, bool]) -> None:
-        """Observe a product of a library: two operands, each with whether it is read by rows."""
+        """Observe a product that a library computes.
+
+        Each of the two operands is given as a pair: the operand, and True if the kernel reads its
+        row-wise form or False if the kernel reads its column-wise form.
+        """
         raise NotImplementedError
 
 
 def watched(
     names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
 ) -> AbstractContextManager[None]:
-    """Announce that products inside the block are `gemm` of the linears `names`.
+    """Return a context in which the active observer, if there is one, observes all products.
 
-    scales: of the operands of an emulated product.
+    names: the names of the linear layers that the products belong to.
+    gemm: the kind of product: forward, dgrad or wgrad.
+    scales: the scales of the left and of the right operand of an emulated product.
     """
     watcher = ProductWatcher.current
     return NO_CONTEXT if watcher is None else watcher.during(names, gemm, scales)
 
 
 def see(left: Any, right: Any, layout: str) -> None:
-    """Show a library's product. Operands and layout are named as in `searched.multiply`."""
+    """Pass the operands of a library's product to the active observer, if there is one.
+
+    `left`, `right` and `layout` have the same meaning as in `searched.multiply`.
+    """
     watcher = ProductWatcher.current
     if watcher is not None:
-        # cuBLAS stores columns first, so libraries name the operands the other way round.
+        # Libraries swap left and right, because cuBLAS stores matrices column by column.
         watcher.library_product((right, layout[1] == "N"), (left, layout[0] == "T"))
 
 
 def fp8_format(te: ModuleType, dtype: Any) -> tuple[torch.dtype, Grid]:
-    """Return torch's dtype and our grid of one of Transformer Engine's FP8 types."""
+    """Return the torch dtype and the grid for an FP8 type of Transformer Engine (`te.DType`)."""
     return FP8_FORMATS[te.DType.cast(dtype).name]
 
 

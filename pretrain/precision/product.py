@@ -1,12 +1,13 @@
 """Linear layers in low precision: the state of each layer, its autograd function and its module.
 
-`LowPrecisionLinear` replaces a linear module of a model. It holds the same Parameters under the
-same names, so tied weights, checkpoints, sharding and export see the model that transformers built.
-torch.compile ends its graph before each of these modules.
+`LowPrecisionLinear` replaces a linear module of a model. It has the same Parameters under the same
+names. So tied weights, checkpoints, sharding and export work as with the model that transformers
+built. torch.compile ends its graph before each `LowPrecisionLinear`.
 
-A forward goes this way: the module calls its `LinearState`, which takes the Gemm of the current
-precision and applies `LinearFunction`. The autograd function runs a `LinearPass`: quantize,
-multiply, show operands and results to the observers of the model's `PrecisionContext`.
+In a forward, the module calls its `LinearState`. The `LinearState` selects the Gemm of the current
+precision and applies `LinearFunction`, an autograd function. `LinearFunction` runs a `LinearPass`,
+which quantizes the operands, multiplies them, and passes operands and results to the observers of
+the model's `PrecisionContext`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from pretrain.precision.gemm import (
 )
 from pretrain.precision.observed import watched
 
-# Prefix of the names of `GemmEngine.state`, which a checkpoint stores beside the optimizer's
-# tensors.
+# Prefix of the names in `GemmEngine.state`. It separates them from the names of the optimizer's
+# tensors in a checkpoint.
 PREFIX = "fp8/"
 
 
@@ -46,27 +47,39 @@ PREFIX = "fp8/"
 class PrecisionContext:
     """The state that all products of one model share."""
 
-    backend: GemmEngine | None  # the current engine; None if nothing is quantized
-    compute_dtype: torch.dtype  # of activations
-    evaluates_low: bool = False  # evaluation computes in low precision too
-    low_precision: bool = False  # a low-precision forward runs now
-    first_microbatch: bool = True  # of a step
-    # Called with the layer's name, the role, and an operand before it is quantized.
+    # The current engine. None if the current precision is not quantized.
+    backend: GemmEngine | None
+    # The dtype of activations.
+    compute_dtype: torch.dtype
+    # True if evaluation computes in low precision too.
+    evaluates_low: bool = False
+    # True while a low-precision forward runs.
+    low_precision: bool = False
+    # True during the first microbatch of a step.
+    first_microbatch: bool = True
+    # Functions that are called with the layer's name, the role of an operand, and the operand
+    # before it is quantized.
     observers: list[Callable[[str, Role, Tensor], None]] = field(default_factory=list)
-    # Called with a Gemm, its quantized weight, and the weight.
+    # Functions that are called with a Gemm, its quantized weight, and its unquantized weight.
     weight_observers: list[Callable[[Gemm, Operand, Tensor], None]] = field(default_factory=list)
-    # Called with the layer's name, the product, its result and its bias.
+    # Functions that are called with the layer's name, the kind of product, its result and the bias.
     result_observers: list[Callable[[str, GemmKind, Tensor, Tensor | None], None]] = field(
         default_factory=list
     )
-    quantizing: bool = True  # False while parity runs the model without quantization
-    # The ends of each expert's rows in the latest grouped products, by the layer's name.
+    # False while `python -m pretrain parity` runs the model without quantization.
+    quantizing: bool = True
+    # Map a layer's name to the ends of each expert's rows in the layer's latest grouped products.
     groups: dict[str, Tensor] = field(default_factory=dict)
-    backends: Sequence[GemmEngine] = ()  # the engines of all precisions of the run
+    # The engines of all precisions of the run.
+    backends: Sequence[GemmEngine] = ()
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
-        """Enclose a forward of the model."""
+        """Return a context for a forward of the model.
+
+        Inside, linear layers compute in the current precision. In an evaluation (`training=False`),
+        they are unquantized unless `evaluates_low` is set.
+        """
         if self.backend is None or not self.quantizing or not (training or self.evaluates_low):
             yield
             return
@@ -74,9 +87,9 @@ class PrecisionContext:
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return function(*args), which backward computes again in the same precision.
+        """Return function(*args). Backward recomputes the function in the same precision.
 
-        The second time uses the weights that were quantized the first time.
+        The recomputation uses the quantized weights of the first computation.
         """
         again = partial(overridden, self, low_precision=self.low_precision, first_microbatch=False)
         if self.backend is None or not self.quantizing:
@@ -84,15 +97,18 @@ class PrecisionContext:
         return self.backend.checkpoint(function, *args, again=again)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the live histories and scales of the current engine, if it has delayed scaling."""
+        """Return the tensors of `GemmEngine.state` of the current engine.
+
+        The dict is empty if the current precision is not quantized.
+        """
         return self.backend.state() if self.backend else {}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return `state` of all engines of the run, which a checkpoint stores."""
+        """Return the tensors of `GemmEngine.state` of all engines, for a checkpoint."""
         return {name: tensor for engine in self.backends for name, tensor in engine.state().items()}
 
     def copied_state(self) -> list[Tensor]:
-        """Return copies of `saved_state` on its device, for `go_back`."""
+        """Return copies of the tensors of `saved_state`, on the same device, for `go_back`."""
         live = list(self.saved_state().values())
         copies = [torch.empty_like(tensor) for tensor in live]
         if live:
@@ -102,8 +118,9 @@ class PrecisionContext:
     def go_back(self, copies: Sequence[Tensor]) -> None:
         """Restore histories and scales from `copies`, and reset all other state of the engines.
 
-        An overflow would stay in a history for 1,024 microbatches. A failed pass leaves scales that
-        were stored for recomputing a layer.
+        `copies` is the result of `copied_state`. Use this after a skipped step, because its
+        overflow would stay in a history for 1,024 microbatches. Use it after a failed pass, because
+        the pass leaves scales that were stored for recomputing a layer.
         """
         self.forget()
         for tensor, before in zip(self.saved_state().values(), copies, strict=True):
@@ -111,7 +128,10 @@ class PrecisionContext:
 
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Enclose passes that are not part of training. Restore histories and scales afterwards."""
+        """Return a context for passes that are not part of training.
+
+        Histories and scales are restored when the context is left.
+        """
         copies = self.copied_state()
         try:
             yield
@@ -124,7 +144,7 @@ class PrecisionContext:
             engine.reset()
 
 
-# The context of passes that no observer sees.
+# A context without observers, for passes that must not be observed.
 UNOBSERVED = PrecisionContext(None, torch.bfloat16)
 
 
@@ -134,7 +154,8 @@ class LinearState:
     def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:
         """Create the state of the layer `name`, without any Gemm.
 
-        `members`: the layers whose weights are stacked, by default the layer `name` alone.
+        `members` are the names of the layers whose weights are stacked. By default, it is the layer
+        `name` alone.
         """
         self.name = name
         self.members = members or (name,)
@@ -142,14 +163,18 @@ class LinearState:
         self.gemms: dict[GemmEngine | None, Gemm] = {}
 
     def add(self, engine: GemmEngine, *features: int, bias: bool = False) -> None:
-        """Let `engine` compute the layer while it is the context's. `features`: in, out."""
+        """Add the Gemm with which `engine` computes the layer.
+
+        The layer uses this Gemm while `engine` is the current engine of the context. `features` are
+        in_features and out_features.
+        """
         self.gemms[engine] = engine.gemm(self.name, *features, bias=bias, members=self.members)
 
     @property
     def low(self) -> Gemm | None:
-        """The Gemm of the low-precision forward under way.
+        """The Gemm that computes the layer in the current low-precision forward.
 
-        None outside of such a forward, and if the current engine leaves the layer unquantized.
+        None if no low-precision forward runs, or if the current engine does not quantize the layer.
         """
         return self.gemms.get(self.context.backend) if self.context.low_precision else None
 
@@ -158,11 +183,16 @@ class LinearState:
     ) -> Tensor:
         """Return x w^T + bias [rows, out] in the current precision, differentiable.
 
-        x is [rows, in], weight [out, in], bias [out]. With `ends`, int32 [experts], the rows are
-        sorted by expert and weight is [experts, out, in]. All are cast to the context's compute
-        dtype; without low precision to the dtype of x. The first microbatch of a step quantizes the
-        weight, later ones use the cached one. The weight's gradient is added to `main_grad`, if the
-        weight has that.
+        x: [rows, in].
+        weight: [out, in]. If it has the attribute `main_grad`, backward adds its gradient to
+            `main_grad`.
+        bias: [out].
+        ends: int32 [experts], for a mixture of experts. The rows are then sorted by expert, `ends`
+            are the ends of each expert's rows, and weight is [experts, out, in].
+
+        In low precision, x, weight and bias are cast to the context's compute dtype, otherwise to
+        the dtype of x. The first microbatch of a step quantizes the weight. The other microbatches
+        use the cached quantized weight.
         """
         gemm = self.low
         context = self.context
@@ -185,8 +215,9 @@ class LinearState:
 class LinearPass:
     """One forward of a linear layer and its backward.
 
-    Observers of the context see operands before they are quantized, weights as they are multiplied,
-    and results. Of a Gemm that does not quantize, they see the weight only.
+    The pass calls the observers of the context with operands before they are quantized, with the
+    weight in its quantized form, and with results. If the Gemm does not quantize, only the weight
+    observers are called.
     """
 
     def __init__(
@@ -200,8 +231,9 @@ class LinearPass:
     ) -> None:
         """Create a pass.
 
-        `refresh`: quantize the weight even if it is cached. `differentiable`: backward may follow.
-        `ends`, int32 [experts]: the end of each expert's rows, if the products are grouped.
+        refresh: quantize the weight even if a quantized weight is cached.
+        differentiable: whether a backward can follow.
+        ends: int32 [experts], the end of each expert's rows. None if the products are not grouped.
         """
         self.gemm = gemm
         self.context = context
@@ -212,22 +244,24 @@ class LinearPass:
         engine = self.observed.backend
         self.forward_in_bf16 = engine is not None and engine.forward_in_bf16
         if self.forward_in_bf16 and not differentiable:
-            # No product of this pass takes quantized operands.
+            # No product of this pass uses quantized operands: the forward product is in BF16, and
+            # no backward follows.
             self.forward_in_bf16 = False
             self.gemm = TorchGemm(gemm.name, gemm.members)
 
     def quantize(self, role: Role, x: Tensor) -> Operand:
-        """Return the input [tokens, in] or the output's gradient [tokens, out] as an operand.
+        """Quantize the input [tokens, in] or the output's gradient [tokens, out].
 
-        An input serves the forward product and the weight's gradient.
+        The operand can be used in both of its products if a backward can follow.
         """
         if self.ends is not None:
             self.context.groups[self.gemm.name] = self.ends
         if self.observed.observers:
             self.show(role, x)
         if self.forward_in_bf16 and role == "input":
-            # `forward_product` multiplies x itself. It is quantized here for the weight's gradient,
-            # because delayed scaling records the amax of an input in forward.
+            # `forward_product` multiplies the unquantized x. For the weight's gradient, x is
+            # already quantized here, because delayed scaling records the amax of an input in
+            # forward.
             self._input = x
         return self.gemm.quantize(role, x, both=self.differentiable)
 
@@ -239,9 +273,11 @@ class LinearPass:
         bias: Tensor | None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return x w^T + bias + residual [tokens, out]. `residual` is not modified.
+        """Return x w^T + bias + residual [tokens, out].
 
-        `matrix` returns the weight [out, in] as it is now.
+        x, weight: quantized operands.
+        matrix: returns the unquantized weight [out, in].
+        residual: [tokens, out]. It is not modified.
         """
         self.show_weight(weight, matrix)
         gemm = self.gemm
@@ -258,13 +294,17 @@ class LinearPass:
         for observer in observers:
             observer(gemm.name, "forward", y.detach(), bias)
         self.gemm.end()
-        # Result observers see the product alone, so the residual is added after them.
+        # Result observers must receive the product without the residual, so it is added afterwards.
         return y.add_(residual) if observers and residual is not None else y
 
     def gradient_product(
         self, kind: GemmKind, left: Operand, right: Operand, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return a product of backward, by default in the context's compute dtype."""
+        """Return a product of backward: dgrad or wgrad.
+
+        `left` and `right` are the factors in the same order as in `Gemm.matmul`. The default
+        `dtype` is the compute dtype of the context.
+        """
         dtype = dtype or self.context.compute_dtype
         gradient = self.gemm.matmul(kind, left, right, dtype, ends=self.ends)
         for observer in self.observed.result_observers:
@@ -274,9 +314,10 @@ class LinearPass:
     def weight_gradient(
         self, dy: Operand, x: Operand, total: Tensor | None, *, overwrite: bool = False
     ) -> Tensor | None:
-        """Return the weight's gradient [out, in], or add it to `total` and return None.
+        """Compute the weight's gradient dy^T x [out, in].
 
-        With `overwrite`, the gradient replaces what `total` held.
+        Without `total`, return the gradient. Otherwise add the gradient to `total` and return None.
+        With `overwrite`, the gradient replaces the values of `total`.
         """
         if total is None:
             return self.gradient_product("wgrad", dy, x)
@@ -287,14 +328,18 @@ class LinearPass:
         return None
 
     def show(self, role: Role, tensor: Tensor) -> None:
-        """Show the observers an operand before it is quantized, as a matrix [..., features]."""
+        """Call the operand observers with an operand before it is quantized.
+
+        `tensor` [..., features] is passed to them as a matrix [rows, features].
+        """
         for observer in self.observed.observers:
             observer(self.gemm.name, role, tensor.detach().flatten(0, -2))
 
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
-        """Show the weight observers the operand `weight` and the weight that it was made of.
+        """Call the weight observers with the quantized `weight` and with the unquantized weight.
 
-        If this pass has quantized the weight, show it to the operand observers too.
+        If this pass quantizes the weight, also call the operand observers with the unquantized
+        weight. `matrix` returns the unquantized weight.
         """
         if self.refresh and self.observed.observers:
             self.show("weight", matrix())
@@ -304,7 +349,10 @@ class LinearPass:
     # ── The pass of a layer whose weight is one tensor ──────────────────────────────────────────
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-        """Return the output [tokens, out] for x [tokens, in], and what `backward` needs of x."""
+        """Return the output [tokens, out] for x [tokens, in], and the data to save for `backward`.
+
+        The data to save are `Gemm.save` of x, or empty if no backward can follow.
+        """
         gemm = self.gemm
         gemm.begin(x)
         self._ends_backward = self.differentiable and gemm.is_first_in_forward()
@@ -318,9 +366,13 @@ class LinearPass:
     def backward(
         self, dy: Tensor, saved: Saved | None, total: Tensor | None, *, overwrite: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of input and weight.
+        """Return the gradient of the input and the gradient of the weight.
 
-        The weight's is None without what `forward` saved, and if it was added to `total`.
+        dy: the gradient of the output.
+        saved: the data that `forward` returned. None if the weight needs no gradient.
+        total: the sum to which the weight's gradient is added, see `weight_gradient`.
+
+        The weight's gradient is None if `saved` is None, and if the gradient was added to `total`.
         """
         gradient = self.quantize("grad_output", dy.contiguous())
         dx = self.gradient_product("dgrad", gradient, self._weight)
@@ -334,7 +386,10 @@ class LinearPass:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x w^T + b by a `LinearPass`, see `LinearState.__call__`."""
+    """The autograd function y = x w^T + b, computed by a `LinearPass`.
+
+    `LinearState.__call__` documents the arguments.
+    """
 
     @staticmethod
     def forward(
@@ -358,10 +413,11 @@ class LinearFunction(torch.autograd.Function):
 
 
 def summing_where(parameter: Tensor, copy: Any, *, transposed: bool = False) -> Tensor:
-    """Return `copy`, a cast of `parameter`, with the `main_grad` of the parameter.
+    """Return `copy`, a cast of `parameter`, with the `main_grad` of `parameter` as an attribute.
 
-    The gradient of the copy then adds up where the parameter's does. With `transposed`, `copy` is
-    the transpose. Shapes cannot tell: a square matrix has the same shape both ways.
+    The gradient of the copy is then added to the same sum as the gradient of the parameter. Set
+    `transposed` if `copy` is the transpose of `parameter`. It cannot be found out from the shapes,
+    because the transpose of a square matrix has the same shape.
     """
     main = getattr(parameter, "main_grad", None)
     if main is not None and copy is not parameter:
@@ -370,10 +426,16 @@ def summing_where(parameter: Tensor, copy: Any, *, transposed: bool = False) -> 
 
 
 class LowPrecisionLinear(nn.Module):
-    """Replaces an nn.Linear, or a transformers Conv1D, whose weight [in, out] is `transposed`."""
+    """Replacement for an nn.Linear, or for a transformers Conv1D with a weight [in, out].
+
+    `transposed` is True if the replaced module is a Conv1D.
+    """
 
     def __init__(self, linear: nn.Linear | Conv1D, name: str, context: PrecisionContext) -> None:
-        """Take the Parameters of `linear`, which is called `name` in the model."""
+        """Create the replacement for `linear`, whose name in the model is `name`.
+
+        It has the same Parameters as `linear`.
+        """
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
@@ -382,7 +444,7 @@ class LowPrecisionLinear(nn.Module):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Return x w^T + b, [..., in] -> [..., out]."""
+        """Return x w^T + b [..., out] for x [..., in]."""
         weight = self.weight
         if self.transposed:
             weight = summing_where(weight, weight.t(), transposed=True)

@@ -1,8 +1,8 @@
-"""The precision of each training step: one for the whole run, or several in turn.
+"""The precision of each training step: one for the whole run, or several one after the other.
 
-A schedule follows from the recipe, the precisions that the machine has, and the number of steps,
-not from the state of a run. So a resumed run has the same schedule, and a checkpoint stores only
-the step of a switch to BF16.
+A schedule is computed from the recipe, the precisions that the machine supports, and the number of
+steps. It does not depend on the state of the run, so a resumed run has the same schedule. The only
+exception is the switch to BF16 that `health.on_gap` can cause: a checkpoint stores its step.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from functools import cached_property
 
 from pretrain.precision.settings import ActivePrecision, label, last_steps
 
-# The end of a phase as the recipe states it (a share of all steps, a step, or None for the last
-# phase), and the precision that the machine has for it.
+# The end of a phase as the recipe sets it (a share of all steps, a step, or None for the last
+# phase), and the precision in which this machine computes the phase.
 Phase = tuple[float | int | None, ActivePrecision]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive steps in one precision. Steps count from 1, and `last` is one of them."""
+    """The steps from `first` to `last`, both included, which compute in one precision.
+
+    The first step of a run has the number 1.
+    """
 
     first: int
     last: int
@@ -31,11 +34,12 @@ class Span:
 class PrecisionSchedule:
     """The precision of each step of a run.
 
-    phases: of the recipe, in order.
+    phases: the phases of the recipe, in order.
     steps: the number of steps of the run.
-    unquantized: the precision that `log.gap` compares with and that a switch leads to. None if no
-        phase is quantized.
-    switched_after: the step after which the run computes in `unquantized` (`health.on_gap`).
+    unquantized: the precision with which `log.gap` compares the quantized ones. After a switch, the
+        run computes in it. None if no phase is quantized.
+    switched_after: the step after which `health.on_gap` switched the run to `unquantized`. None if
+        the run was not switched.
     """
 
     phases: Sequence[Phase]
@@ -44,14 +48,17 @@ class PrecisionSchedule:
     switched_after: int | None = None
 
     def switched_to_bf16_after(self, step: int | None) -> PrecisionSchedule:
-        """Return the schedule with a switch after `step`, or without any switch if it is None."""
+        """Return a copy of the schedule that computes in `unquantized` after `step`.
+
+        If `step` is None, the copy has no switch.
+        """
         return replace(self, switched_after=step)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Return the steps of each precision, in order.
+        """Return the spans of the run in the order of their steps, including a switch.
 
-        Raises InputError if a phase would have no step.
+        Raise InputError if a phase would have no step.
         """
         ends = last_steps([until for until, _ in self.phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]
@@ -67,21 +74,24 @@ class PrecisionSchedule:
 
     @property
     def changes(self) -> bool:
-        """Return whether the run has more than one span."""
+        """Return True if the run changes its precision."""
         return len(self.spans) > 1
 
     def at(self, step: int) -> ActivePrecision:
-        """Return the precision of `step`. Steps beyond the horizon have that of the last step."""
+        """Return the precision of `step`.
+
+        A step after the last step of the run has the precision of the last step.
+        """
         return next(span.active for span in self.spans if min(step, self.steps) <= span.last)
 
     def starts_precision_at(self, step: int) -> bool:
-        """Return whether `step` is the run's first step, or its first one in another precision."""
+        """Return True if `step` is step 1, or if the step before it has another precision."""
         return step == 1 or self.at(step).precision.name != self.at(step - 1).precision.name
 
     def precisions(self, *, and_unquantized: bool = False) -> list[ActivePrecision]:
-        """Return each precision of the run once, in the order of its steps.
+        """Return the precisions of the run without duplicates, in the order of the steps.
 
-        With `and_unquantized`, the precision that `log.gap` compares with comes last.
+        With `and_unquantized`, append `unquantized` if it is not among them.
         """
         listed = [span.active for span in self.spans]
         if and_unquantized and self.unquantized is not None:
@@ -90,7 +100,7 @@ class PrecisionSchedule:
 
     @property
     def label(self) -> str:
-        """Return the schedule for people, such as "delayed" or "delayed to 80 %, then bf16"."""
+        """Return a readable text, such as "delayed" or "delayed to 80 %, then bf16"."""
         phases = list(self.phases)
         if self._switch is not None:
             phases = [(span.last, span.active) for span in self.spans]
@@ -100,7 +110,7 @@ class PrecisionSchedule:
 
     @property
     def _switch(self) -> Span | None:
-        """Return the steps after a switch to `unquantized`, or None without such steps."""
+        """Return the span after a switch to `unquantized`, or None if no step follows a switch."""
         after = self.switched_after
         if self.unquantized is None or after is None or after >= self.steps:
             return None

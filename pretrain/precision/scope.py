@@ -1,8 +1,9 @@
 """Decide which linear layers of a model compute in low precision.
 
-A layer stays unquantized by the scope, by a setting that keeps it in BF16, or by its shape. Each
-linear layer is decided by itself: a rule for a container of layers would exclude the siblings of
-one odd shape.
+A layer stays unquantized if `fp8_config.scope` excludes it, if a setting keeps it in BF16, or if
+its shape does not suit the precision. The decision is made for each linear layer separately. If it
+were made for a whole block, a single layer with an unsuitable shape would keep its siblings
+unquantized too.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
-# Names of the routers of a mixture of experts in transformers, and of their parts.
+# Patterns of the names that transformers gives the routers of a mixture of experts.
 _ROUTERS = ("gate", "gate.*", "router*")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The name of a linear layer's precision, and the reason if it is not the low precision."""
+    """The precision of a linear layer."""
 
+    # The name of the precision.
     requested: str
+    # The reason why the layer stays unquantized. None if the layer is quantized.
     reason: str | None = None
 
 
@@ -41,11 +44,12 @@ def decide(
     active: ActivePrecision,
     capability: tuple[int, int] | None = None,
 ) -> dict[str, Decision]:
-    """Return a decision for each linear layer of `hf` and each stack of experts, by name.
+    """Map the name of each linear layer and of each stack of experts of `hf` to its decision.
 
-    A stack's name is like `model.layers.0.mlp.experts.down_proj`. Shapes are enough: `hf` may be on
-    the meta device. `layers`: the decoder layers of `hf`, in order. `capability`: CUDA's, of the
-    device that computes. By default that of this machine, or Hopper's if it has no GPU.
+    The name of a stack is the name of its parameter: `model.layers.0.mlp.experts.down_proj`. `hf`
+    may be on the meta device, because only shapes are read. `layers` are the decoder layers of
+    `hf`, in order. `capability` is the CUDA compute capability of the device that computes. The
+    default is the capability of this machine's GPU, or Hopper's if the machine has no GPU.
     """
     precision = active.precision
     settings = active.settings
@@ -70,12 +74,13 @@ def decide(
         if capability is None and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability()
         no_groups = active.quantized_precision.no_groups_on(capability, settings)
-    # Emulation has the same limits, because it shows what the hardware would do.
+    # Emulation has the same limits as the hardware, because it must compute the same numbers.
     multiple = precision.multiple_of
     unquantized = UNQUANTIZED[precision.compute_dtype].name
     decisions = {}
     for name, (module, features) in (linears | stacks).items():
-        reasons: dict[str | None, Any] = {  # and whether they apply
+        # Map each reason to a value that is true if the reason applies to the layer.
+        reasons: dict[str | None, Any] = {
             "scope linear excludes the LM head": module is head and settings.scope == "linear",
             "routers are not quantized": any(is_called(name, pattern) for pattern in _ROUTERS),
             f"keep_bf16_layers{default}": module in kept,
@@ -89,10 +94,11 @@ def decide(
 
 
 def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> None:
-    """Raise InputError if a pattern of `fp8_config.keep_bf16` matches no linear layer of `hf`.
+    """Raise InputError if the settings of `active` do not suit the linear layers of `hf`.
 
-    Also raise it if no linear layer is left for low precision: the model would train in BF16 under
-    another name. See `decide`.
+    This is the case if a pattern of `fp8_config.keep_bf16` matches no linear layer, and if no
+    linear layer would be quantized: the model would train in BF16, although the recipe sets another
+    precision. The arguments are those of `decide`.
     """
     decisions = decide(hf, layers, active)
     model_class = type(hf).__name__
@@ -105,21 +111,21 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
             )
             (nearest,) = difflib.get_close_matches(pattern, [*ends], n=1, cutoff=0)
             raise InputError(
-                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {model_class}; the "
-                f"nearest is {nearest}. A pattern is compared with a linear's whole name, and with "
-                "every part of it from a dot to the end"
+                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear layer of {model_class}; "
+                f"the most similar name is {nearest}. A pattern must match the whole name of a "
+                "layer, or the part of the name after any of its dots"
             )
     reasons = [decision.reason for decision in decisions.values() if decision.reason]
     if len(reasons) == len(decisions):
         raise InputError(
-            f"`precision: {active.precision.name}`: no linear of {model_class} can compute in it "
-            f"({'; '.join(dict.fromkeys(reasons))}). Keep fewer in BF16 (`fp8_config`), change "
-            "sizes in `model.config`, or set `precision: bf16`"
+            f"`precision: {active.precision.name}`: no linear layer of {model_class} can compute "
+            f"in this precision ({'; '.join(dict.fromkeys(reasons))}). Either keep fewer layers in "
+            "BF16 (`fp8_config`), or change sizes in `model.config`, or set `precision: bf16`"
         )
 
 
 def is_called(name: str, pattern: str) -> bool:
-    """Return whether `pattern` matches the linear layer `name`.
+    """Return True if `pattern` matches the name of a linear layer, or the part after a dot.
 
     `down_proj`, `mlp.*`, `layers.0.*` and `*.down_proj` match `model.layers.0.mlp.down_proj`.
     """
@@ -127,7 +133,7 @@ def is_called(name: str, pattern: str) -> bool:
 
 
 def features_of(linear: Any) -> tuple[int, ...]:
-    """Return (in_features, out_features)."""
-    # LowPrecisionLinear has `transposed` if it replaces a Conv1D.
+    """Return (in_features, out_features) of an nn.Linear, a Conv1D or a LowPrecisionLinear."""
+    # A LowPrecisionLinear that replaces a Conv1D has `transposed` set.
     transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)
     return tuple(linear.weight.shape if transposed else reversed(linear.weight.shape))

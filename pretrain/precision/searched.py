@@ -1,23 +1,26 @@
-"""Matrix products by the fastest of cublasLt's algorithms, which are timed at the first product.
+"""Compute matrix products with the fastest algorithm of cublasLt.
 
-cublasLt's heuristic lists about eight algorithms for a product. Libraries take the first one, which
-is often not the fastest (docs/results.md). Here each algorithm computes the first product of a
-kind. Algorithms whose bits differ from the first algorithm's are discarded, so results never depend
-on measured times. If a product adds to a sum, the trials write to other memory.
+For a product, cublasLt's heuristic lists about eight algorithms. Libraries use the first algorithm
+of the list, which is often not the fastest (docs/results.md). This file tries all of them on the
+first product of each kind (`Problem`), measures their times, and uses the fastest one for the
+following products of this kind. Algorithms whose result differs in any bit from the result of the
+first algorithm are discarded, so results never depend on measured times. If a product is added to a
+sum, the trials write to separate memory.
 
-This file computes products in BF16, and in FP8 with one scale a tensor or in blocks of 128. For
-other products, `multiply` returns None, and Transformer Engine or torch computes them. It also does
-so under `deterministic: true`, because bits that were equal once need not be equal again.
+This file computes products in BF16, in FP8 with one scale per tensor, and in FP8 with scales for
+blocks of 128. For other products, and with `deterministic: true`, `multiply` returns None, and
+Transformer Engine or torch must compute the product. Deterministic runs do not use this file,
+because two algorithms whose results are equal in one product may differ in another product.
 
-cublasLt is called through ctypes. It computes D = A B + beta C, columns first. In torch's terms,
-rows first, this is
+cublasLt is called through ctypes. It computes D = A B + beta C, with matrices that are stored
+column by column. In the terms of torch, which stores matrices row by row, this is
 
     d [n, m] = b [n, k] a [m, k]^T + beta c
 
-`a` is stored as [m, k] if it is called transposed, else as [k, m]. `b` is stored as [k, n] if
-transposed, else as [n, k]. FP8 products before Blackwell need `a` transposed and `b` not.
-Signatures and numbers are from cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0. They are
-the same in CUDA 12.
+In cublasLt, each operand is marked as transposed or not. `a` is stored as [m, k] if it is
+transposed, else as [k, m]. `b` is stored as [k, n] if it is transposed, else as [n, k]. Before
+Blackwell, FP8 products require that `a` is transposed and `b` is not. The signatures and constants
+are from cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0. They are the same in CUDA 12.
 """
 
 from __future__ import annotations
@@ -49,36 +52,55 @@ from torch import Tensor, nn
 
 from pretrain.precision.observed import fp8_format, see
 
-WORKSPACE = 32 * 2**20 + 1024  # bytes, the same as Transformer Engine's
+# Size of the workspace in bytes. Transformer Engine's workspace has the same size.
+WORKSPACE = 32 * 2**20 + 1024
 _BF16 = torch.bfloat16
-_FP8_ON = (9, 0)  # compute capability; Blackwell's FP8 products read operands in other ways
-_REQUESTED = 16  # algorithms; the heuristic lists about half of them
+# The only compute capability whose FP8 products this file computes. Blackwell's FP8 products expect
+# operands in other layouts.
+_FP8_ON = (9, 0)
+# The maximum number of algorithms that the heuristic may list. It lists about half as many.
+_REQUESTED = 16
+# The number of times that each algorithm is timed.
 _ROUNDS = 5
-_LEAST_GAIN = 0.01  # relative; if no algorithm gains as much, the first one is taken
-_HEAD_START = 2_000_000  # cycles, about a millisecond, to queue launches
-_MULTIPLE_OF = 16  # all sizes must be multiples of this, as FP8 products require
+# The first algorithm is used unless another one is faster by at least this share.
+_LEAST_GAIN = 0.01
+# Clock cycles (about a millisecond) for which the GPU waits while the CPU queues the launches.
+_HEAD_START = 2_000_000
+# m, n and k must be multiples of this, because FP8 products require it.
+_MULTIPLE_OF = 16
 
 
 class Factor(NamedTuple):
-    """An operand as it is stored, [rows, inner] or [inner, rows]."""
+    """An operand in its stored layout, [rows, k] or [k, rows]. The product sums along k."""
 
-    values: Tensor  # BF16, or bytes
+    # BF16 values, or FP8 codes as bytes.
+    values: Tensor
+    # BF16, or the FP8 type of the codes.
     dtype: torch.dtype
-    scale: Tensor | None  # FP32 scales of FP8 codes, in the layout that `mode` names
-    mode: int = 0  # cublasLtMatmulMatrixScale_t
+    # The FP32 scales of FP8 codes. `mode` determines their layout. None for BF16.
+    scale: Tensor | None
+    # The values that share a scale, as a value of cublasLtMatmulMatrixScale_t. 0: all values.
+    mode: int = 0
 
 
 class Problem(NamedTuple):
-    """The kind of a product. All products of a kind use one algorithm. Letters as in cublasLt."""
+    """The kind of a product: all its properties that the choice of the algorithm depends on.
+
+    The letters a, b, c, d, m, n and k have the same meaning as in cublasLt.
+    """
 
     m: int
     n: int
     k: int
-    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of a, of b, of c and d
+    # The dtypes of a, of b, and of c and d, which have the same dtype.
+    types: tuple[torch.dtype, torch.dtype, torch.dtype]
+    # Whether a is transposed, and whether b is transposed.
     transposed: tuple[bool, bool]
     fast_accumulation: bool
-    adds: bool  # there is a c, in memory other than d's
-    modes: tuple[int, int] = (0, 0)  # of the scales of a and b
+    # True if a matrix c is added, and c is not the memory of d.
+    adds: bool
+    # The scale modes of a and of b, see `Factor.mode`.
+    modes: tuple[int, int] = (0, 0)
 
 
 # ── Public functions ────────────────────────────────────────────────────────────────────────────
@@ -94,14 +116,19 @@ def multiply(
     total: Tensor | None = None,
     overwrite: bool = False,
 ) -> Tensor | None:
-    """Return right [n, k] left [m, k]^T (+ `residual`), [n, m] BF16, or None if not supported here.
+    """Return the product right [n, k] left [m, k]^T as [n, m], or None if it is not supported.
 
-    If it returns None, nothing was computed, and another library has to. Arguments are as of
-    Transformer Engine's general_gemm: `left` is [m, k] if `layout` begins with T, else [k, m];
-    `right` is [n, k] if `layout` ends with N, else [k, n]. Both are tensors in BF16, or, with TN,
-    Transformer Engine's tensors in FP8. `residual` [n, m] BF16 is not modified.
-    `fast_accumulation`: FP8 products are summed in the tensor cores alone. With `total` [n, m]
-    FP32, the product is added to `total`, or overwrites it, and `total` is returned.
+    If the result is None, nothing was computed, and another library must compute the product. The
+    arguments have the same meaning as in Transformer Engine's general_gemm.
+
+    left, right: BF16 tensors, or with the layout TN, FP8 tensors of Transformer Engine.
+    layout: `left` is [m, k] if the first letter is T, and [k, m] if it is N. `right` is [n, k] if
+        the second letter is N, and [k, n] if it is T.
+    fast_accumulation: sum FP8 products in the tensor cores alone, which is faster but less precise.
+    residual: [n, m] BF16, a matrix that is added to the product. It is not modified.
+    total: [n, m] FP32. If given, the product is added to `total`, and `total` is returned. If not
+        given, the result is a new BF16 tensor.
+    overwrite: store the product in `total` instead of adding it.
     """
     a, b = _factor(left), _factor(right)
     if a is None or b is None or torch.are_deterministic_algorithms_enabled():
@@ -122,13 +149,17 @@ def multiply(
     return d
 
 
-# Products in any dtype on any device, by `multiply` if possible. They are not differentiable.
+# The following functions compute products in any dtype on any device. They use `multiply` if it
+# supports the product. Their results are not differentiable.
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """Return x [n, k] weight [m, k]^T + `bias` [m] + `residual` [n, m], which is not modified."""
+    """Return x weight^T + bias + residual, [n, m], for x [n, k] and weight [m, k].
+
+    `bias` is [m]. `residual` is [n, m] and is not modified.
+    """
     if bias is None and (y := multiply(weight, x, residual=residual)) is not None:
         return y
     y = F.linear(x, weight, bias)
@@ -136,10 +167,11 @@ def linear(
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """Add left [n, k] @ right [k, m] to `total` [n, m] in FP32, in one product if possible.
+    """Add left [n, k] @ right [k, m] to `total` [n, m] in FP32.
 
-    With `overwrite`, replace what `total` held, even NaN. `left` is the transpose of a contiguous
-    tensor, as in a gradient of weights.
+    With `overwrite`, replace the values of `total`, even if they are NaN. `left` must be the
+    transpose of a contiguous tensor, as dy^T is in the weight's gradient dy^T x. One kernel both
+    multiplies and adds, except on a CPU with operands in another dtype than `total`.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right, beta=0 if overwrite else 1)
@@ -155,17 +187,17 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
 
 
 def _factor(operand: Any) -> Factor | None:
-    """Return the operand as a factor, or None if it is not supported.
+    """Return the operand as a Factor, or None if it is not supported.
 
-    Supported are plain tensors in BF16, and FP8 that is quantized along its rows with one scale or
-    in blocks of 128.
+    Two kinds of operands are supported: plain BF16 tensors on a GPU, and FP8 tensors of Transformer
+    Engine that have a row-wise form, with one scale per tensor or with scales for blocks of 128.
     """
     if type(operand) in (Tensor, nn.Parameter):
         is_supported = operand.dtype == _BF16 and operand.is_cuda
         return Factor(operand, operand.dtype, None) if is_supported else None
     te = sys.modules.get("transformer_engine.pytorch")
     if te and isinstance(operand, te.Float8TensorStorage):
-        values, scale, mode = operand._data, operand._scale_inv, 0
+        values, scale, mode = operand._data, operand._scale_inv, _TENSOR
     elif te and isinstance(operand, te.Float8BlockwiseQTensorStorage):
         values, scale, mode = (
             operand._rowwise_data,
@@ -188,7 +220,10 @@ def problem_of(
     *,
     fast_accumulation: bool,
 ) -> Problem | None:
-    """Return the kind of a product of `multiply`, or None if cublasLt rejects the memory layout."""
+    """Return the Problem of a product, or None if its dtypes, sizes or memory are not supported.
+
+    `transposed` is the same as in `Problem`, the other arguments are the same as in `multiply`.
+    """
     is_fp8 = a.scale is not None
     if is_fp8 != (b.scale is not None) or (is_fp8 and transposed != (True, False)):
         return None
@@ -215,22 +250,26 @@ def problem_of(
 
 
 class Products:
-    """The products of one GPU, on the stream of the first product, because they share a workspace.
+    """The cublasLt products of one GPU.
 
-    The library is the one that torch has loaded, which the loader finds by its name. Another
-    library could have another version and other heuristics.
+    All of them share a workspace, so only one stream may compute them: the stream that was current
+    when the object was created. The dynamic loader returns the cublasLt library that torch has
+    already loaded, because both have the same name. So torch and this class use the same version
+    and the same heuristic.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """`device` must be the current device, which torch has already used."""
+        """Load the library. `device` must be the current device, and torch must have used it."""
         self.library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")
         for name, arguments in _SIGNATURES.items():
-            getattr(self.library, name).argtypes = arguments  # results are int by default
+            # ctypes assumes an int as the result, which is right for all of these functions.
+            getattr(self.library, name).argtypes = arguments
         self.handle = self.create("")
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device).cuda_stream
         self._has_fp8 = torch.cuda.get_device_capability(device) == _FP8_ON
-        # None: cublasLt rejects the kind.
+        # Map each kind of product to the algorithm that is used, or to None if cublasLt rejects the
+        # kind.
         self.chosen: dict[Problem, tuple[Matmul, Algorithm] | None] = {}
 
     def require(self, name: str, *arguments: Any) -> None:
@@ -248,9 +287,10 @@ class Products:
     def multiply(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, total: Tensor | None
     ) -> Tensor | None:
-        """Multiply as the function `multiply` does. If cublasLt rejects the product, return None.
+        """Return the product of kind `problem`, or None if it cannot be computed here.
 
-        Then nothing was started.
+        If the result is None, no kernel was started. `added` is the matrix that is added to the
+        product, or None. The product is written to `total`, or to a new tensor if `total` is None.
         """
         if (
             self.chosen.get(problem, ()) is None
@@ -261,7 +301,7 @@ class Products:
         d = total
         if d is None:
             d = torch.empty(problem.n, problem.m, dtype=_BF16, device=a.values.device)
-        # Out of memory: there is no room to try algorithms for a sum.
+        # OutOfMemoryError means that a trial for a sum could not allocate separate memory.
         with suppress(CublasLtError, torch.OutOfMemoryError):
             chosen = self.chosen.get(problem) or self._choose(problem, a, b, added, d)
             if chosen is not None and chosen[0].run(chosen[1], a, b, added, d) == SUCCESS:
@@ -272,16 +312,22 @@ class Products:
     def _choose(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor
     ) -> tuple[Matmul, Algorithm] | None:
-        """Return the fastest algorithm, or None. Overwrite d, unless d is `added`."""
+        """Try all algorithms and return the fastest one, or None if no algorithm runs.
+
+        The trials write to d, or to a new tensor if d is the same tensor as `added`.
+        """
         matmul = Matmul(self, problem)
-        matmul.set_scales(a, b)  # before the heuristic: not all algorithms can scale
+        # The heuristic must know the scales, because not all algorithms support scales.
+        matmul.set_scales(a, b)
         named = matmul.named_by_heuristic()
         d = torch.empty_like(d) if d is added else d
         launches = [functools.partial(matmul.run, algorithm, a, b, added, d) for algorithm in named]
         same, decisive = same_as_first(launches, d, added)
         if not same:
             return None
-        if not decisive:  # try again with the next product of this kind
+        # If the comparison is not decisive, do not store a choice, so that the next product of this
+        # kind repeats the trials.
+        if not decisive:
             return matmul, named[same[0]]
         best = fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0
         self.chosen[problem] = matmul, named[same[best]]
@@ -290,8 +336,11 @@ class Products:
 
 @functools.cache
 def products_on(device: torch.device) -> Products | None:
-    """Return the products of the current `device`, or None if cublasLt cannot be called."""
-    # There is no such library, or it lacks a function.
+    """Return the products of `device`, or None if cublasLt cannot be called.
+
+    `device` must be the current device.
+    """
+    # These exceptions mean that the library does not exist, or lacks a function.
     with suppress(CublasLtError, OSError, AttributeError):
         return Products(device)
     return None
@@ -300,10 +349,15 @@ def products_on(device: torch.device) -> Products | None:
 def same_as_first(
     launches: Sequence[Callable[[], int]], d: Tensor, added: Tensor | None
 ) -> tuple[list[int], bool]:
-    """Return the indices of launches that write the same bits into d as the first one that runs.
+    """Find the launches that write the same bits to d as the first launch that succeeds.
 
-    Bits are compared by their sum over d. Also return whether the comparison is decisive. It is not
-    for a product of zeros, or if d is not finite: every algorithm would write the same.
+    launches: functions that start one algorithm and return a cublasStatus_t.
+    d: the tensor that every launch writes to.
+    added: the matrix that every launch adds to its product, or None.
+
+    Return the indices of these launches, and True if the comparison is decisive. Bits are compared
+    by the sum of d as integers. The comparison is not decisive if the product is zero or if d is
+    not finite, because every algorithm would then write the same bits.
     """
     ran = []
     sums = []
@@ -314,8 +368,8 @@ def same_as_first(
     if not ran:
         return [], False
     unchanged = torch.zeros_like(sums[0]) if added is None else added.view(torch.int64).sum()
-    # It is enough to look at the last result, because the operands decide whether d is finite. A
-    # sum in FP64 would copy d.
+    # It suffices to check the result of the last launch: whether d is finite depends on the
+    # operands, not on the algorithm. The sum is not computed in FP64, because that would copy d.
     finite = d.sum().isfinite().long()
     *bits, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
     same = [number for number, written in zip(ran, bits, strict=True) if written == bits[0]]
@@ -323,16 +377,21 @@ def same_as_first(
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:
-    """Return the index of the algorithm with the least median time, or 0 if it gains too little."""
+    """Return the index of the algorithm with the smallest median time.
+
+    `times` are the measured times of each algorithm. Return 0 if no algorithm is faster than the
+    first one by the share _LEAST_GAIN.
+    """
     medians = [statistics.median(milliseconds) for milliseconds in times]
     best = medians.index(min(medians))
     return best if medians[best] < (1 - _LEAST_GAIN) * medians[0] else 0
 
 
 def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
-    """Return milliseconds by launch and round.
+    """Return the times of each launch in all rounds, in milliseconds.
 
-    Every second round runs backwards, because clocks change with power.
+    Every second round runs the launches in reverse order, because the GPU's clock rate changes
+    during the measurement.
     """
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
     torch.cuda._sleep(_HEAD_START)
@@ -350,31 +409,37 @@ def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
 # ── cublasLt ────────────────────────────────────────────────────────────────────────────────────
 
 SUCCESS = 0
-ALIGNMENT = 256  # bytes; the heuristic assumes it of tensors by default
-# cudaDataType
+# Tensors must begin at a multiple of this number of bytes. The heuristic assumes it by default.
+ALIGNMENT = 256
+# Values of cudaDataType.
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
-_COMPUTE_32F, _SCALE_32F = 68, 0  # cublasComputeType_t, and cudaDataType of alpha and beta
-# cublasLtMatmulDescAttributes_t
+# A value of cublasComputeType_t, and the cudaDataType of alpha and beta.
+_COMPUTE_32F, _SCALE_32F = 68, 0
+# Values of cublasLtMatmulDescAttributes_t.
 _DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B = 3, 4
 _DESC_SCALE_A, _DESC_SCALE_B = 17, 18
 _DESC_FAST_ACCUMULATION = 25
 _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
-# cublasLtMatmulMatrixScale_t, since CUDA 12.9, for r rows: FP32 [k / 128, r], and [r / 128, k /
-# 128] with its rows padded to multiples of 4. There is no product of two tensors in squares.
-_VECTORS, _SQUARES = 4, 5
-_PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-# Alpha and beta. The call itself reads them.
+# Values of cublasLtMatmulMatrixScale_t. The last two exist since CUDA 12.9.
+# _TENSOR: one scale per tensor.
+# _VECTORS: one scale for 1 x 128 values. An operand with r rows has FP32 scales [k / 128, r].
+# _SQUARES: one scale for 128 x 128 values, [r / 128, k / 128], with rows padded to a multiple of 4.
+# cublasLt cannot multiply two operands that both have scales for squares.
+_TENSOR, _VECTORS, _SQUARES = 0, 4, 5
+# A value of cublasLtMatmulPreferenceAttributes_t.
+_PREFERENCE_WORKSPACE_BYTES = 1
+# Pointers to the possible values of alpha and beta. cublasLtMatmul reads them before it returns.
 _FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulAlgo_t: an algorithm for a kind of product, 64 bytes that may be copied."""
+    """cublasLtMatmulAlgo_t: an algorithm for a kind of product. The 64 bytes may be copied."""
 
     _fields_ = [("data", c_uint64 * 8)]
 
 
 class HeuristicResult(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """cublasLtMatmulHeuristicResult_t: an algorithm that the heuristic lists."""
 
     _fields_ = [
         ("algorithm", Algorithm),
@@ -385,8 +450,9 @@ class HeuristicResult(ctypes.Structure):
     ]
 
 
-# Every function returns a cublasStatus_t. Handles, descriptors and device pointers are void *. A
-# value comes with its number of bytes.
+# Map each function of cublasLt to the types of its arguments. Every function returns a
+# cublasStatus_t. Handles, descriptors and device pointers are void *. A pointer to a value is
+# followed by the number of bytes of the value.
 _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtCreate": [POINTER(c_void_p)],
     "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
@@ -394,28 +460,30 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
     "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
-    # Handle, operation, layouts of A, B, C and D, preference, count, results, number of results.
+    # Handle, operation, layouts of A, B, C and D, preference, maximum number of results, results,
+    # number of results.
     "cublasLtMatmulAlgoGetHeuristic": [
         *[c_void_p] * 7,
         c_int,
         POINTER(HeuristicResult),
         POINTER(c_int),
     ],
-    # Handle, operation, alpha, A, layout, B, layout, beta, C, layout, D, layout, algorithm,
-    # workspace, its bytes, stream.
+    # Handle, operation, alpha, A, layout of A, B, layout of B, beta, C, layout of C, D, layout of
+    # D, algorithm, workspace, bytes of the workspace, stream.
     "cublasLtMatmul": [*[c_void_p] * 12, POINTER(Algorithm), c_void_p, c_size_t, c_void_p],
 }
 
 
 class CublasLtError(RuntimeError):
-    """A call of cublasLt has failed."""
+    """Exception for a call of cublasLt that returned an error status."""
 
 
 class Matmul:
-    """cublasLt's description of a kind of product, accumulated and scaled in FP32. c is like d.
+    """cublasLt's descriptors of a kind of product. Sums and scales are computed in FP32.
 
-    The caller provides the tensors: contiguous, of these sizes and types, on one device. The
-    descriptions take some hundred bytes, until the process ends.
+    c and d have the same layout. The tensors passed to the methods must be contiguous, must have
+    the sizes and types of the Problem, and must be on one device. The descriptors are not freed
+    before the process ends. They take a few hundred bytes.
     """
 
     def __init__(self, products: Products, problem: Problem) -> None:
@@ -423,7 +491,7 @@ class Matmul:
         transposed = problem.transposed
         self._products = products
         self._operation = products.create("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
-        # cublasOperation_t: 0 as it lies, 1 transposed
+        # Values of cublasOperation_t: 0 for not transposed, 1 for transposed.
         self._set(_DESC_TRANSPOSE_A, c_int32(transposed[0]))
         self._set(_DESC_TRANSPOSE_B, c_int32(transposed[1]))
         if problem.fast_accumulation:
@@ -431,28 +499,34 @@ class Matmul:
         for attribute, mode in zip(
             (_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B), problem.modes, strict=True
         ):
-            if mode:  # One scale a tensor is the default, also of older libraries.
+            # _TENSOR is the default, so it need not be set. Libraries before CUDA 12.9 do not have
+            # this attribute.
+            if mode != _TENSOR:
                 self._set(attribute, c_int32(mode))
         shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
         layouts = [
             products.create("MatrixLayout", _TYPES[dtype], rows, columns, rows)
             for (rows, columns), dtype in zip(shapes, problem.types, strict=True)
         ]
-        self._layouts = (*layouts, layouts[-1])  # of A, B, C and D
+        self._layouts = (*layouts, layouts[-1])  # the layouts of A, B, C and D
 
     def _set(self, attribute: int, value: Any) -> None:
         self._products.set_value("MatmulDesc", self._operation, attribute, value)
 
     def set_scales(self, a: Factor, b: Factor) -> None:
-        """Set the device pointers of FP8 scales. They must be valid until the product is done."""
+        """Set the device pointers to the FP8 scales of a and b.
+
+        The scales must not be freed before the product is computed.
+        """
         for attribute, factor in ((_DESC_SCALE_A, a), (_DESC_SCALE_B, b)):
             if factor.scale is not None:
                 self._set(attribute, c_void_p(factor.scale.data_ptr()))
 
     def named_by_heuristic(self) -> list[Algorithm]:
-        """Return the algorithms that fit the workspace, the fastest by cublasLt's estimate first.
+        """Return the algorithms that the heuristic lists, the one with the best estimate first.
 
-        They need tensors that begin at a multiple of ALIGNMENT bytes.
+        Each algorithm fits into the workspace, and needs tensors that begin at a multiple of
+        ALIGNMENT bytes.
         """
         products = self._products
         preference = products.create("MatmulPreference")
@@ -473,9 +547,9 @@ class Matmul:
     def run(
         self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor
     ) -> int:
-        """Start d = a b (+ `added`) on the products' stream. Return a cublasStatus_t.
+        """Start the product of a and b, plus `added`, on the stream of `Products`. Write it to d.
 
-        If it is not 0, nothing was started.
+        Return a cublasStatus_t. If the status is not SUCCESS, no kernel was started.
         """
         self.set_scales(a, b)
         layout_a, layout_b, layout_c, layout_d = self._layouts

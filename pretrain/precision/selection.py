@@ -1,7 +1,7 @@
-"""Choose the precision that a run gets on this machine, and make the engines that compute it.
+"""Choose the precision that a run uses on this machine, and create the engines that compute it.
 
-Transformer Engine computes a precision that the device has. Elsewhere `fp8_config.on_unsupported`
-decides.
+Transformer Engine computes a quantized precision that the device supports. If the device does not
+support the precision, `fp8_config.on_unsupported` determines what is used instead.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pretrain.precision.settings import (
     precision_called,
 )
 
-# `on_unsupported: fallback` takes the first of these that the device has.
+# `on_unsupported: fallback` uses the first of these precisions that the device supports.
 STAND_INS = (delayed.PRECISION, unquantized.BF16)
-# Returns why the device cannot run a quantized precision ("needs a GPU of ...; this is ...") or
-# None.
+# A function that returns the reason why the device cannot compute a quantized precision, such as
+# "needs a GPU of ...; this is ...". It returns None if the device can compute the precision.
 Missing = Callable[[QuantizedPrecision], str | None]
 
 
 def missing_on(device_type: str) -> Missing:
     """Return a function that checks a quantized precision against the current device.
 
-    `device_type` is "cpu" or "cuda". The compute capability is compared first, because importing
-    Transformer Engine takes seconds.
+    `device_type` is "cpu" or "cuda". The returned function compares the compute capability before
+    it imports Transformer Engine, because the import takes seconds.
     """
     capability = None
     device = f"this run is on {device_type}"
@@ -58,8 +58,8 @@ def select_precision(
 ) -> ActivePrecision:
     """Return the precision and the engine of a run that requests `precision`.
 
-    `missing` checks a precision against the device. Raise InputError if the device lacks the
-    precision and `on_unsupported` is `error`.
+    `missing` checks a precision against the device, see `missing_on`. Raise InputError if the
+    device does not support the precision and `on_unsupported` is `error`.
     """
     requested = precision_called(precision)
     settings = fp8_config.resolved(precision)
@@ -81,9 +81,10 @@ def select_precision(
     stand_in = next(candidate for candidate in STAND_INS if candidate in available)
     if settings.on_unsupported == "error":
         raise InputError(
-            f"{reason}. Set `fp8_config.on_unsupported: emulate` to compute the same numbers "
-            f"slowly, `fp8_config.on_unsupported: fallback` to train in {stand_in.name}, or a "
-            f"`precision` that runs here: {', '.join(candidate.name for candidate in available)}"
+            f"{reason}. Either set `fp8_config.on_unsupported: emulate` to compute the same "
+            "numbers slowly in software, or set `fp8_config.on_unsupported: fallback` to train in "
+            f"{stand_in.name}, or set `precision` to one that runs here: "
+            f"{', '.join(candidate.name for candidate in available)}"
         )
     name = stand_in.name + PLAIN_FORWARD * (stand_in.quantized and requested.plain_forward)
     return ActivePrecision(
@@ -98,10 +99,11 @@ def select_precision(
 def make_engines(
     actives: Sequence[ActivePrecision], device: torch.device
 ) -> dict[str, GemmEngine | None]:
-    """Return the engine of each precision of one model, by the precision's name.
+    """Create the engines of all precisions of one model.
 
-    The engine is None if nothing is quantized. A precision with and without a BF16 forward shares
-    its Gemms and histories.
+    Return a dict that maps the name of each precision to its engine, or to None if the precision is
+    not quantized. The two variants of a precision, with and without `forward: bf16`, share their
+    Gemms and their histories.
     """
     kinds: dict[str, Callable[[ActivePrecision, torch.device], GemmEngine]] = {
         "emulation": EmulationEngine,

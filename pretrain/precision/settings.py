@@ -1,12 +1,13 @@
 """Settings of a recipe's precision: precisions by name, schedules, and `fp8_config`.
 
-`fp8_config` configures a quantized precision. Some keys apply to every quantized precision. The
-others are options, and each precision accepts some of them (`Precision.options`). `resolved` fills
-in the defaults of a precision.
+`fp8_config` configures a quantized precision. Some of its keys apply to every quantized precision.
+The remaining keys are called options. `Precision.options` lists the options that a precision
+accepts, with their defaults. `LowPrecisionSettings.resolved` fills in these defaults.
 
-`precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]` trains in one precision
-after the other. A phase with `forward: bf16` has its own precision name, "nvfp4_bf16_forward". The
-step of a switch follows from the settings and the horizon, so checkpoints do not store it.
+`precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]` computes the first 80 % of
+the steps in NVFP4 and the remaining steps in BF16. The name of a phase's precision has a suffix if
+the phase has `forward: bf16`, as in "nvfp4_bf16_forward". The last step of each phase is computed
+from the settings and the number of steps, so checkpoints do not store it.
 
 This file does not import torch.
 """
@@ -30,9 +31,9 @@ from pretrain.precision.formats.unquantized import BF16, FP32
 
 # ── Precisions ────────────────────────────────────────────────────────────────────────────────────
 
-# Values of `weights` in a recipe.
+# The values of the recipe's key `weights`.
 Weights = Literal["fp32", "bf16", "bf16_exact"]
-# Torch dtype of the parameters by `weights`.
+# Map each value of `weights` to the torch dtype of the parameters.
 WEIGHT_DTYPES: dict[Weights, str] = {
     "fp32": "float32",
     "bf16": "bfloat16",
@@ -47,24 +48,28 @@ _QUANTIZED = (
     nvfp4.PRECISION,
     mxfp4.PRECISION,
 )
-# All precisions by name, in the order of tables and messages.
+# Map each precision's name to the precision. Tables and messages list precisions in this order.
 PRECISIONS: dict[str, Precision] = {
     precision.name: precision for precision in (FP32, BF16, *_QUANTIZED)
 }
-# Precision of a linear that is not quantized, by the dtype of its activations.
+# Map the dtype of activations to the precision of a linear layer that is not quantized.
 UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
-# Precisions by accelerate's `mixed_precision`.
+# Map each value of accelerate's `mixed_precision` to a precision.
 BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}
-# The precision that a key of accelerate's `fp8_config` switches on.
+# Map a switch in accelerate's `fp8_config` to the name of the precision that the switch selects.
 ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
 
-# mypy cannot read the names.
+# mypy cannot evaluate a Literal whose values are computed.
 PrecisionName: TypeAlias = Literal[tuple(PRECISIONS)]  # type: ignore[valid-type]
 
 
 @functools.cache
 def precision_called(name: str) -> Precision:
-    """Return the precision called `name`, which may have the suffix of `forward: bf16`."""
+    """Return the precision called `name`.
+
+    With the suffix PLAIN_FORWARD, return a copy of the precision that does not quantize forward
+    products.
+    """
     precision = PRECISIONS[name.removesuffix(PLAIN_FORWARD)]
     if not name.endswith(PLAIN_FORWARD):
         return precision
@@ -80,13 +85,13 @@ def precision_called(name: str) -> Precision:
 
 
 def _share_or_step(number: float) -> float | int:
-    """Validate the end of a phase: a share of all steps as float, or a step as int."""
+    """Validate the end of a phase. Return a share of all steps as float, or a step as int."""
     if 0 < number < 1:
         return number
     if number < 2 or number != number // 1:
         raise ValueError(
-            f"{number:g} is neither a share of the steps, above 0 and below 1, nor a step number, "
-            "2 or more"
+            f"{number:g} is neither a share of the steps (above 0 and below 1) nor a step number "
+            "(2 or more); set `until` to a share or a step number"
         )
     return int(number)
 
@@ -94,43 +99,51 @@ def _share_or_step(number: float) -> float | int:
 class PrecisionPhase(Settings):
     """One phase of a precision schedule."""
 
-    # End of the phase: a share of all steps, or a step number. The last phase has no end.
+    # End of the phase: a share of all steps, or the number of the phase's last step. The last phase
+    # of a schedule has no `until`.
     until: Annotated[float, AfterValidator(_share_or_step)] | None = None
     # Precision of the matrix products in this phase.
     use: PrecisionName
-    # Compute the forward products of a quantized precision in BF16, and only the gradients'
-    # products in that precision.
+    # Compute the forward products in BF16, and only the products of backward in the quantized
+    # precision `use`.
     forward: Literal["bf16"] | None = None
 
     @model_validator(mode="after")
     def _quantizes_gradients(self) -> Self:
         if self.forward and not PRECISIONS[self.use].quantized:
             raise ValueError(
-                f"`forward: bf16` needs a precision that quantizes gradients, and {self.use} does "
-                "not; remove it"
+                f"`forward: bf16` needs a quantized precision, but {self.use} quantizes nothing; "
+                "either remove `forward`, or set `use` to a quantized precision"
             )
         return self
 
 
 def _check_schedule(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
-    """Return `phases`. Raises ValueError if they cannot follow each other in one run."""
+    """Return `phases`. Raise ValueError if they are not a valid schedule of one run."""
     if len(phases) < 2 and not any(phase.forward for phase in phases):
-        raise ValueError("a schedule has two phases or more; for one precision write its name")
+        raise ValueError(
+            "a schedule needs two phases or more; to train in one precision, set `precision` to "
+            "its name"
+        )
     *earlier, last = phases
     if last.until is not None or any(phase.until is None for phase in earlier):
-        raise ValueError("every phase but the last needs an `until`; the last one must have none")
+        raise ValueError(
+            "every phase except the last needs `until`, and the last phase must not have it; add "
+            "the missing `until`, or remove it from the last phase"
+        )
     if len({PRECISIONS[phase.use].compute_dtype for phase in phases}) > 1:
         names = " and ".join(phase.use for phase in phases)
         raise ValueError(
-            f"{names} cannot be phases of one run, because the dtype of activations and working "
-            "copies cannot change; train a second run from the first one's `final/`"
+            f"{names} cannot be phases of one run, because a run cannot change the dtype of its "
+            "activations and weight copies; train two runs, and set `model.source` of the second "
+            "run to the `final` folder of the first run"
         )
     return phases
 
 
 PhaseList = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_check_schedule)]
-# The name of a precision, or a schedule. The discriminator chooses by the type of the value, so
-# that a mistake in a schedule is not reported as a wrong name.
+# The value of `precision`: the name of a precision, or a schedule. A list is validated as a
+# schedule, any other value as a name, so a mistake in a schedule is not reported as a wrong name.
 PrecisionSetting = Annotated[
     Annotated[PrecisionName, Tag("Name")] | Annotated[PhaseList, Tag("Schedule")],
     Discriminator(lambda value: "Schedule" if isinstance(value, list | tuple) else "Name"),
@@ -140,10 +153,9 @@ PrecisionSetting = Annotated[
 def phases_of(setting: Any) -> list[tuple[Any, str]]:
     """Return (`until`, precision name) for each phase of a `precision` setting.
 
-    `until` is a share of the steps as float, a step as int, or None for the last phase.
-
-    `setting` comes from a recipe or from a run's config.yaml. A name is one phase. None, and a
-    value that is not a schedule, have no phases.
+    `until` is a share of the steps as float, a step as int, or None for the last phase. `setting`
+    is the value in a recipe or in the config.yaml of a run. If it is the name of a precision,
+    return a single phase. If it is neither a name nor a schedule, return an empty list.
     """
     if isinstance(setting, str):
         return [(None, setting)]
@@ -160,8 +172,8 @@ def phases_of(setting: Any) -> list[tuple[Any, str]]:
 def label(setting: Any, *, in_a_path: bool = False) -> str | None:
     """Return a short text for a `precision` setting: "nvfp4" or "nvfp4 to 80 %, then bf16".
 
-    With `in_a_path` the text suits a folder name: "nvfp4-to-0.8-then-bf16". Return None if the
-    setting names no precision.
+    With `in_a_path`, return a text that can be part of a folder name: "nvfp4-to-0.8-then-bf16".
+    Return None if the setting contains no precision.
     """
     phases = phases_of(setting)
     if not phases:
@@ -169,7 +181,7 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
     *earlier, (_, last_name) = phases
     if in_a_path:
         return "-then-".join([*(f"{name}-to-{until}" for until, name in earlier), last_name])
-    # config.yaml holds a step number as a float, for example 3.0.
+    # config.yaml stores a step number as a float, for example 3.0.
     parts = [
         f"{name} to " + (f"{100 * until:g} %" if until < 1 else f"step {int(until)}")
         for until, name in earlier
@@ -178,14 +190,15 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
 
 
 def is_quantized(setting: Any) -> bool:
-    """Return True if any phase computes in a quantized precision."""
+    """Return True if any phase of a `precision` setting computes in a quantized precision."""
     return any(precision_called(name).quantized for _, name in phases_of(setting))
 
 
 def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
-    """Return the last step of each phase in a run of `steps`.
+    """Return the last step of each phase in a run of `steps` steps.
 
-    Shares are rounded to whole steps, like the decay of the learning rate. Raises InputError if a
+    `untils` are the ends of the phases as `phases_of` returns them. Shares are rounded to whole
+    steps, in the same way as the first step of the learning rate's decay. Raise InputError if a
     phase would have no step.
     """
     phases = [1.0 if until is None else until for until in untils]
@@ -193,9 +206,9 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
     for number, (previous_end, end) in enumerate(pairwise([0, *ends]), 1):
         if end <= previous_end or (end >= steps and number < len(ends)):
             raise InputError(
-                f"`precision`: of {steps:,} steps, phase {number} of {len(ends)} would end with "
-                f"step {end:,} and the phase before it with step {previous_end:,}; every phase "
-                "needs a step: change `until`, or train longer (`train`)"
+                f"`precision`: phase {number} of {len(ends)} would begin after step "
+                f"{previous_end:,} and end after step {end:,} of {steps:,}, but every phase needs "
+                "at least one step; either change `until`, or train for more steps (`train`)"
             )
     return ends
 
@@ -208,58 +221,67 @@ class KeepBf16Layers(Settings):
 
     # Number of decoder layers at the start of the model that stay in BF16.
     first: Count = 0
-    # Number of decoder layers at the end of the model that stay in BF16. null: 15 % of the layers,
-    # rounded up, with nvfp4, and none with other precisions.
+    # Number of decoder layers at the end of the model that stay in BF16. null: with nvfp4, 15 % of
+    # the layers, rounded up; with any other precision, 0.
     last: Count | None = None
 
 
 class LowPrecisionSettings(Settings):
     """The `fp8_config` of a recipe or of an accelerate configuration."""
 
-    # Engine of the quantized products. TE: Transformer Engine. emulation: in software, also on
-    # hardware that supports the precision.
+    # Engine that computes the quantized products. TE: Transformer Engine, on hardware that supports
+    # the precision. emulation: software, even if the hardware supports the precision.
     backend: Literal["TE", "emulation"] = "TE"
-    # Linears to quantize. linear: all except the LM head. linear+head: the LM head too.
+    # Linear layers to quantize. linear: all except the LM head. linear+head: all, including the LM
+    # head.
     scope: Literal["linear", "linear+head"] = "linear"
-    # Reaction if the hardware lacks the precision. error: stop. emulate: compute it in software.
-    # fallback: train in delayed if the hardware has it, else in bf16.
+    # Reaction if the hardware does not support the precision. error: stop with an error. emulate:
+    # compute the precision in software. fallback: train in delayed if the hardware supports
+    # delayed, else in bf16.
     on_unsupported: Literal["error", "emulate", "fallback"] = "error"
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
-    # Linears that stay in BF16, as patterns of names: ["layers.0.*", "down_proj"].
+    # Linear layers that stay in BF16, as patterns of their names: ["layers.0.*", "down_proj"].
     keep_bf16: tuple[str, ...] = ()
-    # Evaluate in the low precision instead of BF16. The name is accelerate's.
+    # Evaluate in the low precision instead of BF16. accelerate has a key with the same name.
     use_autocast_during_eval: bool = False
 
-    # Options. Only those that the precision accepts may be set:
-    # Number format. HYBRID: gradients in E5M2, inputs and weights in E4M3.
+    # Options. An option may be set only if the precision accepts it:
+    # Number format of FP8 values. HYBRID: E5M2 for gradients, E4M3 for inputs and weights. E4M3:
+    # E4M3 for gradients too.
     fp8_format: Literal["HYBRID", "E4M3"] | None = None
-    # Number of times that the scale is halved, to leave room above the largest value seen. At most
-    # 18, because E4M3 has a range of 2**17.8 and 19 would turn the largest value into zero.
+    # Number of times that the scale is halved, so that values above the recorded maximum do not
+    # saturate. At most 18, because E4M3 has a range of 2**17.8, and a margin of 19 would round the
+    # largest value to zero.
     margin: Annotated[Count, Field(le=18)] | None = None
-    # Number of microbatches whose amax is kept in the history.
+    # Number of microbatches whose amax (largest absolute value of a tensor) the history stores.
     amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None
-    # Amax that determines the scale: the largest or the most recent one of the history.
+    # Amax that determines the scale. max: the largest amax of the history. most_recent: the amax of
+    # the latest microbatch.
     amax_compute_algo: Literal["max", "most_recent"] | None = None
-    # Skip the random Hadamard transform of the operands of the weight gradient.
+    # Do not apply the random Hadamard transform to the operands of the weight gradient's product.
     disable_rht: bool | None = None
-    # Round gradients to nearest.
+    # Round gradients to the nearest value instead of stochastically.
     disable_stochastic_rounding: bool | None = None
 
     @property
     def options_set(self) -> dict[str, Any]:
-        """Return the options that are set, by key."""
+        """Return a dict that maps the key of each option that is set to its value."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) is not None}
 
     def contradictions(self, precision: Precision) -> dict[str, Any]:
-        """Return the options that are set but not accepted by `precision`, by key."""
+        """Return the options that are set although `precision` does not accept them.
+
+        The keys of the dict are the keys of `fp8_config`.
+        """
         return {
             key: value for key, value in self.options_set.items() if key not in precision.options
         }
 
     def resolved(self, precision_name: str) -> Self:
-        """Return the settings with the precision's defaults for options that are not set.
+        """Return a copy of the settings in which each option has the value that is used.
 
-        Options that the precision does not accept become None.
+        An option that is not set gets the default of the precision. An option that the precision
+        does not accept becomes None.
         """
         defaults = precision_called(precision_name).options
         accepted = {key: value for key, value in self.options_set.items() if key in defaults}
@@ -267,11 +289,11 @@ class LowPrecisionSettings(Settings):
         return type(self).model_validate(self.model_dump() | options)
 
     def without_options(self) -> Self:
-        """Return the settings with only the keys that apply to every quantized precision."""
+        """Return a copy of the settings without the options, which depend on the precision."""
         return type(self).model_validate(self.model_dump(exclude_unset=True, exclude=set(OPTIONS)))
 
 
-# Keys that only some precisions accept.
+# The keys of `fp8_config` that only some precisions accept.
 OPTIONS = tuple(
     key
     for key in LowPrecisionSettings.model_fields
@@ -285,26 +307,27 @@ OPTIONS = tuple(
 class ActivePrecision:
     """The precision of a run or phase, with its settings and the engine that computes it."""
 
+    # The name of the precision in the recipe.
     requested: str
-    # Differs from `requested` only with `on_unsupported: fallback`.
+    # The precision that is used. It differs from `requested` only with `on_unsupported: fallback`.
     precision: Precision
-    # "torch" if nothing is quantized.
+    # The engine. It is "torch" if `precision` is not quantized.
     backend: Literal["torch", "transformer_engine", "emulation"]
-    # Resolved for `precision`.
+    # The settings as `LowPrecisionSettings.resolved` returns them for `precision`.
     settings: LowPrecisionSettings
-    # Why the device cannot compute the requested precision. None if it can.
+    # The reason why the device cannot compute the requested precision. None if the device can.
     reason: str | None = None
 
     @property
     def quantized_precision(self) -> QuantizedPrecision:
-        """Return `precision`, which the caller knows to be quantized."""
+        """Return `precision`. The caller must have checked that it is quantized."""
         return cast(QuantizedPrecision, self.precision)
 
     def kept_layers(self, layers: int) -> tuple[int, int]:
-        """Return how many decoder layers stay unquantized, at the start and at the end.
+        """Return the numbers of decoder layers at the start and at the end that stay unquantized.
 
-        `layers` is the number of decoder layers of the model. The precision's default share at
-        the end leaves at least one layer quantized.
+        `layers` is the number of decoder layers of the model. If the number at the end is not set,
+        the precision's default is used. The default leaves at least one layer quantized.
         """
         keep = self.settings.keep_bf16_layers
         if keep.last is not None or not self.precision.quantized:
@@ -316,10 +339,10 @@ class ActivePrecision:
     def notice(self) -> str | None:
         """Return a message if the device cannot compute the requested precision, else None.
 
-        The message gives the reason and the replacement.
+        The message contains the reason, and the emulation or the precision that is used instead.
         """
         if self.reason is None:
             return None
         if self.precision.name == self.requested:
-            return f"{self.reason}: it is emulated"
-        return f"{self.reason}: training in {self.precision.name} instead"
+            return f"{self.reason}, so the precision is emulated"
+        return f"{self.reason}, so the run trains in {self.precision.name} instead"

@@ -1,11 +1,11 @@
-"""Products on Transformer Engine: its quantizers and its GEMM, called one by one.
+"""Low-precision products on Transformer Engine, by direct calls of its quantizers and its GEMM.
 
-A te.Linear would own its weight and write a pickled "extra state" into every state_dict. So a
-te.Linear here is built on the meta device, outside of the model's module tree. It holds the
-quantizers, histories and scales of a Gemm and never computes.
+A te.Linear in a model would store the weight itself and would write a pickled "extra state" into
+every state_dict. So the te.Linear of a Gemm is created on the meta device and is not a submodule of
+the model. It stores the quantizers, histories and scales of the Gemm and never computes.
 
-The library is imported when it is first needed. The import takes seconds, and fails without the
-driver of a GPU.
+Transformer Engine is imported when it is first needed, because the import takes seconds and fails
+on a machine without a GPU driver.
 """
 
 from __future__ import annotations
@@ -31,58 +31,64 @@ from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
 from pretrain.precision.observed import NO_CONTEXT, watched
 from pretrain.precision.settings import ActivePrecision
 
-# Direction, as in checkpoints and `delayed_state.PLACES` -> Transformer Engine's name of its state.
+# Map the name of each direction in checkpoints and in `delayed_state.PLACES` to the key of its
+# state in Transformer Engine.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-# Product -> layout, and the product's name in recipes.
+# Map each product to its layout, see `searched.multiply`, and to its name in Transformer Engine's
+# recipes.
 TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}
-# Prefixes of environment variables that change the defaults of Transformer Engine's recipes.
+# Prefixes of the environment variables that change the defaults of Transformer Engine's recipes.
 DEFAULTS_CHANGED_BY = (
     "NVTE_BACKWARD_OVERRIDE",
     "NVTE_FP8_BLOCK_SCALING",
     "NVTE_FP8_CURRENT_SCALING",
     "NVTE_NVFP4_",
 )
-# Key in fp8_meta: where the scales are stored that recomputing a layer will use.
+# The key of fp8_meta with the position of the scales that are stored for recomputing a layer.
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
 
 def missing() -> str | None:
-    """Return what this process lacks for Transformer Engine, or None.
+    """Return the requirement of Transformer Engine that this process does not meet, or None.
 
-    The text follows "needs" in a sentence.
+    The requirement is a noun phrase that completes the sentence "the precision needs ...".
     """
     if not torch.cuda.is_available():
         return "a CUDA device"
     if importlib.util.find_spec("transformer_engine") is None:
-        return "Transformer Engine, which is not installed (docs/b200.md says how)"
+        return "Transformer Engine, which is not installed (docs/b200.md has the commands)"
     try:
         library()
-    # The installed library was built for another torch, CUDA or Python.
+    # These exceptions mean that the library was built for another version of torch, CUDA or Python.
     except (ImportError, OSError, RuntimeError) as error:
         return f"a Transformer Engine that can be imported ({one_line(error)})"
     return None
 
 
 def unavailable_because(precision: QuantizedPrecision) -> str | None:
-    """Return what this process lacks for `precision` on Transformer Engine, as `missing` does."""
+    """Return the requirement of `precision` on Transformer Engine that this process does not meet.
+
+    The requirement is a noun phrase, see `missing`. Return None if all requirements are met.
+    """
     if not precision.te_available:
         return precision.hardware.missing(None)
     if need := missing():
         return need
     available, reason = getattr(library(), precision.te_available)(return_reason=True)
-    return None if available else f"what Transformer Engine misses here: {reason}"
+    return None if available else f"a GPU and CUDA that Transformer Engine supports: {reason}"
 
 
 def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> Any:
-    """Return the `transformer_engine.common.recipe` object of `precision` with its settings.
+    """Return the `transformer_engine.common.recipe` object for `precision`.
 
-    Other options keep Transformer Engine's defaults. Raise InputError if an environment variable
-    changes these defaults, or if the installed version drops an option.
+    The options of the precision have the values of `settings`. All other options of the recipe keep
+    Transformer Engine's defaults. Raise InputError if an environment variable changes these
+    defaults, or if the installed version ignores an option.
     """
     if variables := sorted(name for name in os.environ if name.startswith(DEFAULTS_CHANGED_BY)):
         raise InputError(
-            f"{', '.join(variables)}: Transformer Engine would compute otherwise than `precision` "
-            "says; unset it"
+            f"{', '.join(variables)}: these environment variables would change the numbers that "
+            "Transformer Engine computes for `precision`; unset them"
         )
     te = importlib.import_module("transformer_engine.common.recipe")
     options = {key: getattr(settings, key) for key in precision.options}
@@ -91,33 +97,38 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
     te_recipe = getattr(te, precision.te_recipe)(**options)
     if dropped := [key for key, value in options.items() if getattr(te_recipe, key, None) != value]:
         raise InputError(
-            f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks it; install the "
-            "version of requirements-cuda.txt"
+            f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks this option; "
+            "install the version in requirements-cuda.txt"
         )
     return te_recipe
 
 
 def split_accumulator(te_recipe: Any, product: str) -> bool:
-    """Return whether `product` (fprop, dgrad, wgrad) is summed in full precision.
+    """Return True if `product` (fprop, dgrad or wgrad) is summed in full FP32 precision.
 
-    The recipe decides. By default, gradients are.
+    If False, the tensor cores sum the product with less precision, which is faster. The recipe
+    determines the value. If it does not, only dgrad and wgrad are summed in full precision.
     """
     setting = getattr(te_recipe, f"fp8_gemm_{product}", None)
     return product != "fprop" if setting is None else setting.use_split_accumulator
 
 
 class TransformerEngineGemm(Gemm):
-    """The products of one linear layer, by the quantizers of a te.Linear without a weight.
+    """The products of one linear layer on Transformer Engine.
 
-    It computes inside of the engine's `forward` context, and in backward. One quantization writes
-    an operand for both of its products. The products of experts are torch's grouped product in FP8,
-    because the library's own is one launch an expert.
+    A te.Linear on the meta device provides the quantizers. Methods must be called inside of the
+    engine's `forward` context, or in backward. A quantizer writes the forms of an operand for both
+    of its products at once. Grouped products of experts use torch's grouped FP8 kernel, because
+    Transformer Engine launches one kernel per expert.
     """
 
     def __init__(
         self, engine: TransformerEngine, name: str, members: Sequence[str], linear: Any
     ) -> None:
-        """Create the Gemm of the layer `name`. `linear`: a te.Linear with its quantizers."""
+        """Create the Gemm of the layer `name`.
+
+        `linear` is a te.Linear on the meta device with the quantizers. See `Gemm` for `members`.
+        """
         super().__init__(name, members)
         self.engine = engine
         self.linear = linear
@@ -132,7 +143,8 @@ class TransformerEngineGemm(Gemm):
         self.linear.prepare_forward(x)
         forward, backward = (self.linear.quantizers[key] for key in TE_DIRECTIONS.values())
         for quantizer in (*forward[:2], backward[0]):
-            # Write plain storage, not a tensor that autograd would see.
+            # Return the plain storage of a quantized tensor instead of a subclass of Tensor, which
+            # autograd would track.
             quantizer.internal = True
         for quantizer in (forward[0], backward[0]):
             quantizer.optimize_for_gemm = True
@@ -141,7 +153,11 @@ class TransformerEngineGemm(Gemm):
         self.linear.end_forward()
 
     def quantizer(self, role: Role, *, both: bool) -> Any:
-        """Return an operand's quantizer, for sums along its features, and its rows if `both`."""
+        """Return the quantizer of an operand.
+
+        It writes the form for the product that sums along the features, and with `both`, also the
+        form for the product that sums along the rows.
+        """
         direction, slot = PLACES[role]
         quantizer = self.linear.quantizers[TE_DIRECTIONS[direction]][slot]
         quantizer.set_usage(rowwise=True, columnwise=both)
@@ -149,12 +165,12 @@ class TransformerEngineGemm(Gemm):
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
         if role == "weight" and x.dim() > 2:
-            x = x.flatten(0, -2)  # experts' weights are one matrix
-        x = x.contiguous()  # the weight of a Conv1D is a transpose
+            x = x.flatten(0, -2)  # the weights of all experts are quantized as one matrix
+        x = x.contiguous()  # the weight of a Conv1D is a transposed view
         quantizer = self.quantizer(role, both=both)
         if role == "weight":
-            # Blackwell's products read scales in another order. A quantizer writes this order once;
-            # else every product has to make it.
+            # Blackwell's products read scales in a special order. If the quantizer writes the
+            # scales in this order, the products need not reorder them.
             quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, x)
         return quantizer(x)
 
@@ -175,7 +191,11 @@ class TransformerEngineGemm(Gemm):
         ends: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `Gemm.matmul`. `out` of dtype `dtype` receives a gradient."""
+        """Return a product, see `Gemm.matmul`.
+
+        `out`, a tensor of dtype `dtype`, may be given for dgrad and wgrad. The product is then
+        written to it.
+        """
         if kind == "dgrad":
             right.update_usage(columnwise_usage=True)
         if ends is not None:
@@ -200,7 +220,8 @@ class TransformerEngineGemm(Gemm):
         overwrite: bool = False,
         ends: Tensor | None = None,
     ) -> None:
-        # The library's GEMM cannot add to the sum of a Conv1D, which is a transpose.
+        # Transformer Engine's GEMM cannot add to the gradient sum of a Conv1D, which is a
+        # transposed view.
         if ends is None and total.is_contiguous():
             self._general_gemm(
                 "wgrad", left, right, out=total, out_dtype=total.dtype, accumulate=not overwrite
@@ -209,7 +230,11 @@ class TransformerEngineGemm(Gemm):
             super().accumulate(total, left, right, overwrite=overwrite, ends=ends)
 
     def _general_gemm(self, kind: GemmKind, left: Any, right: Any, **options: Any) -> Tensor:
-        """Call Transformer Engine's GEMM, which counts columns first and so names `right` first."""
+        """Call Transformer Engine's GEMM and return the product.
+
+        Transformer Engine expects `right` before `left`, because cuBLAS stores matrices column by
+        column.
+        """
         layout, product = TE_GEMMS[kind]
         options |= {"layout": layout, "grad": kind != "forward"}
         options["use_split_accumulator"] = split_accumulator(self.engine.te_recipe, product)
@@ -219,9 +244,10 @@ class TransformerEngineGemm(Gemm):
     def _grouped_matmul(
         self, kind: GemmKind, left: Any, right: Any, dtype: torch.dtype | None, ends: Tensor
     ) -> Tensor:
-        """Multiply E4M3 codes with torch's grouped product, whose kernel writes BF16.
+        """Return a grouped product of E4M3 operands, computed by torch's grouped FP8 kernel.
 
-        The kernel takes a scale for each row. All rows have the scale of the tensor.
+        The kernel expects one scale per row, so the tensor's scale is repeated for all rows. It
+        writes BF16, which is the dtype of the result if `dtype` is None.
         """
         experts = len(ends)
         a = _e4m3(left, transposed=kind == "wgrad")
@@ -236,9 +262,10 @@ class TransformerEngineGemm(Gemm):
             scale_sizes = len(a), (experts, b.shape[2])
         scale_a = left._scale_inv.expand(scale_sizes[0]).contiguous()
         scale_b = right._scale_inv.expand(scale_sizes[1]).contiguous()
-        # Sums stay in the tensor cores, in gradients too. Adding them up outside spills registers
-        # where experts are small, at a third of the speed. It would save less than what rounding to
-        # BF16 costs (docs/log.md).
+        # Sums stay in the tensor cores (fast accumulation), for gradients too. With partial sums in
+        # FP32 registers, products of small experts run out of registers and have a third of the
+        # speed. The error that this would avoid is smaller than the error of rounding the result to
+        # BF16 (docs/log.md).
         with watched(self.members, kind):
             y = torch._scaled_grouped_mm(
                 a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
@@ -266,7 +293,8 @@ class TransformerEngineGemm(Gemm):
         before = state.is_first_fp8_module
         is_first = manager.is_first_fp8_module()
         if library().distributed.in_fp8_activation_recompute_phase():
-            # A recomputed layer asks again, and the answer was given in forward.
+            # Restore the flag when backward recomputes a layer, because the first Gemm of the
+            # forward is already known.
             state.is_first_fp8_module = before
         return is_first
 
@@ -276,7 +304,10 @@ class TransformerEngineGemm(Gemm):
 
 
 def _e4m3(operand: Any, *, transposed: bool) -> Tensor:
-    """Return the codes of a Float8Tensor, or of its transpose, which is stored separately."""
+    """Return the E4M3 codes of a Float8Tensor.
+
+    With `transposed`, return the codes of its transpose, which is stored separately.
+    """
     return (operand._transpose if transposed else operand._data).view(torch.float8_e4m3fn)
 
 
@@ -284,7 +315,7 @@ class TransformerEngine(GemmEngine):
     """The Gemms of one model on Transformer Engine."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        """Raise InputError if the installed Transformer Engine lacks the precision's recipe."""
+        """Create the engine. Raise InputError if `build_te_recipe` raises it."""
         super().__init__()
         self.te = library()
         self.precision = active.quantized_precision
@@ -302,7 +333,8 @@ class TransformerEngine(GemmEngine):
             device="meta",
             name=name,
         )
-        # Disable gradients: an autocast that ends with gradients enabled advances all histories.
+        # Disable gradients, because leaving an autocast with gradients enabled would update the
+        # histories of all layers.
         with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
             linear.init_fp8_metadata()
         return TransformerEngineGemm(self, name, members, linear)
@@ -312,8 +344,8 @@ class TransformerEngine(GemmEngine):
         with self._autocast():
             yield
         if self.precision.keeps_history and not torch.is_grad_enabled():
-            # Drop the amaxes of a forward without gradients, or the next training forward would
-            # take them for its own.
+            # Clear the amaxes of a forward without gradients. Otherwise they would enter the
+            # histories together with those of the next training forward.
             for gemm in self.gemms.values():
                 gemm.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
 
@@ -325,9 +357,9 @@ class TransformerEngine(GemmEngine):
     ) -> Any:
         @contextmanager
         def recomputing() -> Iterator[None]:
-            # A disabled autocast around te.checkpoint's own one. That would be the outermost
-            # autocast in backward, and would end each recomputed layer with a reduction over all
-            # ranks.
+            # Enclose the autocast of te.checkpoint in a disabled autocast. Otherwise the autocast
+            # of te.checkpoint would be the outermost one in backward, and leaving it would reduce
+            # amaxes over all ranks after each recomputed layer.
             with again(), self._autocast(enabled=False):
                 yield
 
@@ -338,7 +370,7 @@ class TransformerEngine(GemmEngine):
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Return the same names, shapes and slots as `DelayedState.state`."""
+        """Return the histories and scales. Names and shapes are those of `DelayedState.state`."""
         if not self.precision.keeps_history:
             return {}
         return {
@@ -353,8 +385,8 @@ class TransformerEngine(GemmEngine):
         manager = self.te.quantization.FP8GlobalStateManager
         stashes = manager.quantization_state.fp8_tensors_recompute_buffer
         for gemm in self.gemms.values():
-            # Drop scales stored for a recomputation that never ran, because its step failed. The
-            # next recomputation would take them for its own.
+            # Drop the scales that a failed step stored for a recomputation that never ran. The next
+            # recomputation would use them in place of the scales of its own forward.
             if _STASH in gemm.linear.fp8_meta:
                 stashes[gemm.linear.fp8_meta[_STASH]].clear()
 
@@ -363,7 +395,7 @@ class TransformerEngine(GemmEngine):
         return f"Transformer Engine {version}, {type(self.te_recipe).__name__}"
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
-        # Without a reduction group, all ranks reduce their amaxes.
+        # No reduction group is passed, so amaxes are reduced over all ranks.
         return self.te.autocast(enabled=enabled, recipe=self.te_recipe)
 
 

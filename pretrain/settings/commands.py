@@ -1,6 +1,7 @@
 """Command-line options of the commands that import torch.
 
-They are parsed before torch is imported, so that --help and typos answer at once.
+The options are defined here because importing torch takes seconds. So --help and messages about
+invalid options appear at once.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from pathlib import Path
 from foundation.command import CommandParser
 from pretrain.settings.config import LaunchParser
 
-# Default devices of `plan`.
+# Devices of the command `plan` if --on is not set.
 USUAL = ("H100", "H200", "B200", "8xB200")
-# Defaults of `sample`: at most 64 new tokens, temperature 0.8, nucleus sampling with top-p 0.95.
+# Defaults of the command `sample`: at most 64 new tokens, temperature 0.8 and top-p 0.95.
 TOKENS = 64
 TEMPERATURE = 0.8
 TOP_P = 0.95
 
 
 def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of `command`, which is a key of COMMANDS.
+    """Parse the command-line arguments of `command`, which is a key of COMMANDS.
 
-    Raises InputError if an argument is invalid. Ends the process after --help.
+    Raises InputError if an argument is invalid. With --help, print the help and end the process.
     """
     parser_class, add_options = COMMANDS[command]
     parser = parser_class(f"python -m pretrain {command}", getdoc(add_options))
@@ -33,7 +34,10 @@ def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def count(text: str) -> int:
-    """Parse a whole number of at least 1. argparse reports others as `invalid count value`."""
+    """Parse a whole number of at least 1.
+
+    Raises ValueError for any other text. Then argparse prints `invalid count value`.
+    """
     number = int(text)
     if number < 1:
         raise ValueError
@@ -41,21 +45,21 @@ def count(text: str) -> int:
 
 
 def plan(add: Callable) -> None:
-    """Estimate time and memory of a recipe on devices that this machine does not have.
+    """Estimate time and memory of a training on devices that this machine does not have.
 
         python -m pretrain plan my.yaml train.tokens=20e9        on H100, H200, B200 and 8 x B200
         python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42   at an MFU that a run has reached
 
-    To plan a launch on this machine: accelerate launch ... train_accelerate.py RECIPE --plan.
-    That needs the packs.
+    To plan a training on this machine, use accelerate launch ... train_accelerate.py RECIPE --plan.
+    This second command needs the packs.
     """
     add(
         "--on",
         action="append",
         default=[],
         metavar="DEVICE",
-        help="device to plan for: H200, 8xB200, 'RTX 4090'; may be repeated; "
-        f"default: {', '.join(USUAL)}",
+        help="device, with a number if there are several: H200, 8xB200, 'RTX 4090'; may be "
+        f"repeated; default: {', '.join(USUAL)}",
     )
     add(
         "--mfu",
@@ -63,17 +67,17 @@ def plan(add: Callable) -> None:
         default=[],
         type=float,
         metavar="SHARE",
-        help="model FLOPs utilization to assume, for example 0.4; give two for a range",
+        help="assumed model FLOPs utilization, for example 0.4; repeat the option to get a range",
     )
 
 
 def evaluate(add: Callable) -> None:
-    """Compute the held-out loss of a checkpoint, or its loss on a text file of your own.
+    """Compute the held-out loss of a checkpoint, or the checkpoint's loss on a text file.
 
         python -m pretrain evaluate RUN_OR_RECIPE [FILE] [--resume CHECKPOINT] [key=value ...]
 
-    Without a checkpoint, evaluate the model that the run would start from. Writes nothing into
-    the run folder. On GPUs, start it as
+    If the run has no checkpoint, evaluate the model from which the run would start. The command
+    writes nothing into the run folder. To evaluate on GPUs, start the command with
     accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate ...
     """
     add(
@@ -85,10 +89,10 @@ def evaluate(add: Callable) -> None:
 
 
 def doctor(add: Callable) -> None:
-    """Test the precisions on this machine: whether they work, their engine and their speed.
+    """Test which precisions work on this machine, and print the engine and the speed of each one.
 
-    Each precision trains a model of one layer for a few steps. Parity with plain transformers is
-    checked before the first step.
+    A model of one layer is trained in each precision for a few steps. Before the first step, its
+    loss and gradients are compared with plain transformers.
     """
     add(
         "--precisions",
@@ -99,46 +103,61 @@ def doctor(add: Callable) -> None:
 
 
 def export(add: Callable) -> None:
-    """Export a checkpoint as a Hugging Face folder with a model card.
+    """Export a checkpoint as a model folder for transformers, with a model card.
 
-    Needs no GPU, and as much memory as the weights take.
+    The command needs no GPU. It needs as much memory as the weights.
     """
     add(
         "source",
         type=Path,
         metavar="RUN_OR_CHECKPOINT",
-        help="a step-* folder, or a run folder to export its newest checkpoint",
+        help="a checkpoint (a step-* folder), or a run folder, whose newest checkpoint is exported",
     )
-    add("out", type=Path, nargs="?", metavar="OUT", help="folder to create; default: RUN/export")
+    add(
+        "out",
+        type=Path,
+        nargs="?",
+        metavar="OUT",
+        help="folder into which the model is exported; default: RUN/export",
+    )
     add(
         "--best",
         action="store_true",
-        help="export the run's checkpoint with the lowest held-out loss",
+        help="export the checkpoint of the run with the lowest held-out loss",
     )
     add(
         "--dtype",
         choices=["bf16", "fp32"],
-        help="dtype of the exported weights; default: as the run stores them. With bf16_exact, "
-        "fp32 joins each BF16 weight with its 16 remainder bits",
+        help="dtype of the exported weights; default: the dtype in which the run stores them. If "
+        "the run has `weights: bf16_exact`, fp32 restores all 32 bits of each weight",
     )
     add(
         "--push",
         metavar="OWNER/NAME",
-        help="also upload to this hub repository, which is created as private if it is missing",
+        help="also upload the model to this repository on the Hugging Face hub; a missing "
+        "repository is created as private",
     )
 
 
 def sample(add: Callable) -> None:
     """Generate text with a trained model.
 
-    FOLDER is the folder of a finished run or a model folder that transformers can load. `python -m
-    pretrain export` makes a model folder from any checkpoint. Runs on a GPU if there is one, in
-    the dtype of the stored weights.
+    FOLDER is the run folder of a finished run, or a model folder that transformers can load. To
+    make a model folder from any checkpoint, use `python -m pretrain export`. The model is run on a
+    GPU if there is one, in the dtype of the stored weights.
     """
     add("folder", type=Path, metavar="FOLDER", help="a run folder or a model folder")
-    add("prompts", nargs="*", metavar="PROMPT", help="text to continue; '' starts a new text")
     add(
-        "--prompt", action="append", default=[], help="a prompt given as an option; may be repeated"
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="text that the model continues; '' generates a text from its beginning",
+    )
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text that the model continues, as an option instead of an argument; may be repeated",
     )
     add(
         "--tokens",
@@ -146,59 +165,64 @@ def sample(add: Callable) -> None:
         "--max_new_tokens",
         type=count,
         default=TOKENS,
-        help="maximum number of new tokens; default %(default)s",
+        help="maximum number of new tokens for each prompt; default: %(default)s",
     )
     add(
         "--temperature",
         type=float,
         default=TEMPERATURE,
-        help="sampling temperature; 0 always takes the likeliest token; default %(default)s",
+        help="sampling temperature; 0 always chooses the likeliest token; default: %(default)s",
     )
     add(
         "--top-p",
         "--top_p",
         type=float,
         default=TOP_P,
-        help="sample from the likeliest tokens whose probabilities sum to this; "
-        "default %(default)s",
+        help="sample only from the likeliest tokens whose probabilities sum to this value; "
+        "default: %(default)s",
     )
     add(
         "--seed",
         type=int,
         default=42,
-        help="seed from which the seed of each prompt is derived; default 42",
+        help="random seed, from which the seed of each prompt is derived; default: 42",
     )
 
 
 def flops(add: Callable) -> None:
-    """List the training FLOPs of a model per token, by each definition of MFU in use.
+    """List the FLOPs per token of a model in training, by each common definition of MFU.
 
-    MODEL is a recipe, a model folder or a hub name. Weights are not read. docs/planning.md derives
-    each definition.
+    MODEL is a recipe, a model folder or a name on the Hugging Face hub. The weights of the model
+    are not read. docs/planning.md derives each definition.
     """
-    add("model", metavar="MODEL", help="a recipe (.yaml), or a value of `model.source`")
+    add(
+        "model",
+        metavar="MODEL",
+        help="a recipe (.yaml), a model folder, or a name on the Hugging Face hub",
+    )
     add(
         "--length",
         type=count,
         nargs="+",
         metavar="T",
-        help="sequence length in tokens; default: the length in the recipe",
+        help="sequence lengths in tokens; default: `data.length` of the recipe",
     )
     add(
         "--tokens-per-second",
         type=float,
         metavar="N",
-        help="throughput of all devices together; adds the MFU to the table",
+        help="speed of all devices together, from which the MFU is computed",
     )
     add(
         "--on",
         metavar="DEVICE",
         default="H200",
-        help="device whose dense BF16 peak is 100 %%, for example 8xB200; default: H200",
+        help="device whose dense BF16 peak is an MFU of 100 %%, for example 8xB200; default: H200",
     )
 
 
-# By command: the parser's class, and the function that adds the options and describes the command.
+# Map the name of each command to the class of its parser and to a function. The function adds the
+# options of the command, and its docstring is the description that --help prints.
 COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
     "plan": (LaunchParser, plan),
     "evaluate": (LaunchParser, evaluate),

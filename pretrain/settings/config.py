@@ -1,11 +1,16 @@
 """Load a recipe from its file and the command line.
 
-Later sources override earlier ones: defaults, the recipe that `base` names, the recipe file,
-`key=value` overrides.
+The value of a key is taken from the last of these sources that sets the key:
 
-Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4
-train.tokens=2e9`. If a key is given twice, the last value counts. A recipe sets one of train.steps,
-train.tokens and train.epochs. An override of one of them removes the others.
+1. the default,
+2. the recipe that `base` names,
+3. the recipe file,
+4. the `key=value` overrides on the command line.
+
+Overrides are dotted keys with YAML values: `weights=bf16 optimizer.learning_rate=1e-4
+train.tokens=2e9`. If a key is given twice, the last value is used. A recipe sets one of
+train.steps, train.tokens and train.epochs. If one of them is set, the values of the other two in
+earlier sources are removed.
 """
 
 from __future__ import annotations
@@ -26,10 +31,11 @@ from foundation.settings import parse, set_value, value_from_text
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
-# Keys that exclude each other. Setting one drops the values of the others.
+# The keys for the length of a training, of which only one can be set.
 HORIZON = ("train.steps", "train.tokens", "train.epochs")
 
-# Keys, and prefixes of keys, that do not change what a run trains.
+# Keys, and prefixes of keys, that are not part of the identity of a training. Two runs that differ
+# only in these keys are trained on the same data with the same hyperparameters.
 _NOT_IDENTITY = (
     "name",
     "run_dir",
@@ -46,12 +52,12 @@ _NOT_IDENTITY = (
     "model.compile",
     "model.fused",
     "model.gradient_checkpointing",
-    # The engine that computes a precision. Emulation gives the numbers of the hardware except for
-    # the order of sums.
+    # The engine that computes a precision. Emulation computes the same numbers as the hardware,
+    # except for the order of sums.
     "fp8_config.backend",
     "fp8_config.on_unsupported",
     "fp8_config.use_autocast_during_eval",
-    # The origin of the packs. Their content is part of the identity as a fingerprint.
+    # The origin of the packs. Instead, the fingerprint of their content is part of the identity.
     "data.packs",
     "data.source",
     "data.subset",
@@ -69,20 +75,22 @@ _NOT_IDENTITY = (
     "data.on_bad_line",
 )
 
-# Prefix of the identity's keys that come from the config.json of `model.source`.
+# Prefix of the keys of `identity_of` for the values in the config.json of `model.source`.
 SOURCE = "model.source."
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe at `path`, apply `overrides`, and check every key.
 
-    Raises InputError that names the file and the key of every mistake.
+    Raises InputError if there is a mistake. The message names the file and the key of every
+    mistake.
     """
     values: dict[str, Any] = {}
     for _, file_values in load_with_bases(path):
         for section, new in file_values.items():
-            # Sections are merged key by key. A value that is a mapping, such as `model.config`,
-            # replaces the earlier mapping.
+            # Merge a section with the section of an included recipe key by key. But a mapping
+            # inside of a section, such as `model.config`, replaces the mapping of the included
+            # recipe as a whole.
             if isinstance(new, dict) and isinstance(values.get(section), dict):
                 _drop_horizon(values, {f"{section}.{name}": value for name, value in new.items()})
                 new = values[section] | new
@@ -94,7 +102,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return the key and the value of each override.
+    """Return a pair (dotted key, value) for each override. The value is parsed as YAML.
 
     Raises InputError if an override is not of the form key=value.
     """
@@ -103,8 +111,8 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise InputError(
-                f"command line: {text!r} is not key=value; write, for example, weights=bf16 or "
-                "optimizer.learning_rate=1e-4"
+                f"command line: {text!r} is not of the form key=value; write, for example, "
+                "weights=bf16 or optimizer.learning_rate=1e-4"
             )
         key = key.strip()
         values.append((key, value_from_text(Recipe, key, value)))
@@ -112,7 +120,10 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def _drop_horizon(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Remove the horizon from `values` if `changes`, by dotted key, set a horizon."""
+    """Remove all keys in HORIZON from `values` if `changes` sets one of them.
+
+    `values` is a nested recipe and is modified. `changes` maps dotted keys to new values.
+    """
     sets_horizon = any(changes.get(key) is not None for key in HORIZON)
     if sets_horizon and isinstance(values.get("train"), dict):
         values["train"] = {
@@ -121,30 +132,39 @@ def _drop_horizon(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def run_dir_of(recipe: Recipe) -> Path:
-    """Return the run folder, with {name}, {optimizer.learning_rate} and other keys filled in."""
+    """Return the path of the run folder, in which keys in braces are replaced by their values.
+
+    Raises InputError if a key in braces does not exist.
+    """
     return Path(fill_in(recipe.run_dir, _path_fields(recipe)))
 
 
 def branch_checkpoint(recipe: Recipe) -> Path | None:
-    """Return the checkpoint of another run that this run branches from, with {keys} filled in.
+    """Return the path of the checkpoint from which the run branches, or None without one.
 
-    Return None if `train.begin_with` is not set.
+    It is `train.begin_with`, in which keys in braces are replaced by their values. Raises
+    InputError if a key in braces does not exist.
     """
     path = recipe.train.begin_with
     return None if path is None else Path(fill_in(path, _path_fields(recipe), "train.begin_with"))
 
 
 def _path_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that a path may name in braces, by dotted key."""
+    """Return the settings that can be used in braces in a path, by dotted key."""
     fields = flatten(resolved(recipe)) | {"precision": label(recipe.precision, in_a_path=True)}
     paths = ("run_dir", "train.begin_with")
     return {key: value for key, value in fields.items() if key not in paths}
 
 
 def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
-    """Replace {fields} in `path`, the value of the setting `key`, by their values.
+    """Replace each name in braces in `path` by its value.
 
-    Raises InputError for a field that does not exist and for unbalanced braces.
+    Raises InputError for a name that is not in `fields`, and for unbalanced braces.
+
+    Args:
+        path: The path, for example "runs/{name}".
+        fields: Map names to values.
+        key: Key of the setting that contains the path, for messages.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -153,14 +173,14 @@ def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
             return as_path_part(fields[name])
         near = difflib.get_close_matches(name or "", fields, n=1, cutoff=0.7)
         instead = f"did you mean {{{near[0]}}}?" if near else ""
-        hint = instead or "any key of the recipe can stand in braces"
-        raise InputError(f"`{key}`: {path!r} cannot be filled in; {hint}")
+        hint = instead or "put only keys of the recipe in braces"
+        raise InputError(f"`{key}`: the braces in {path!r} cannot be replaced; {hint}")
 
     return re.sub(r"{(.*?)}|[{}]", replacement, path)
 
 
 def as_path_part(value: Any) -> str:
-    """Return a setting's value as part of a folder name.
+    """Return the value of a setting as text that can be part of the name of a folder.
 
     Examples: 0.0003, bf16, true, null, 0.9,0.95, Qwen_Qwen3-1.7B.
     """
@@ -171,28 +191,31 @@ def as_path_part(value: Any) -> str:
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
-    """Return every setting as plain values. With several data sources, each has its full settings.
+    """Return all settings of a recipe, including defaults, as nested dicts of plain values.
 
-    `load_recipe` reads the values, written as YAML, back to a recipe that trains the same and has
-    the same resolved settings.
+    If the values are written to a YAML file, `load_recipe` reads the file as a recipe with the same
+    settings. If the recipe has several data sources, the settings of each source are complete.
     """
     return recipe.model_dump(mode="json")
 
 
 def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
-    """Return the settings that define a training, by dotted key, with the data's fingerprint.
+    """Return the identity of a training: the settings that determine its data and hyperparameters.
 
-    Settings that change only where, how fast or how visibly a run trains are excluded. Two runs
-    with the same identity see the same tokens in the same order with the same hyperparameters. A
-    checkpoint with another identity is resumed only with --accept-changes.
+    Map the dotted key of each setting to its value, and "data.fingerprint" to `data_fingerprint`,
+    the fingerprint of the training packs. Settings for paths, logging, checkpoints and speed are
+    not included. Two runs with the same identity are trained on the same tokens in the same order
+    with the same hyperparameters. A run resumes from a checkpoint with another identity only if
+    --accept-changes is set.
     """
     return settings_without(recipe, _NOT_IDENTITY) | {"data.fingerprint": data_fingerprint}
 
 
 def settings_without(recipe: Recipe, excluded: tuple[str, ...]) -> dict[str, Any]:
-    """Return settings by dotted key, except keys that start with a prefix in `excluded`.
+    """Return the settings of a recipe by dotted key, except those that `excluded` excludes.
 
-    `fp8_config` is excluded too if no phase of the recipe is quantized.
+    A setting is excluded if its key starts with an element of `excluded`. The settings in
+    `fp8_config` are also excluded if no precision of the recipe is quantized.
     """
     if not is_quantized(recipe.precision):
         excluded = (*excluded, "fp8_config.")
@@ -201,7 +224,10 @@ def settings_without(recipe: Recipe, excluded: tuple[str, ...]) -> dict[str, Any
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys: {"data": {"length": 1}} -> {"data.length": 1}."""
+    """Flatten nested mappings to dotted keys: {"data": {"length": 1}} -> {"data.length": 1}.
+
+    `prefix` is prepended to every key.
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -212,19 +238,21 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class LaunchParser(CommandParser):
-    """Parser of a recipe and its overrides.
+    """Parser of a command line with a recipe and overrides.
 
-    Overrides are key=value or, as the agents of W&B sweeps write them, --key=value.
+    An override is key=value or --key=value. W&B sweeps use the second form.
     """
 
     remedy = (
-        "a setting is key=value or --key=value; --help lists the options; to evaluate only, use "
-        "`python -m pretrain evaluate`"
+        "write settings as key=value or --key=value; --help lists the options; to evaluate a "
+        "checkpoint, use `python -m pretrain evaluate`"
     )
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description)
-        self.add_argument("recipe", type=Path, help="the recipe, a YAML file; see recipes/")
+        self.add_argument(
+            "recipe", type=Path, help="the recipe, a YAML file; examples are in recipes/"
+        )
         self.add_argument(
             "overrides",
             nargs="*",
@@ -234,7 +262,7 @@ class LaunchParser(CommandParser):
         )
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse options and overrides, which may stand in any order."""
+        """Parse `arguments`. Options and overrides may be in any order."""
         options = [option for action in self._actions for option in action.option_strings]
         normalized = []
         for text in arguments:
@@ -246,38 +274,43 @@ class LaunchParser(CommandParser):
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    """Parse the launcher's command line. `description` is shown by --help.
+    """Parse the command line of train_accelerate.py.
 
-    Raises InputError for an unknown option.
+    `description` is the text that --help prints. Raises InputError for an unknown option.
     """
     parser = LaunchParser(None, description)
     parser.add_argument(
         "--resume",
         default="auto",
         metavar="CHECKPOINT",
-        help="checkpoint to resume from; default: the newest intact checkpoint of the run",
+        help="checkpoint from which the run resumes; default: the newest intact checkpoint in the "
+        "run folder",
     )
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="resume from a checkpoint although the recipe has changed",
+        help="resume from a checkpoint even if settings have changed since it was saved",
     )
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument(
         "--plan",
         action="store_true",
-        help="check every setting, print what the run would do, and exit",
+        help="check every setting, print the planned time, memory and settings, and exit",
     )
     modes.add_argument(
         "--profile",
         action="store_true",
-        help="profile one step; writes profile.md and a trace to the run folder",
+        help="profile one step, and write profile.md and a trace to the run folder",
     )
     return parser.read(sys.argv[1:])
 
 
 def check_arguments(description: str | None) -> None:
-    """Check the launcher's command line and recipe. End the process with a message at a mistake."""
+    """Check the command line of train_accelerate.py and its recipe.
+
+    If there is a mistake, print a message and end the process. `description` is the text that
+    --help prints.
+    """
 
     def check() -> None:
         arguments = parse_arguments(description)

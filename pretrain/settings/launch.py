@@ -1,20 +1,25 @@
-"""Read the precision and correct the topology of an accelerate configuration.
+"""Read the precision from an accelerate configuration, and correct its settings for processes.
 
-`accelerate launch` passes its YAML to the processes as environment variables. The precision
-variables are read here and removed, so that accelerate cannot act on them. ACCELERATE_FP8_BACKEND
-alone would make accelerate convert the model's linears by its own rules, and its autocast would
-round a second time what the working copies have already rounded. `pretrain.precision` is the only
-owner of the precision.
+`accelerate launch` passes the settings in its YAML file to the processes as environment variables.
 
-accelerate passes unknown keys of `fp8_config` through and fills in its own defaults for the keys
-that it knows. A value in the file cannot be distinguished from a default of accelerate. It counts
-if the precision has the key, and is ignored otherwise. An `fp8_format` that may be accelerate's
-default is refused if the default of the precision differs. Beside `use_mxfp8_block_scaling: true`
-it is ignored.
+**Precision.** This module reads the variables for the precision and removes them, so that only
+`pretrain.precision` sets the precision. Otherwise accelerate would also use them: because of
+ACCELERATE_FP8_BACKEND it would convert the linear layers of the model, and its autocast would round
+weights that are already rounded.
 
-`accelerate config` asks many questions about topology. Some answers would train another model here,
-or repeat what the launcher does. Answers that can be corrected safely are corrected with a notice.
-All others are refused.
+accelerate passes unknown keys of `fp8_config` on unchanged. For each key that it knows and that is
+missing in the file, it inserts a default. So a value that equals accelerate's default may be from
+the file or not. If the precision has an option with this key, the value is used. Otherwise such a
+value is ignored, and any other value is an error.
+
+There are two special rules for an `fp8_format` that equals accelerate's default. With
+`use_mxfp8_block_scaling: true` it is ignored. Without it, it is an error if the default of the
+precision is another format.
+
+**Topology.** The topology is the number of processes, and how they divide the model. `accelerate
+config` writes some settings for it that this project does not support or that repeat settings of
+the recipe. If a setting can be corrected without changing the result of the training, it is
+corrected, and a notice is printed. Any other such setting is an error.
 """
 
 from __future__ import annotations
@@ -40,35 +45,39 @@ from pretrain.precision.settings import (
 )
 from pretrain.settings.recipe import Recipe
 
+# Beginning of all messages about the accelerate configuration.
 _ORIGIN = "accelerate configuration"
-# Values that accelerate reads as true.
+# Values of environment variables that accelerate interprets as true, in lower case.
 _TRUE = ("true", "1", "yes", "y", "t", "on")
 _log = logging.getLogger(__name__)
 
 # ── Precision ─────────────────────────────────────────────────────────────────────────────────────
 
+# Prefix of the environment variables for the keys of `fp8_config`.
 _PREFIX = "ACCELERATE_FP8_"
-# Value of `mixed_precision` for which accelerate reads `fp8_config`.
+# Value of `mixed_precision` with which `fp8_config` has an effect.
 _FP8 = "fp8"
-# Values that accelerate sets for keys that are missing in its file.
+# Values that accelerate inserts if these keys are missing in the file.
 _ACCELERATE_DEFAULTS = {
     "fp8_format": "HYBRID",
     "margin": 0,
     "amax_history_len": 1024,
     "amax_compute_algo": "most_recent",
 }
-# Keys of accelerate that have no effect here, with their default. Other values are refused.
+# Map each key of accelerate's `fp8_config` that has no effect in this project to its default. A
+# value other than the default is an error.
 _WITHOUT_EFFECT = {
     "interval": 1,
     "override_linear_precision": False,
-    # of MS-AMP
+    # This is a key of the backend MS-AMP.
     "opt_level": "O2",
-    # of torchao
+    # These are keys of the backend torchao.
     "enable_fsdp_float8_all_gather": True,
     "pad_inner_dim": True,
 }
-# Other spellings of keys. `accelerate config` writes the first two, which `accelerate launch` does
-# not know. The third is left of FP8_FORMAT without the prefix.
+# Map other spellings of keys to this project's keys. `accelerate config` writes the first two
+# spellings, but `accelerate launch` does not know them. The third one results from the variable
+# ACCELERATE_FP8_FORMAT without its prefix.
 _OTHER_NAMES = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
@@ -77,35 +86,43 @@ _OTHER_NAMES = {
 
 
 class _Fp8Config(LowPrecisionSettings):
-    """The `fp8_config` of an accelerate configuration, where `recipe` names the precision."""
+    """The `fp8_config` of an accelerate configuration.
 
-    # mypy does not take a Literal whose names are collected at run time.
+    Its key `recipe` is the name of the precision.
+    """
+
+    # mypy does not accept a Literal whose values are computed at run time.
     recipe: PrecisionName = BY_ACCELERATE[_FP8].name  # type: ignore[valid-type]
 
 
 class _File(Settings):
-    """The part of an accelerate configuration that is read here.
+    """The section of an accelerate configuration that is read here.
 
-    Messages name its keys as the file does.
+    Because of this class, messages begin with `fp8_config.`, followed by the key in the section.
     """
 
     fp8_config: _Fp8Config
 
 
 def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
-    """Return `recipe` with its precision and `fp8_config` resolved.
+    """Return a copy of `recipe` in which `precision` and `fp8_config` are resolved.
 
-    The recipe or the command line decides the precision. If they name none, the accelerate
-    configuration decides. `fp8_config` is resolved key by key from the recipe, the accelerate
-    configuration, and the precision's defaults. Options of an accelerate configuration for another
-    precision are ignored. So the resolved recipe, written out, means the same under any accelerate
+    The precision is the one in `recipe`, which includes the overrides of the command line. If
+    `recipe` has no precision, it is the precision of the accelerate configuration.
+
+    Each option in `fp8_config` has the value in `recipe`, or else the value in the accelerate
+    configuration, or else the default of the precision. If the accelerate configuration is for
+    another precision than the resolved one, its options are ignored. The resolved recipe is
+    complete: if it is written to a file, it is the same training under any accelerate
     configuration.
 
-    A schedule with several quantized precisions keeps options unset, because each precision has its
-    own defaults, and ignores all options of the accelerate configuration.
+    If `precision` is a schedule with several quantized precisions, options that `recipe` does not
+    set stay unset, because each precision has other defaults. The options of the accelerate
+    configuration are ignored.
 
-    Removes the precision variables from `environ`. Raises InputError for an unknown precision or
-    key, and for options that the precision does not accept.
+    The variables for the precision are removed from `environ`, the environment variables of the
+    process. Raises InputError for an unknown precision or key, and for options that the precision
+    does not accept.
     """
     requested, inherited = take_requested_precision(environ)
     chosen = [precision_called(name) for _, name in phases_of(recipe.precision)] or [requested]
@@ -126,53 +143,67 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
 def _check_recipe_options(
     settings: LowPrecisionSettings, chosen: list[Precision], quantized: list[Precision]
 ) -> None:
-    """Raise InputError if the recipe sets options that no precision of the run accepts.
+    """Raise InputError if the recipe sets an option that no precision of the recipe accepts.
 
-    `chosen` has the precision of each phase, and `quantized` the quantized ones among them.
+    Args:
+        settings: The `fp8_config` of the recipe.
+        chosen: The precision of each phase. A recipe without a schedule has one phase.
+        quantized: The precisions in `chosen` that are quantized.
     """
     phase = ", a phase of the schedule," if len(chosen) > 1 else ""
     for precision in quantized or chosen[:1]:
-        # An option of another phase's precision is no mistake.
+        # An option that the precision of another phase accepts is not a mistake.
         elsewhere = {key for other in quantized for key in other.options} - set(precision.options)
         remaining = settings.model_copy(update=dict.fromkeys(elsewhere))
         _check_options(remaining, precision, f"`precision: {precision.use}`{phase}")
 
 
 def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> None:
-    """Raise InputError if `fp8_format` may be accelerate's default and not the precision's."""
+    """Raise InputError if it is unknown which `fp8_format` the user has chosen.
+
+    This is the case if the format is accelerate's default, which may be inserted for a missing key,
+    and if the default of `precision` is another format. `inherited` has the options in the
+    accelerate configuration.
+    """
     filled_in = _ACCELERATE_DEFAULTS["fp8_format"]
     default = precision.options.get("fp8_format")
     if inherited.fp8_format == filled_in != default:
         raise InputError(
             f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` under `{precision.name}` may be "
-            f"accelerate's default for a missing key; set `fp8_format: {default}` in the file, "
-            f"or `fp8_config.fp8_format={filled_in}` on the command line"
+            f"accelerate's default for a missing key; to train in {default}, which is the default "
+            f"of `{precision.name}`, set `fp8_format: {default}` in the file; to train in "
+            f"{filled_in}, set `fp8_config.fp8_format={filled_in}` on the command line"
         )
 
 
 def _check_options(
     settings: LowPrecisionSettings, precision: Precision, description: str, origin: str = ""
 ) -> None:
-    """Raise InputError if `settings` have options that `precision` does not accept.
+    """Raise InputError if `settings` has options that `precision` does not accept.
 
-    `description` names the precision in the message, and `origin` the file.
+    The message begins with `origin`, a text such as "accelerate configuration: ", and calls the
+    precision `description`, a text such as "`precision: nvfp4`".
     """
     if contradictions := settings.contradictions(precision):
         options = ", ".join(f"{key}: {value}" for key, value in contradictions.items())
         accepted = ", ".join(precision.options) or "none of these options"
         raise InputError(
             f"{origin}`fp8_config: {{{options}}}` and {description} contradict each other: "
-            f"`{precision.use}` takes {accepted}; remove the others, or set them to null on the "
-            "command line"
+            f"`{precision.use}` accepts {accepted}; either remove all other options, or set them "
+            "to null on the command line"
         )
 
 
 def _merge(inherited: LowPrecisionSettings, recipe: LowPrecisionSettings) -> LowPrecisionSettings:
-    """Merge the settings key by key. Keys that the recipe sets override inherited keys."""
+    """Return all options in `inherited` and `recipe`. Options in `recipe` take precedence.
+
+    `inherited` has the options in the accelerate configuration.
+    """
     below = inherited.model_dump(exclude_unset=True)
     above = recipe.model_dump(exclude_unset=True)
     merged = below | above
-    layers = "keep_bf16_layers"  # the one key that is a section
+    # This option is a section, so the keys inside of it are merged too.
+    layers = "keep_bf16_layers"
     if layers in below and layers in above:
         merged[layers] = below[layers] | above[layers]
     return LowPrecisionSettings.model_validate(merged)
@@ -181,11 +212,12 @@ def _merge(inherited: LowPrecisionSettings, recipe: LowPrecisionSettings) -> Low
 def take_requested_precision(
     environ: MutableMapping[str, str],
 ) -> tuple[Precision, LowPrecisionSettings]:
-    """Return the precision and the settings that the launch environment requests.
+    """Return the precision and the options that the accelerate configuration sets.
 
-    Removes the precision variables from `environ`. Without `accelerate launch`, the precision is
-    FP32, as in plain PyTorch. Variables of an `fp8_config` without `mixed_precision: fp8` are
-    leftovers and are ignored. Raises InputError for a request that is not supported.
+    They are read from the variables for the precision in `environ`, and the variables are removed.
+    If the process was not started by `accelerate launch`, there are no such variables, and the
+    precision is FP32, as in plain PyTorch. Variables for `fp8_config` are ignored unless
+    `mixed_precision` is fp8. Raises InputError if a value is not supported.
     """
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
     variables = {
@@ -198,20 +230,23 @@ def take_requested_precision(
     precision = BY_ACCELERATE.get(mixed_precision)
     if precision is None:
         raise InputError(
-            f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; set bf16, 'no' for "
-            "FP32, or fp8"
+            f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; set it to bf16, to "
+            "'no' (which is FP32) or to fp8"
         )
     return precision, LowPrecisionSettings()
 
 
 def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSettings]:
-    """Return the precision and the settings of an `fp8_config`. Raises InputError for mistakes."""
+    """Return the precision and the options of an `fp8_config` in an accelerate configuration.
+
+    `values` maps keys in the spelling of this project to values. Raises InputError for a mistake.
+    """
     for key, default in _WITHOUT_EFFECT.items():
         value = values.pop(key, default)
         if value != default:
             raise InputError(
-                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; remove it "
-                "(`keep_bf16_layers` keeps layers in BF16)"
+                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; remove this key (to keep "
+                "layers in BF16, set `keep_bf16_layers`)"
             )
     for switch, switched_on in ACCELERATE_SWITCHES.items():
         if str(values.pop(switch, False)).lower() not in _TRUE:
@@ -221,13 +256,13 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
                 f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
                 "contradict each other; remove one of them"
             )
-        # accelerate fills in a format if the file has none, so that the switch is enough.
+        # Ignore the format that accelerate inserts if the file has no format.
         if values.get("fp8_format") == _ACCELERATE_DEFAULTS["fp8_format"]:
             del values["fp8_format"]
             if os.environ.get("RANK", "0") == "0":
                 _log.warning(
-                    "%s: `fp8_config.%s` computes in `fp8_format: %s`; set another one by "
-                    "`fp8_config.fp8_format=` on the command line",
+                    "%s: `fp8_config.%s` computes in `fp8_format: %s`; to use another format, set "
+                    "`fp8_config.fp8_format=FORMAT` on the command line",
                     _ORIGIN,
                     switch,
                     PRECISIONS[switched_on].options["fp8_format"],
@@ -237,7 +272,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
     if not precision.quantized:
         raise InputError(
             f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is not a quantized precision; set "
-            "`mixed_precision: bf16`, or 'no' for FP32"
+            "`mixed_precision: bf16` for BF16, or `mixed_precision: 'no'` for FP32"
         )
     ignored = {
         key
@@ -251,24 +286,25 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
 
 
 def _normalize(variables: dict[str, str]) -> dict[str, Any]:
-    """Return the keys and values of an `fp8_config` from variables without their prefix.
+    """Return the `fp8_config` of an accelerate configuration, in the spelling of this project.
 
-    Keys get the spelling of this project.
+    `variables` maps the names of environment variables, without their prefix, to texts. The result
+    maps keys to parsed values.
     """
     lowered = {variable.lower(): text for variable, text in variables.items()}
     values = {_OTHER_NAMES.get(key, key): _parse_value(text) for key, text in lowered.items()}
     overridden = [values.pop(f"override_{gemm}", False) for gemm in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = any(overridden)
-    # accelerate's command line writes `--fp8_backend te` in lower case.
+    # On accelerate's command line the value is lower case: `--fp8_backend te`.
     if str(values.get("backend")).upper() == "TE":
         values["backend"] = "TE"
     return values
 
 
 def _parse_value(text: str) -> Any:
-    """Parse a value of accelerate's YAML, which it writes as a Python literal.
+    """Parse the text of an environment variable, into which accelerate writes Python literals.
 
-    Examples: True, 1024, {'first': 1}. Text that is not a literal is returned unchanged.
+    Examples: True, 1024, {'first': 1}. A text that is not a literal is returned unchanged.
     """
     try:
         return ast.literal_eval(text)
@@ -278,64 +314,73 @@ def _parse_value(text: str) -> Any:
 
 # ── Topology ──────────────────────────────────────────────────────────────────────────────────────
 
-# Variables that torchrun sets for a process group.
+# Environment variables that torchrun sets for a process group.
 _GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Prefix of the environment variables for the keys of `parallelism_config`.
 _PARALLELISM = "PARALLELISM_CONFIG_"
-# Variables whose setting would repeat the launcher's work, or is not supported: the neutral value
-# that they are reset to, and the text of the notice.
+# Settings that are ignored, because a setting of the recipe replaces them or because they are not
+# supported. Map the environment variable of each setting to the value to which the variable is
+# reset, and to the text of the notice.
 _RESET = {
-    "ACCELERATE_DYNAMO_BACKEND": ("NO", "`dynamo_config`: `model.compile` decides"),
+    "ACCELERATE_DYNAMO_BACKEND": ("NO", "`dynamo_config` (use `model.compile` in the recipe)"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "1",
-        "`gradient_accumulation_steps`: `batch.tokens` and `.microbatch` decide",
+        "`gradient_accumulation_steps` (it follows from `batch.tokens` and `batch.microbatch`)",
     ),
     "FSDP_ACTIVATION_CHECKPOINTING": (
         "false",
-        "`fsdp_activation_checkpointing`: `model.gradient_checkpointing` decides",
+        "`fsdp_activation_checkpointing` (use `model.gradient_checkpointing` in the recipe)",
     ),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
         "false",
-        "`fsdp_activation_checkpointing_offload`: activations stay on the device",
+        "`fsdp_activation_checkpointing_offload` (activations always stay on the device)",
     ),
     "FSDP_CPU_RAM_EFFICIENT_LOADING": (
         "false",
-        "`fsdp_cpu_ram_efficient_loading`: true would untie the head from the embedding",
+        "`fsdp_cpu_ram_efficient_loading` (it would untie the head from the embedding)",
     ),
     "FSDP_AUTO_WRAP_POLICY": (
         "TRANSFORMER_BASED_WRAP",
-        "`fsdp_auto_wrap_policy`: each decoder layer is a shard group",
+        "`fsdp_auto_wrap_policy` (each decoder layer is always a shard group)",
     ),
     "FSDP_STATE_DICT_TYPE": (
         "SHARDED_STATE_DICT",
-        "`fsdp_state_dict_type`: each process saves its own shards",
+        "`fsdp_state_dict_type` (each process always saves its shards)",
     ),
     "FSDP_SHARDING_STRATEGY": (
         "FULL_SHARD",
-        "`fsdp_sharding_strategy`: `fsdp_reshard_after_forward` and `parallelism_config` decide",
+        "`fsdp_sharding_strategy` (use `fsdp_reshard_after_forward` and `parallelism_config`)",
     ),
-    "FSDP_BACKWARD_PREFETCH": ("NO_PREFETCH", "`fsdp_backward_prefetch`: FSDP2 decides"),
-    "FSDP_FORWARD_PREFETCH": ("false", "`fsdp_forward_prefetch`: FSDP2 decides"),
+    "FSDP_BACKWARD_PREFETCH": (
+        "NO_PREFETCH",
+        "`fsdp_backward_prefetch` (FSDP2 always chooses the prefetching)",
+    ),
+    "FSDP_FORWARD_PREFETCH": (
+        "false",
+        "`fsdp_forward_prefetch` (FSDP2 always chooses the prefetching)",
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The topology of a launch that the corrected environment variables do not hold."""
+    """Topology settings of a launch that are not in the corrected environment variables."""
 
-    # Number of copies of the shards under FSDP2 (HSDP). 1 if parameters are sharded over all
-    # processes, or not sharded.
+    # Number of copies of each shard under FSDP2. It is more than 1 with HSDP. It is 1 if the
+    # parameters are sharded over all processes, or if they are not sharded.
     replicas: int
-    # Corrections to report to the user.
+    # Texts about the corrections, to be printed.
     notices: tuple[str, ...]
-    # Under FSDP2: gather shards once per step if memory allows, else for each use.
+    # True if `fsdp_reshard_after_forward` is auto. Then FSDP2 gathers the weights once per step if
+    # the memory suffices, and for each use otherwise.
     gathers_as_fits: bool
 
 
 def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
-    """Correct the topology variables in `environ` before an Accelerator is created.
+    """Correct the environment variables for the topology in `environ`.
 
-    `has_gpu` is True if this process sees a GPU. Raises InputError if the launch cannot be
-    corrected.
+    Call this function before an Accelerator is created. `has_gpu` is True if this process can use a
+    GPU. Raises InputError if a setting is not supported and cannot be corrected.
     """
     for variable, kind in (
         ("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"),
@@ -343,7 +388,8 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
     ):
         if _is_true(environ, variable):
             raise InputError(
-                f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP"
+                f"{_ORIGIN}: `distributed_type: {kind}` is not supported; set it to MULTI_GPU or "
+                "FSDP"
             )
     notices: list[str] = []
     processes = _correct_processes(environ, has_gpu, notices)
@@ -360,7 +406,8 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
             ignored.append(text)
     gathers_as_fits = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
     if gathers_as_fits:
-        environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows only true and false
+        # accelerate accepts only true and false.
+        environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     replicas = 1
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         on_cpus = not has_gpu or _is_true(environ, "ACCELERATE_USE_CPU")
@@ -368,11 +415,12 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
             f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
-            "`fsdp_version: 2`; set them, or remove the key"
+            "`fsdp_version: 2`; either set both, or remove the key"
         )
     if ignored:
-        notices.append(f"ignored: {'; '.join(ignored)}")
-    # The mesh is in `replicas` from here on.
+        notices.append(f"these settings are ignored: {'; '.join(ignored)}")
+    # Remove the variables of the `parallelism_config`, so that accelerate does not use them. The
+    # number of replicas is in the result.
     for variable in list(environ):
         if variable.startswith(_PARALLELISM) or variable == "ACCELERATE_USE_PARALLELISM_CONFIG":
             del environ[variable]
@@ -382,52 +430,66 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
 def _correct_fsdp(
     environ: MutableMapping[str, str], processes: int, ignored: list[str], *, on_cpus: bool
 ) -> int:
-    """Return the number of replicas of FSDP, and correct the variables of FSDP.
+    """Correct the environment variables for FSDP, and return the number of replicas.
 
-    The texts of ignored settings are added to `ignored`. `on_cpus` is True if the processes train
-    on CPUs.
+    Raises InputError if a setting is not supported.
+
+    Args:
+        environ: The environment variables, which are modified.
+        processes: Number of processes that train together.
+        ignored: List to which the texts about ignored settings are appended.
+        on_cpus: Whether the processes train on CPUs.
     """
     if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
-            f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
-            "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
+            f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2` and "
+            "`fsdp_reshard_after_forward`, which is true in place of FULL_SHARD and false in place "
+            "of SHARD_GRAD_OP"
         )
     replicas, shards = _mesh(environ, processes)
     if shards == 1:
         replicas = 1
         environ["ACCELERATE_USE_FSDP"] = "false"
-        ignored.append("FSDP: each process holds the whole model")
-    # Each decoder layer is a shard group. The model itself names the class of its layers.
+        ignored.append("FSDP (each process stores the whole model)")
+    # Each decoder layer is a shard group. The name of the layers' class is read from the model.
     environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     if environ.pop("FSDP_IGNORED_MODULES", None):
-        ignored.append("`fsdp_ignored_modules`: every module is sharded")
+        ignored.append("`fsdp_ignored_modules` (every module is always sharded)")
     environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
     if on_cpus and _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
         environ["FSDP_OFFLOAD_PARAMS"] = "false"
-        ignored.append("`fsdp_offload_params`: the parameters are on the CPU")
+        ignored.append("`fsdp_offload_params` (the parameters are on the CPU anyway)")
     return replicas
 
 
 def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
-    """Return the number of processes that train together, and correct their variables.
+    """Correct the environment variables for the processes, and return the number of processes.
 
-    Corrections for the user are added to `notices`.
+    Raises InputError if accelerate has started fewer processes than the configuration sets.
+
+    Args:
+        environ: The environment variables, which are modified.
+        has_gpu: Whether this process can use a GPU.
+        notices: List to which texts about corrections are appended.
     """
     processes = int(environ.get("WORLD_SIZE", "1"))
     # accelerate sets MASTER_ADDR for several processes even if it then starts only one.
     is_from_accelerate = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()
     if "WORLD_SIZE" not in environ and is_from_accelerate:
         raise InputError(
-            f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, "
-            "or `--cpu`) starts one; use accelerate_configs/ddp.yaml (MULTI_GPU), on CPUs too, or "
-            "set `num_processes: 1` and unset MASTER_ADDR"
+            f"{_ORIGIN}: `num_processes` is more than 1, but accelerate has started only one "
+            "process, because of `distributed_type: NO`, `distributed_type: MULTI_CPU` or `--cpu`; "
+            "to train with several processes, use accelerate_configs/ddp.yaml (MULTI_GPU), which "
+            "also works on CPUs; to train with one process, set `num_processes: 1` and unset the "
+            "environment variable MASTER_ADDR"
         )
-    # A single process needs no process group.
+    # Remove the variables for a process group if there is only one process.
     if processes == 1 and environ.get("LOCAL_RANK", "0") == "0":
         for variable in _GROUP:
             environ.pop(variable, None)
-    # Processes of one machine see the same devices. With several machines, a machine that has lost
-    # its GPUs must not go on with its CPU.
+    # If no GPU is visible, train on the CPU. Do this only if all processes are on one machine,
+    # because then no GPU is visible to any of them. Among several machines, one machine may have
+    # lost its GPUs, and must not train on the CPU while the others use GPUs.
     on_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
     uses_cpu = _is_true(environ, "ACCELERATE_USE_CPU")
     if processes > 1 and on_one_machine and not has_gpu and not uses_cpu:
@@ -437,9 +499,10 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
 
 
 def _mesh(environ: Mapping[str, str], processes: int) -> tuple[int, int]:
-    """Return the replicas and shards of a `parallelism_config`.
+    """Return the number of replicas and the number of shards that a `parallelism_config` sets.
 
-    Without a `parallelism_config` each process holds one shard.
+    Without a `parallelism_config` there are one replica and as many shards as processes. Raises
+    InputError if the product of the two numbers is not the number of processes.
     """
     replicas = int(environ.get(f"{_PARALLELISM}DP_REPLICATE_SIZE", "1"))
     shards = int(environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1"))
@@ -448,12 +511,16 @@ def _mesh(environ: Mapping[str, str], processes: int) -> tuple[int, int]:
     if replicas * shards != processes:
         raise InputError(
             f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, "
-            f"but the launch has {processes}; set --parallelism_config_dp_replicate_size and "
-            "--parallelism_config_dp_shard_size to numbers with that product"
+            f"but the launch has {processes}; set --parallelism_config_dp_replicate_size (number "
+            "of replicas) and --parallelism_config_dp_shard_size (number of shards) to two numbers "
+            f"whose product is {processes}"
         )
     return replicas, shards
 
 
 def _is_true(environ: Mapping[str, str], variable: str) -> bool:
-    """Return True if accelerate reads the variable as true. A missing variable is false."""
+    """Return True if accelerate interprets the environment variable as true.
+
+    Return False if the variable is not set.
+    """
     return environ.get(variable, "false").lower() in _TRUE

@@ -1,8 +1,8 @@
 """Typed settings of a training recipe. Unknown keys are errors.
 
-The classes hold the defaults and the checks that concern one section. `pretrain.plan.checks` holds
-the checks that concern several sections or the number of processes. This file does not import
-torch, so that a mistyped key is reported at once.
+The classes define the defaults and the checks that concern a single section. The module
+`pretrain.plan.checks` has the checks that concern several sections or the number of processes. This
+file does not import torch, so that a mistake in a recipe is reported at once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, 
 from packing.settings import DataSettings, split_revision
 from pretrain.precision.settings import LowPrecisionSettings, PrecisionSetting, Weights
 
-# Limit of the optimizer's numbers. It computes in FP32, whose largest finite number is 3.4e38.
+# Upper limit of the optimizer's settings. The optimizer computes in FP32, in which the largest
+# finite number is 3.4e38.
 MOST_FP32 = 1e38
-# Default of `loss.chunk`, in tokens.
+# Size of a chunk in tokens with `loss.chunk: auto`, unless a larger size is chosen.
 USUAL_CHUNK = 4096
-# YAML reads a bare `on` as true and a bare `off` as false.
+# The values of a switch. YAML reads `on` without quotation marks as true, and `off` as false, so
+# these are accepted too.
 Switch = Annotated[
     Literal["auto", "on", "off"],
     BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value),
@@ -30,48 +32,56 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ModelSettings(Settings):
-    # Model to start from: a folder, a hub name or name@revision. null: train the architecture of
-    # `config` from scratch.
+    # Model to start from. It is a model folder, a name on the Hugging Face hub, or name@revision.
+    # null: train a model with the architecture in `config` from scratch.
     source: PathText | None = None
-    # Take only the architecture and the tokenizer from `source`, and initialize the weights from
-    # `seed`.
+    # true: use only the architecture and the tokenizer of `source`, and initialize the weights
+    # randomly from `seed`.
     from_scratch: bool = False
-    # Configuration of the model, {model_type: qwen3, ...}. With `source`, only the changes to its
-    # configuration. From scratch, the tokenizer provides vocab_size and the ids of eos, bos and pad
-    # unless they are set.
+    # Configuration of the model as in transformers, {model_type: qwen3, ...}. If `source` is set,
+    # list only the keys that differ from the configuration of `source`. If the model is trained
+    # from scratch, vocab_size and the ids of eos, bos and pad need not be set, because the
+    # tokenizer determines them. null: use the configuration of `source` unchanged.
     config: dict[str, Any] | None = None
-    # Attention kernel. flash_attn: FlashAttention-4. varlen: torch's own FlashAttention-2.
-    # documents: one call per document. sdpa: scaled_dot_product_attention with a mask.
-    # auto: flash_attn on Hopper and Blackwell if its package is installed, else varlen on a GPU,
-    # documents on a CPU, sdpa on other devices.
+    # Attention kernel. flash_attn: FlashAttention-4. varlen: FlashAttention-2 in torch.
+    # documents: call the kernel once for each document. sdpa: scaled_dot_product_attention with a
+    # mask. auto: flash_attn on a Hopper or Blackwell GPU if its package is installed, otherwise
+    # varlen on a GPU, documents on a CPU, and sdpa on other devices.
     attention: Attention = "auto"
-    # Layers that recompute their activations in backward to save memory: none, full for every
-    # layer, or a number n for every n-th layer.
+    # Decoder layers whose activations are recomputed in the backward pass, which saves memory.
+    # none: no layer. full: every layer. A number n: every n-th layer, from the first one.
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"
-    # torch.compile. layer: compile each decoder layer. none: compile nothing. auto: layer on a
-    # GPU, none on a CPU.
+    # Use of torch.compile. layer: compile each decoder layer. none: compile nothing. auto: layer on
+    # a GPU, none on a CPU.
     compile: Literal["auto", "layer", "none"] = "auto"
-    # Run the decoder layers of supported architectures as a few large fused GEMMs. auto: where
-    # that is faster.
+    # on: compute each decoder layer of a supported architecture with a few large fused GEMMs.
+    # off: compute each matrix product of the layer separately. auto: on if a GPU computes in BF16
+    # or in a quantized precision that is not emulated, else off.
     fused: Switch = "auto"
 
     @property
     def repository(self) -> str | None:
-        """Return `source` without its revision: a folder or a hub name."""
+        """Return `source` without its revision: a folder or a name on the Hugging Face hub."""
         return self.source and split_revision(self.source)[0]
 
     @property
     def revision(self) -> str | None:
-        """Return the branch, tag or commit that `source` names, or None for the main branch."""
+        """Return the revision in `source`: a branch, a tag or a commit.
+
+        Return None if `source` has no revision. Then the main branch is used.
+        """
         return self.source and split_revision(self.source)[1]
 
     @property
     def weights_source(self) -> str | None:
-        """Return `source` if it provides the weights, or None if they are initialized."""
+        """Return `source` if the weights are loaded from it, or None if they are initialized."""
         return None if self.from_scratch else self.source
 
     def recomputes(self, index: int) -> bool:
-        """Return True if decoder layer `index`, from 0, recomputes its activations in backward."""
+        """Return True if the activations of a decoder layer are recomputed in the backward pass.
+
+        `index` is the index of the layer, counted from 0.
+        """
         setting = self.gradient_checkpointing
         if isinstance(setting, str):
             return setting == "full"
@@ -81,22 +91,23 @@ class ModelSettings(Settings):
     def _has_an_origin(self) -> ModelSettings:
         if self.from_scratch and self.source is None:
             raise ValueError(
-                "`from_scratch: true` needs a `source` for the architecture; set `source`, or "
-                "remove `from_scratch`, because `config` alone always trains from scratch"
+                "`from_scratch: true` needs a `source` for the architecture; either set `source`, "
+                "or remove `from_scratch`, because a recipe without `source` always trains from "
+                "scratch"
             )
         if self.source is None and "model_type" not in (self.config or {}):
             raise ValueError(
-                "set `source` to a hub name or folder, or `config` with a model_type: "
-                "{model_type: qwen3}"
+                "the architecture is not set; either set `source` to a model folder or a name on "
+                "the Hugging Face hub, or set model_type in `config`: {model_type: qwen3}"
             )
         return self
 
 
 class BatchSettings(Settings):
-    # Tokens of one optimizer step, over all devices.
+    # Number of tokens in one optimizer step, on all devices together.
     tokens: Annotated[PositiveCount, Field(le=2**40)] = 131_072
-    # Packs that a device processes at once, at most. auto: search the number that fits into
-    # memory. auto:16: search up to 16.
+    # Maximum number of packs that a device processes at once. auto: find the number that fits into
+    # the memory. auto:16: find a number of at most 16.
     microbatch: (
         Literal["auto"]
         | PositiveCount
@@ -105,61 +116,72 @@ class BatchSettings(Settings):
 
     @property
     def microbatch_is_searched(self) -> bool:
-        """Return True if the size of the microbatch is found by a search."""
+        """Return True if `microbatch` is `auto`, with or without a limit."""
         return isinstance(self.microbatch, str)
 
     @property
     def microbatch_cap(self) -> int | None:
-        """Return 16 for `auto:16`, or None if the search has no limit."""
+        """Return the limit in `microbatch`: 16 for `auto:16`. Return None if there is no limit."""
         cap = str(self.microbatch).partition("auto:")[2]
         return int(cap) if cap else None
 
 
 class OptimizerSettings(Settings):
-    """AdamW is the only optimizer."""
+    """The optimizer is always AdamW."""
 
-    # Peak learning rate, which the schedule reaches after its warmup.
+    # Peak learning rate. The schedule reaches it after the warmup.
     learning_rate: float = Field(default=3.0e-4, gt=0, le=MOST_FP32)
-    # Decay rates of AdamW's first and second moment.
+    # AdamW's decay rates of the first and the second moment.
     betas: tuple[Share, Share] = (0.9, 0.95)
-    # Term that AdamW adds to the denominator.
+    # Small number that AdamW adds to the denominator of the update.
     eps: float = Field(default=1.0e-8, gt=0, le=MOST_FP32)
-    # Decoupled weight decay, multiplied by the learning rate. Applies to matrices and embeddings
-    # only.
+    # Decoupled weight decay, which is multiplied by the learning rate. It is applied to matrices
+    # and embeddings only.
     weight_decay: float = Field(default=0.1, ge=0, le=MOST_FP32)
-    # Dtype of AdamW's moments. null: bf16 with `weights: bf16`, as in torch, else fp32.
+    # Dtype of AdamW's moments. null: bf16 if the recipe sets `weights: bf16`, as in torch, and fp32
+    # otherwise.
     moments: Literal["fp32", "bf16"] | None = None
-    # Dtype in which the gradients of the microbatches are accumulated. null: bf16 with
-    # `weights: bf16`, else fp32. Sums over processes are always in FP32.
+    # Dtype in which the gradients of the microbatches are accumulated. null: bf16 if the recipe
+    # sets `weights: bf16`, and fp32 otherwise. Gradients of several processes are always summed in
+    # FP32.
     gradients: Literal["fp32", "bf16"] | None = None
-    # Gradient norm above which gradients are clipped. null: no clipping.
+    # Maximum gradient norm. Gradients with a larger norm are scaled down to it. null: do not clip
+    # gradients.
     clip: float | None = Field(default=1.0, gt=0, le=MOST_FP32)
 
 
 class ScheduleSettings(Settings):
-    # Shape of the learning rate schedule. wsd: warmup, stable, decay.
+    # Shape of the learning rate schedule after the warmup. wsd (warmup, stable, decay): constant,
+    # followed by a decay. cosine and linear: decay until the end. constant: no decay.
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    warmup: Count = 0  # Warmup steps.
-    # With wsd: share of all steps that decays, at the end.
+    # Number of warmup steps, in which the learning rate increases linearly.
+    warmup: Count = 0
+    # Length of the decay at the end of training, as a share of all steps. It has an effect only
+    # with `kind: wsd`.
     decay: Fraction = 0.2
-    # With wsd: curve of the decay, the decay_type of transformers.get_wsd_schedule (whose default
-    # is cosine).
+    # Curve of the decay, as the decay_type of transformers.get_wsd_schedule. The default there is
+    # cosine. It has an effect only with `kind: wsd`.
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    # Final learning rate as a share of `optimizer.learning_rate`.
+    # Learning rate at the end of training, as a share of `optimizer.learning_rate`. It has no
+    # effect with `kind: constant`.
     min_lr_ratio: Fraction = 0.0
 
 
 class TrainSettings(Settings):
-    """The horizon of the training: set exactly one of `steps`, `tokens` and `epochs`."""
+    """The length of the training. Set exactly one of `steps`, `tokens` and `epochs`."""
 
-    steps: PositiveCount | None = None  # Optimizer steps.
-    tokens: PositiveCount | None = None  # Tokens, rounded up to whole steps.
-    # Passes over the training packs, rounded up to whole steps.
+    # Number of optimizer steps. null: `tokens` or `epochs` is set.
+    steps: PositiveCount | None = None
+    # Number of training tokens, rounded up to whole steps. null: `steps` or `epochs` is set.
+    tokens: PositiveCount | None = None
+    # Number of passes over the training packs, rounded up to whole steps. null: `steps` or `tokens`
+    # is set.
     epochs: float | None = Field(default=None, gt=0)
-    # Checkpoint of another run, a step-* folder, to branch from. The run takes over its weights,
-    # moments, step and position in the data, and trains on with this recipe's precision and
-    # settings. Ignored once the run has a checkpoint of its own. Keys in braces are filled in, as
-    # in `run_dir`.
+    # Checkpoint of another run from which this run branches, as the path of a step-* folder. The
+    # run starts with the weights, the moments, the step and the position in the data of the
+    # checkpoint, and continues with the precision and all other settings of this recipe. As soon as
+    # this run has saved a checkpoint, it resumes from that checkpoint instead. Keys in braces are
+    # replaced by their values, as in `run_dir`. null: start at step 0.
     begin_with: PathText | None = None
 
     @model_validator(mode="after")
@@ -173,22 +195,24 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy"]
 
 
 class LossSettings(Settings):
-    # chunked: compute the logits of a chunk of tokens at a time, and sum gradients in FP32.
-    # cce: the Triton kernel of cut-cross-entropy, in BF16. Its release 25.1.1 has neither Kahan
+    # Implementation of the cross-entropy loss. chunked: compute the logits of one chunk of tokens
+    # at a time, and sum the gradients of the chunks in FP32. cce: use the Triton kernel of the
+    # package cut-cross-entropy, which computes in BF16. Its release 25.1.1 supports neither Kahan
     # summation nor FP32 sums.
     kind: Literal["chunked", "cce"] = "chunked"
-    # Tokens in a chunk, whose logits are in memory at once. auto: 4096, or more on a GPU if the
-    # vocabulary is small.
+    # Number of tokens in a chunk. Only the logits of one chunk are in memory at the same time.
+    # auto: 4096, or more on a GPU if the vocabulary is small.
     chunk: Literal["auto"] | PositiveCount = "auto"
-    # Penalty that is added to each token's cross-entropy to sharpen the distribution.
-    # non_max_sum: 1 - max p. neg_entropy: the entropy. The held-out loss never includes it.
+    # Penalty that is added to the cross-entropy of each token, so that the predicted distribution p
+    # becomes sharper. non_max_sum: 1 - max p. neg_entropy: the entropy of p. The held-out loss does
+    # not include the penalty. null: no penalty.
     penalty: PenaltyKind | None = None
-    # Factor lambda of the penalty.
+    # Factor lambda by which the penalty is multiplied. null: no penalty.
     penalty_weight: float | None = Field(default=None, ge=0, le=MOST_FP32)
 
     @property
     def tokens_at_once(self) -> int:
-        """Return `chunk`, or its default if `auto` is not resolved yet."""
+        """Return the number of tokens in a chunk, or USUAL_CHUNK while `chunk` is still `auto`."""
         return USUAL_CHUNK if self.chunk == "auto" else self.chunk
 
     @model_validator(mode="after")
@@ -196,55 +220,61 @@ class LossSettings(Settings):
         if self.penalty is None and self.penalty_weight is not None:
             kinds = ", ".join(get_args(PenaltyKind))
             raise ValueError(
-                f"`penalty_weight` is set but `penalty` is not; set `penalty` to one of {kinds}, "
-                "or remove `penalty_weight`"
+                f"`penalty_weight` is set but `penalty` is not; either set `penalty` to one of "
+                f"{kinds}, or remove `penalty_weight`"
             )
         if self.penalty is not None and self.penalty_weight is None:
             raise ValueError(
-                f"`penalty: {self.penalty}` needs `penalty_weight`; 0.01 is usual, and 0 only "
-                "measures the penalty"
+                f"`penalty: {self.penalty}` needs `penalty_weight`; set it to 0.01, which is a "
+                "usual value, or to 0 to measure the penalty without adding it to the loss"
             )
         return self
 
 
 class EvaluateSettings(Settings):
-    # Steps between evaluations. null: evaluate at the end, and before the first step if
-    # `model.source` provides trained weights.
+    # Number of steps between two evaluations. null: evaluate at the end of training, and also
+    # before the first step if trained weights are loaded from `model.source`.
     every: PositiveCount | None = None
-    # Number of held-out packs to evaluate on, from the first. null: all.
+    # Number of held-out packs that are evaluated, starting with the first pack. null: evaluate all
+    # held-out packs.
     packs: PositiveCount | None = None
-    # Prompts that the model continues at every evaluation, with at most 64 new tokens each. Every
-    # prompt has its own seed.
+    # Prompts. The model continues each prompt at every evaluation, with at most 64 new tokens. The
+    # random seed of each prompt is different.
     samples: tuple[str, ...] = ()
 
 
 class CheckpointSettings(Settings):
-    # Steps between checkpoints. null: save only at the end and on a signal.
+    # Number of steps between two checkpoints. null: save a checkpoint only at the end of training
+    # and when a signal stops the training.
     every: PositiveCount | None = 500
-    # Number of newest checkpoints to keep. Older ones are deleted, except the last one before the
-    # decay of wsd.
+    # Number of newest checkpoints to keep. Older checkpoints are deleted, except the last
+    # checkpoint before the decay of a wsd schedule begins.
     keep: PositiveCount = 3
-    # Also save at each evaluation with the lowest held-out loss so far, and keep that checkpoint
-    # until a better one is saved.
+    # true: also save a checkpoint at each evaluation whose held-out loss is lower than at all
+    # earlier evaluations. This checkpoint is kept until the next one of this kind is saved.
     best: bool = False
-    # Save a checkpoint and export the model after the last step. Set to false for speed tests.
+    # true: save a checkpoint and export the model after the last step. Set it to false for speed
+    # tests.
     at_end: bool = True
 
 
 class LogSettings(Settings):
-    # Steps between console lines. metrics.jsonl has every step.
+    # Number of steps between two console lines. The file metrics.jsonl has a line for every step.
     every: PositiveCount = 1
-    # Trackers of accelerate by name: tensorboard, wandb, trackio, ... jsonl is always written.
+    # Names of accelerate's trackers: tensorboard, wandb, trackio and others. jsonl is the file
+    # metrics.jsonl, which is always written.
     trackers: tuple[str, ...] = ("jsonl",)
-    # Project name for hosted trackers. MLflow calls it experiment.
+    # Name of the project in hosted trackers. In MLflow it is the name of the experiment.
     project: str = "pretrain"
-    # Steps between logging the mean and the standard deviation of each layer's gradient.
-    # null: never.
+    # Interval, in steps, at which the mean and the standard deviation of each layer's gradient are
+    # logged. null: never log them.
     gradient_statistics: PositiveCount | None = None
-    # Steps between statistics of quantization and of the experts' load. null: never.
+    # Interval, in steps, at which statistics of the quantization and of the experts' load are
+    # logged. null: never log them.
     fp8_statistics: PositiveCount | None = 100
-    # Steps between measurements of the gap to BF16: one microbatch is also computed in BF16, and
-    # its loss and gradient are compared. null: never.
+    # Interval, in steps, at which the gap to BF16 is measured. A measurement computes one
+    # microbatch both in low precision and in BF16, and compares the two losses and gradients.
+    # null: never measure the gap.
     gap: PositiveCount | None = None
 
     @field_validator("trackers")
@@ -254,22 +284,27 @@ class LogSettings(Settings):
 
 
 class HealthSettings(Settings):
-    # Reaction to a loss or gradient norm that is not finite. stop: end the run before the update.
-    # skip: skip the step and its data, at most ten times in a row. rollback: go back to the last
-    # checkpoint and skip all data since, at most three times.
+    # Reaction to a loss or a gradient norm that is not finite. stop: stop the training before the
+    # update. skip: skip the update and continue with the next data, at most ten times in a row.
+    # rollback: go back to the last checkpoint and skip all data that was used after it, at most
+    # three times.
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    # Reaction to a loss spike: a loss that exceeds the median of the last 100 losses by six robust
-    # standard deviations and by 0.3 nats.
+    # Reaction to a loss spike. A spike is a loss that exceeds the median of the last 100 losses by
+    # six robust standard deviations and by 0.3 nats. ignore: do nothing. warn: print a warning.
+    # stop, skip and rollback: as for `on_nan`.
     on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"
-    # Reaction if `log.gap` finds that low precision changes a gradient more than before.
-    # switch: continue in BF16.
+    # Reaction if a measurement of `log.gap` shows that low precision changes a gradient more than
+    # at earlier measurements. warn: print a warning. stop: stop the training before the update.
+    # switch: continue the training in BF16.
     on_gap: Literal["warn", "stop", "switch"] = "warn"
-    # Limit of `gap/moved`: how much further than usual a matrix's gradient may be from its BF16
-    # gradient, as a share of the norm of the BF16 gradient.
+    # Change of a gradient above which `on_gap` reacts. The change is the distance by which the
+    # gradient of a matrix has moved away from its BF16 gradient since earlier measurements, divided
+    # by the norm of the BF16 gradient. It is logged as `gap/moved`.
     gap_threshold: float = Field(default=0.25, gt=0)
 
 
-# Names of our keys in transformers, nanoGPT and other trainers, for hints in error messages.
+# Map each key of a recipe to its names in transformers, nanoGPT and other trainers. If a recipe has
+# one of these names, the error message suggests the key.
 _OTHER_NAMES = {
     "model.source": "model_name_or_path model_name init_from pretrained_model_name_or_path",
     "model.compile": "torch_compile",
@@ -305,30 +340,31 @@ _OTHER_NAMES = {
 
 
 class Recipe(Settings):
-    """A training recipe: the model, the data, the length of the training and its records."""
+    """A training recipe: all settings of a training."""
 
     OTHER_NAMES: ClassVar = {
         name: key for key, names in _OTHER_NAMES.items() for name in names.split()
     }
-    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md has other trainers' names"
+    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md lists the names in other trainers"
 
-    # Name of the run, which is also part of its folder's name.
+    # Name of the run. It is also part of the name of the run folder.
     name: str
-    # Seed of the weights, the order of packs, dropout and stochastic rounding.
+    # Random seed of the initial weights, the order of the packs, dropout and stochastic rounding.
     seed: Seed = 42
-    # Make runs repeat bit for bit on a GPU too, also when they are stopped and resumed. Settings
-    # that cannot repeat bit for bit are refused.
+    # true: make two runs of the same recipe equal bit for bit, also on a GPU, and also if a run is
+    # stopped and resumed. Settings with which this is impossible are errors.
     deterministic: bool = False
-    # Precision of the matrix products. A list is a schedule of phases. null: the precision of the
-    # accelerate configuration.
+    # Precision of the matrix products. A list is a schedule with several phases. null: use the
+    # precision of the accelerate configuration.
     precision: PrecisionSetting | None = None
-    # Overrides the `fp8_config` of the accelerate configuration, key by key.
+    # Options of the precision. Each key that is set here overrides the same key in the `fp8_config`
+    # of the accelerate configuration.
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()
-    # Compare the first step of a new run with plain transformers, and stop if loss or gradients
-    # differ by more than the tolerance.
+    # true: compare the first step of a new run with plain transformers, and stop the training if
+    # the loss or the gradients differ by more than the tolerance.
     parity: bool = True
-    # Dtype of the stored parameters. bf16_exact: BF16 with 16 remainder bits per parameter, which
-    # together are FP32, so that no update is lost to rounding.
+    # Dtype of the stored weights. bf16_exact: store each weight in BF16, together with the 16 bits
+    # that complete it to FP32, so that no update is lost to rounding.
     weights: Weights = "fp32"
     model: ModelSettings
     data: DataSettings
@@ -341,7 +377,8 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
-    # Run folder. Keys in braces are filled in: {seed}, {optimizer.learning_rate}.
+    # Run folder. Keys in braces, such as {seed} and {optimizer.learning_rate}, are replaced by
+    # their values.
     run_dir: PathText = "runs/{name}-{precision}-{weights}"
 
     @field_validator("name")
@@ -349,21 +386,22 @@ class Recipe(Settings):
     def _is_part_of_a_path(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise ValueError(
-                f"{name!r} cannot be part of the run folder's name; use only letters, digits "
-                "and . _ -"
+                f"{name!r} cannot be part of the name of a folder; use only letters, digits and "
+                ". _ -, and begin with a letter or a digit"
             )
         return name
 
     @property
     def gradients_kept_in(self) -> Literal["fp32", "bf16"]:
-        """Return the dtype of the accumulated gradients, also after the sum over ranks.
+        """Return the dtype in which gradients are accumulated over microbatches and stored.
 
-        Under FSDP2 with one gather per step, microbatches are always accumulated in FP32. Only
-        the sum over ranks is kept in this dtype.
+        There is one exception: if FSDP2 gathers the weights once per step, gradients are
+        accumulated over microbatches in FP32. Only their sum over all ranks is stored in this
+        dtype.
         """
         return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")
 
     @property
     def moments_kept_in(self) -> Literal["fp32", "bf16"]:
-        """Return the dtype of AdamW's two moments."""
+        """Return the dtype in which AdamW's two moments are stored."""
         return self.optimizer.moments or ("bf16" if self.weights == "bf16" else "fp32")

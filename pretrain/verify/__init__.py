@@ -1,1 +1,1 @@
-"""Compare a run with references: plain transformers and a reference quantizer."""
+"""Compare a run with two references: plain transformers, and quantizers written in NumPy."""

@@ -1,7 +1,8 @@
 """Compare the training path with plain transformers before the first step.
 
-Both sides compute losses and gradients of random tokens in the shapes of step 0.
-docs/verification.md explains the comparison, its tolerances, and why tokens are random.
+The packed model of the run and plain transformers compute the losses and gradients of the same
+tokens. The tokens are random, in the shapes of step 0. docs/verification.md explains the
+comparison, its tolerances, and the reason for random tokens.
 """
 
 from __future__ import annotations
@@ -43,75 +44,100 @@ from pretrain.verify.reference_model import (
 )
 from pretrain.verify.reference_quantizer import watching_quantizers
 
-# A function that runs forward and backward of a step and returns the loss.
+# Type of functions that run forward and backward of a step and return the loss.
 Pass = Callable[..., float]
-# Ends of the documents in a drawn pack, in sevenths of its length. No kernel's block ends there.
+# Boundaries of the four documents in a random pack, in sevenths of the pack's length. They are not
+# at the boundaries of the blocks that kernels compute.
 SEVENTHS = (0, 1, 3, 5, 7)
-DOCUMENTS = 3  # documents with labels in the first microbatch
-LABELS = 341  # labels of a document, at most
-# Tokens of the second microbatch's document that plain transformers computes at most, by device.
-# Eager attention keeps heads x length^2 scores a layer.
+# Number of documents with labels in the first microbatch.
+DOCUMENTS = 3
+# Largest number of labels of a document.
+LABELS = 341
+# Map each device type to the largest number of tokens of a document in the second microbatch that
+# plain transformers computes. Eager attention stores heads x length^2 scores per layer, so longer
+# documents would need too much memory.
 LONGEST = {"cpu": 2048, "cuda": 4096}
-# Bytes that the reference takes for a parameter: the weight, its gradient, a gradient to compare
-# with and the sum of products, in FP32.
+# Bytes per parameter that the reference needs: the weight, its gradient, the gradient that is
+# compared with it, and the sum of gradients, all in FP32.
 PLAIN_BYTES = 16
-# Standard deviation of the noise on parameters whose values are all equal: relative to the value,
-# and absolute for zeros. Larger biases would make the rows of a small model's attention nearly
-# equal, and then their errors would be equal too.
+# Standard deviations of the noise that is added to parameters whose values are all equal. NOISE is
+# relative to the value. NOISE_ON_ZEROS is absolute, for values of zero. More noise on biases would
+# make the rows of a small model's attention nearly equal, and their errors would be equal too.
 NOISE = 0.1
 NOISE_ON_ZEROS = 0.01
-# Standard deviation of a fresh model's logits: some tokens are likely, and no single one is.
+# Standard deviation to which the logits of a new model are scaled. With this value some tokens are
+# likely, but no single token is certain.
 LOGITS = 3.0
-# Tolerance of the norm of a gradient over several microbatches, relative to the norm of the sum of
-# the microbatches' gradients.
+# Allowed relative difference between the norm of a gradient over several microbatches and the norm
+# of the sum of the microbatches' own gradients.
 SUMS_APART = 0.1
-# Largest ratio of the norms of the quantized and the unquantized gradient. Healthy FP4 stays within
-# 1.3.
+# Largest allowed ratio of the norms of the quantized and the unquantized gradient. The ratio of
+# correct FP4 runs is at most 1.3.
 NORM_RATIO = 2.0
-# Share of BF16's measured error that FP32 may have. FP32 rounds 2^16 times more finely. The rest is
-# for another order of sums.
+# The allowed error in FP32, as a share of the measured error of BF16. FP32 rounds 2^16 times more
+# finely than BF16. The share is larger than 2^-16, because sums may have another order.
 FP32_OF_BF16 = 2.0**-8
-# Attributes with the rate of a module's noise in training. `p` is that of torch's dropouts.
+# Matches the names of attributes that hold the rate of a module's noise in training. The attribute
+# `p` is the rate of torch's dropout modules.
 NOISES = re.compile("drop|jitter_noise|^p$")
-SHOWN = 10  # worst entries of a table that are reported
+# Number of the worst entries of a table that are reported.
+SHOWN = 10
 
 
 @dataclass
 class Parity:
-    """The result of the comparison.
+    """Result of the comparison.
 
-    Losses are means over the compared tokens (nats). Gradients are summed over these tokens and
-    divided by the tokens of the step. The fields of quantized products are empty if nothing is
-    quantized. All sequences begin with the worst entry.
+    Losses are means over the compared tokens, in nats per token. Gradients are sums over the
+    compared tokens, divided by the number of labels in the training step. All sequences of
+    comparisons begin with the worst comparison. The fields after `tensors` have their defaults if
+    the precision does not quantize.
     """
 
-    failures: list[str]  # a line for each mismatch
-    tokens: int  # compared tokens, which have a label, over all ranks
-    loss: float  # of the packed path with its quantization off
-    reference_loss: float  # of plain transformers
-    loss_tolerated: float  # largest allowed difference of the two losses
+    # One line for each mismatch.
+    failures: list[str]
+    # Number of compared tokens over all ranks. All compared tokens have a label.
+    tokens: int
+    # Loss of the packed path without quantization.
+    loss: float
+    # Loss of plain transformers.
+    reference_loss: float
+    # Largest allowed difference between `loss` and `reference_loss`.
+    loss_tolerated: float
+    # Gradient norm of the packed path without quantization.
     gradient_norm: float
+    # Comparisons of the gradients of all parameters with the gradients of plain transformers.
     tensors: Sequence[Compared]
+    # Comparisons of the quantized products with the unquantized products.
     products: Sequence[Compared] = ()
-    codes: Sequence[Compared] = ()  # some operands, compared with the reference quantizer
-    # Quantized gradients over all microbatches, compared with the sum of the microbatches'.
+    # Comparisons of the codes of some operands with the codes of the reference quantizers.
+    codes: Sequence[Compared] = ()
+    # Comparisons of the quantized gradients over all microbatches with the sum of the gradients of
+    # the single microbatches.
     sums: Sequence[Compared] = ()
+    # Loss of the packed path with quantization.
     quantized_loss: float | None = None
+    # Gradient norm of the packed path with quantization.
     quantized_gradient_norm: float | None = None
 
     def summary(self) -> str:
-        """Return the largest differences in one line."""
+        """Return one line with the largest differences."""
         text = (
-            f"parity with plain transformers: loss {self.loss - self.reference_loss:+.1e}, "
-            f"gradients differ by at most {self.tensors[0].excess:.0%} of the tolerance"
+            "parity with plain transformers: the loss differs by "
+            f"{self.loss - self.reference_loss:+.1e}, gradients differ by at most "
+            f"{self.tensors[0].excess:.0%} of the tolerance"
         )
         if self.products:
             worst = self.products[0].excess
-            text += f", {len(self.products)} quantized products by at most {worst:.0%} of theirs"
+            text += f", {len(self.products)} quantized products by at most {worst:.0%} of it"
         return text
 
     def record(self) -> dict[str, Any]:
-        """Return the entry of audit.json: all figures, the worst entries, and their numbers."""
+        """Return the entry of audit.json.
+
+        It has all figures, the SHOWN worst comparisons of each kind, and the number of compared
+        tensors and products.
+        """
         counts = {"tensors_compared": len(self.tensors), "products_compared": len(self.products)}
         worst = {
             name: getattr(self, name)[:SHOWN] for name in ("tensors", "products", "codes", "sums")
@@ -119,16 +145,16 @@ class Parity:
         return asdict(replace(self, **worst)) | counts
 
     def require(self) -> None:
-        """Raise TrainingHalted with all failures and what to try, if there are any."""
+        """Raise TrainingHalted if there are failures. The message lists them and the remedies."""
         if not self.failures:
             return
         failures = "\n".join(f"  {line}" for line in self.failures)
         raise TrainingHalted(
             0,
-            f"parity: this run would not train what plain transformers trains:\n{failures}\n"
-            "Nothing has been trained; audit.json has all figures. To find the cause, set "
+            f"parity: this run would not train like plain transformers:\n{failures}\n"
+            "Nothing has been trained. audit.json has all figures. To find the cause, set "
             "`precision=bf16`, `model.compile=none`, `model.fused=off` and `model.attention=sdpa` "
-            "one by one. `parity=off` trains without this check.",
+            "one after the other. To train without this check, set `parity=off`.",
         )
 
 
@@ -145,11 +171,17 @@ def check_parity(
     """Compare the microbatches of `step` with its packs, and the model with plain transformers.
 
     Gradients are cleared. Weights, random states, training modes, histories and scales are restored
-    bit for bit. Collective. All ranks agree on whether there are failures.
+    bit for bit. If one rank has failures, the result of every rank has failures. Collective.
 
-    model: the prepared model.
-    packs: the packs of `step` on all ranks.
-    mask_boundaries: as in `packing.batch.build_microbatch`.
+    Args:
+        model: Model that accelerate has prepared.
+        optimizer: Optimizer of the model's parameters.
+        step: Microbatches of this rank.
+        packs: Packs of `step` on all ranks.
+        active: Precision of the step.
+        accelerator: Accelerator of the run.
+        mask_boundaries: True if the last token of a document has no label (see
+            `packing.batch.build_microbatch`).
     """
     device = accelerator.device
     try:
@@ -160,16 +192,18 @@ def check_parity(
             run_pass = partial(_run_pass, model, optimizer, accelerator)
             parity = _compare(model, run_pass, step, packs, active, accelerator, mask_boundaries)
         if any(from_all_ranks(bool(parity.failures))) and not parity.failures:
-            parity.failures.append("another process found mismatches; see its message")
+            parity.failures.append(
+                "another process has found mismatches; read the message of that process"
+            )
         return parity
     finally:
         clear_gradients(optimizer, model)
         for product in model.fused.products if model.fused else ():
-            # The cached weight of the unquantized path, which training may never take.
+            # Free the cached weight of the unquantized path. Training may never use this path.
             product.plain.weight = None
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            # A run reports the peak of training alone.
+            # The peak memory that the run reports must not include this comparison.
             torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -182,7 +216,7 @@ def _compare(
     accelerator: Accelerator,
     mask_boundaries: bool,
 ) -> Parity:
-    """Compare as `check_parity` does. Leave gradients and the state of the model changed."""
+    """Compare as `check_parity`, but do not clear gradients and do not restore the state."""
     failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
     shapes = step.microbatches[0]
     vocabulary = len(model.hf.get_output_embeddings().weight)
@@ -193,7 +227,8 @@ def _compare(
     ]
     step = replace(step, microbatches=[batch for batch, _ in drawn])
     tokens = accelerator.num_processes * sum(batch.valid_tokens for batch, _ in drawn)
-    # `forward_backward` divides losses by the tokens of the step, also of other microbatches.
+    # `forward_backward` divides losses by the number of labelled tokens in the training step. This
+    # factor converts the sum of these quotients into the mean over the compared tokens.
     step_tokens = max(step.valid_tokens, 1)
     mean_over_compared = step_tokens / tokens
     with _comparable(model, shapes.input_ids.shape[1]) as head_factor:
@@ -218,11 +253,11 @@ def _compare(
             gradient_norm=gradient_norm(model.parameters()).item(),
             tensors=judge(distances(gradients, reference), noise, resolution),
         )
-        # Written so that NaN fails.
+        # `not ... <=` is used instead of `>`, so that NaN is a failure.
         if not abs(loss - reference_loss) <= parity.loss_tolerated:
             failures.append(
-                f"loss of the packed path {loss:.6f}, of plain transformers "
-                f"{reference_loss:.6f}; they may differ by {parity.loss_tolerated:.2g}"
+                f"loss of the packed path: {loss:.6f}, loss of plain transformers: "
+                f"{reference_loss:.6f}, allowed difference: {parity.loss_tolerated:.2g}"
             )
         failures += worst_of(
             parity.tensors, "gradients", "the packed path differs from plain transformers"
@@ -237,13 +272,18 @@ def _compare(
 
 @contextmanager
 def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
-    """Prepare the model for the comparison. Yield a factor of the LM head's input.
+    """Prepare the model for the comparison inside the block.
 
-    tokens: of a microbatch. The head then computes two chunks or more, as in training, where
-    microbatches may be larger.
+    Yield the factor by which the input of the LM head is multiplied (see `distinct_values`).
 
-    The penalty of the loss has the weight 1.0 on both sides. The gradient of a small penalty
-    would be lost in the rounding of the cross-entropy's gradient.
+    The chunks of the head are made so small that the head computes two or more. Otherwise a small
+    microbatch would be computed in one chunk, unlike in training. The penalty of the loss has the
+    weight 1.0 in the model and in the reference, because the gradient of a small penalty would be
+    lost in the rounding of the cross-entropy's gradient.
+
+    Args:
+        model: Model that is compared.
+        tokens: Number of tokens of a microbatch.
     """
     head = model.hf.get_output_embeddings()
     penalty = head.penalty
@@ -259,8 +299,9 @@ def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
 
 
 def _resolution(model: PackedLanguageModel, gradients: Mapping[str, Tensor | None]) -> float:
-    """Return the allowed error relative to BF16's."""
-    # Gradients may be summed in BF16 although the model computes in FP32.
+    """Return the allowed error of a gradient as a multiple of BF16's error."""
+    # The gradients' dtypes are checked too, because gradients may be summed in BF16 although the
+    # model computes in FP32.
     dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
     dtypes.add(model.context.compute_dtype)
     return FP32_OF_BF16 if dtypes == {torch.float32} else 1.0
@@ -274,10 +315,20 @@ def _reference(
     tokens: int,
     head_factor: float,
 ) -> tuple[float, float, dict[str, Tensor], dict[str, Distance]]:
-    """Run plain transformers in FP32, then in BF16.
+    """Run plain transformers in FP32, and then in BF16 to measure the errors of BF16.
 
-    Return the loss in FP32, the error that BF16 makes in it, the gradients in FP32, and the
-    errors that BF16 makes in them. `tokens`: compared ones of all ranks.
+    Args:
+        model: Model that is compared.
+        accelerator: Accelerator of the run.
+        microbatches: Documents of each microbatch of this rank.
+        step_tokens: Number of tokens by which gradients are divided.
+        tokens: Number of compared tokens over all ranks.
+        head_factor: Factor of the LM head's input.
+
+    Returns:
+        The mean loss in FP32, the root mean square of BF16's errors in the losses of the tokens,
+        the gradients in FP32 by parameter name, and the distances of the gradients in BF16 from the
+        gradients in FP32.
     """
     advance()
     plain = reference_model(model.hf, accelerator.device)
@@ -285,8 +336,8 @@ def _reference(
 
     def computed() -> tuple[Tensor, dict[str, Tensor]]:
         losses, gradients = reference_pass(plain, microbatches, loss_settings, head_factor)
-        # One by one, because the sum over ranks is a copy. The fast path's backward has summed
-        # its own gradients.
+        # The gradients are summed over ranks one after the other, because each sum is a copy. The
+        # backward of the packed path sums its gradients over ranks itself.
         for name in gradients:
             gradients[name] = accelerator.reduce(gradients[name].div_(step_tokens), reduction="sum")
         return losses, gradients
@@ -295,9 +346,9 @@ def _reference(
     for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
         parameter.data = parameter.data.to(torch.bfloat16)
     rounded_losses, rounded = computed()
-    # Free the weights now. A module whose forward was replaced is a reference cycle, which
-    # waits for the garbage collector.
-    plain.to("meta")  # type: ignore[arg-type]  # wrong in transformers
+    # Free the memory of the weights. Without this call it would be freed by the garbage collector
+    # at a later time, because a module with a replaced forward is part of a reference cycle.
+    plain.to("meta")  # type: ignore[arg-type]  # transformers annotates the argument wrongly
     squares = from_all_ranks((rounded_losses - losses).double().square().sum().item())
     loss_noise = math.sqrt(sum(squares) / tokens)
     loss = sum(from_all_ranks(losses.double().sum().item())) / tokens
@@ -312,12 +363,13 @@ def _compare_quantized(
     active: ActivePrecision,
     mean_over_compared: float,
 ) -> list[str]:
-    """Compare the quantized path with the unquantized one. Set the figures of `parity`.
+    """Compare the quantized path with the unquantized path.
 
-    Return a line for each mismatch.
+    The figures of the quantized path are stored in `parity`. Return one line for each mismatch.
     """
     advance()
-    # One pass first, so that delayed scaling has seen the gradients of these labels.
+    # Run one pass before the comparison, so that the histories of delayed scaling contain the
+    # amaxes of the gradients of these labels.
     if model.context.state():
         run_pass(step)
     parity.sums = _compare_sums(model, run_pass, step)
@@ -329,33 +381,39 @@ def _compare_quantized(
     parity.quantized_loss = loss
     parity.quantized_gradient_norm = norm
     tables = (
-        (parity.products, "low-precision products", "they are not what the format makes"),
-        (parity.codes, "codes of operands", "they are not the reference quantizer's"),
-        (parity.sums, "gradients over two microbatches", "they are not the microbatches' sum"),
+        (parity.products, "low-precision products", "their errors are not those of the format"),
+        (parity.codes, "codes of operands", "they differ from the reference quantizer's codes"),
+        (
+            parity.sums,
+            "gradients over two microbatches",
+            "they differ from the sum of the gradients of the two microbatches",
+        ),
     )
     lines = [line for table in tables for line in worst_of(*table)]
     if wrong_histories:
         lines.append(
-            f"delayed scaling: wrong scale or history of {len(wrong_histories)} operands, such "
-            f"as {wrong_histories[0]}"
+            f"delayed scaling: the scale or the history of {len(wrong_histories)} operands is "
+            f"wrong, for example of {wrong_histories[0]}"
         )
     lowest = parity.gradient_norm / NORM_RATIO
     if not (math.isfinite(loss) and lowest <= norm <= parity.gradient_norm * NORM_RATIO):
         lines.append(
-            f"quantized and unquantized path: loss {loss:.6f} and {parity.loss:.6f}, gradient "
-            f"norm {norm:.4g} and {parity.gradient_norm:.4g}"
+            "the quantized and the unquantized path differ too much: the losses are "
+            f"{loss:.6f} and {parity.loss:.6f}, the gradient norms are {norm:.4g} and "
+            f"{parity.gradient_norm:.4g}"
         )
     return lines
 
 
 def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches) -> list[Compared]:
-    """Compare the gradients of a step with the sum of its microbatches' gradients.
+    """Compare the gradients of a step with the sum of the gradients of its single microbatches.
 
-    Return the worst comparison first. The norm of every matrix's gradient is compared. Both
-    sides draw the same random numbers and begin with the same histories and scales. On a CPU
-    the gradients are then equal to the bit. On a GPU an attention kernel sums in another order
-    each time, and quantization amplifies the difference to the size of its own error, so only
-    norms can be compared. Collective.
+    The norm of every matrix's gradient is compared. Return the comparisons, the worst one first.
+
+    The step and the single microbatches use the same random numbers, and start with the same
+    histories and scales. On a CPU, both gradients are equal bit for bit. On a GPU, an attention
+    kernel sums in a different order in each run. Quantization amplifies these differences to the
+    size of the quantization error, so only the norms can be compared. Collective.
     """
     copies = model.context.copied_state()
     torch.manual_seed(0)
@@ -399,7 +457,7 @@ def _run_pass(
 ) -> float:
     """Run forward and backward as a training step does, and return the loss.
 
-    Gradients stay until the next pass clears them.
+    Old gradients are cleared first. The gradients of this pass are not cleared.
     """
     clear_gradients(optimizer, model)
     return forward_backward(model, step, accelerator, around_first).item()
@@ -408,9 +466,12 @@ def _run_pass(
 def _with_choices(
     microbatches: Sequence[Sequence[Document]], choices: Sequence[Sequence[Tensor]]
 ) -> list[list[Document]]:
-    """Return the documents with the experts that their tokens chose.
+    """Return copies of the documents that contain the experts chosen by their tokens.
 
-    choices: by layer and forward. A recomputed layer has two forwards a microbatch.
+    Args:
+        microbatches: Documents of each microbatch.
+        choices: For each layer, the experts of the microbatch's tokens in each forward. A layer
+            that is recomputed in backward has two forwards per microbatch.
     """
     result = []
     for number, documents in enumerate(microbatches):
@@ -422,29 +483,42 @@ def _with_choices(
 
 
 def worst_first(compared: Sequence[Compared]) -> list[Compared]:
-    """Sort comparisons by their excess, the largest first."""
+    """Return the comparisons sorted by their excess, the largest excess first."""
     return sorted(compared, key=lambda comparison: comparison.excess, reverse=True)
 
 
 def worst_of(compared: Sequence[Compared], subject: str, meaning: str) -> list[str]:
-    """Return a line with the worst mismatches, or no line if there are none."""
+    """Return a list with one line about the worst mismatches, or an empty list without mismatches.
+
+    Args:
+        compared: Comparisons, the worst one first.
+        subject: Name of the compared values, in the plural.
+        meaning: Clause with the meaning of a mismatch.
+    """
     wrong = [f"{entry.name} ({entry.excess:.3g})" for entry in compared if entry.excess > 1]
     if not wrong:
         return []
     return [
-        f"{subject}, {len(wrong)} of {len(compared)}: {meaning}; {', '.join(wrong[:SHOWN])} times "
-        "the tolerance"
+        f"{subject}, {len(wrong)} of {len(compared)}: {meaning}. The largest errors, in multiples "
+        f"of the tolerance: {', '.join(wrong[:SHOWN])}"
     ]
 
 
 def draw_microbatch(
     shapes: Microbatch, vocabulary: int, generator: np.random.Generator, longest: int | None = None
 ) -> tuple[Microbatch, list[Document]]:
-    """Draw random tokens in the shapes of a microbatch. Also return the documents with labels.
+    """Draw random tokens in the shapes of a microbatch.
 
-    A pack holds four documents, and the last three of the microbatch have labels: at most their
-    first LABELS tokens. With `longest` a pack is one document, and at most LABELS of the first
-    `longest` tokens of the first document have labels, evenly spaced. Labels are the next tokens.
+    Return the microbatch, and its documents with labels. The label of a token is the next token.
+
+    Args:
+        shapes: Microbatch whose number of packs and pack length are used.
+        vocabulary: Number of tokens in the vocabulary.
+        generator: Generator of the random tokens.
+        longest: If None, each pack has four documents. The last three documents of the microbatch
+            have labels, for at most their first LABELS tokens. If it is a number, each pack is one
+            document. Only the first document has labels, for at most LABELS tokens, which are
+            evenly spaced among its first `longest` tokens.
     """
     size = shapes.input_ids.shape[1]
     length = shapes.max_seqlen
@@ -456,7 +530,8 @@ def draw_microbatch(
     documents = []
     for begin, end in spans[:1] if longest else spans[-DOCUMENTS:]:
         part = slice(begin, min(end, begin + (longest or LABELS)))
-        # An odd distance meets every place in the blocks of a kernel.
+        # The distance between labels is odd, so that labels are at every position within the blocks
+        # of a kernel.
         distance = -(-(part.stop - begin) // LABELS) | 1
         labelled = torch.arange(part.stop - 2, begin - 1, -distance)
         labels[0, labelled] = batch.labels[0, labelled]
@@ -466,36 +541,43 @@ def draw_microbatch(
 
 # ── Distances of gradients, and their tolerances ──────────────────────────────────────────────────
 #
-# No fixed tolerance fits all models: the error of a gradient depends on how much cancels in its
-# sum. So the tolerance of a tensor is the error that BF16 makes in it, and in tensors of its kind.
+# A fixed tolerance does not fit all models, because the relative error of a gradient grows if its
+# summands cancel. Therefore the tolerance of a tensor is derived from the measured errors of BF16
+# in this tensor and in the same tensors of other layers.
 
-# A gradient whose norm is below this share of the norm of all gradients is zero on paper, such as
-# that of a key's bias without rotary embeddings. Its values are rounding noise without a direction.
-# The measured gradient must then be below this share too.
+# A gradient whose norm is below this share of the norm of all gradients is treated as zero, for
+# example the gradient of a key's bias without rotary embeddings. The values of such a gradient are
+# rounding noise. The measured gradient must be below this share too.
 NEGLIGIBLE = 1e-6
+# Name of the entry for all tensors together.
 TOTAL = "all of them together"
-# Factor of a tensor's tolerance. The median of healthy tensors is at 1.
+# Factor between BF16's error and the tolerance. The median error of correct tensors equals BF16's
+# error.
 LEEWAY = 2.0
-# BF16's error in a scalar may happen to be smaller than usual by this factor. With n values the
-# effect is n times smaller.
+# The tolerance of a tensor of n values is multiplied by 1 + FEW_VALUES / n, because BF16's error in
+# a scalar may by chance be far smaller than usual.
 FEW_VALUES = 9.0
 
 
 class Distance(NamedTuple):
-    """Norms of the reference's gradient of a tensor, and of its difference to the measured one."""
+    """Distance between the measured gradient of a tensor and the reference's gradient."""
 
+    # Norm of the reference's gradient.
     reference: float
+    # Norm of the measured gradient minus the reference's gradient.
     difference: float
-    values: int  # upper bound of the number of values that err independently
+    # Upper bound of the number of values whose errors are independent.
+    values: int
 
 
 def distances(
     measured: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]
 ) -> dict[str, Distance]:
-    """Return the distance of each gradient by name, and that of all of them under TOTAL.
+    """Map the name of each gradient to its distance, and TOTAL to the distance of all together.
 
-    A gradient that only one side has, such as that of a head that is no longer tied, is zero on the
-    other side. If no side has it, it is skipped. Collective if gradients are sharded.
+    A gradient that is present in only one of `measured` and `reference` is treated as zero in the
+    other one. An example is the gradient of a head that is tied in one of the models only.
+    Gradients that are missing in both are skipped. Collective if gradients are sharded.
     """
     norms = []
     sizes = {}
@@ -514,7 +596,8 @@ def distances(
                 ]
             )
         )
-        # The one row of a gate errs in the direction that all tokens share, like a scalar.
+        # The values of a gate with one row have no independent errors, because all tokens share
+        # one direction. Such a gate is treated like a scalar.
         sizes[name] = 1 if expected.dim() > 1 and len(expected) == 1 else expected.numel()
     by_tensor = torch.stack(norms)
     total = torch.linalg.vector_norm(by_tensor, dim=0, keepdim=True)
@@ -529,14 +612,21 @@ def distances(
 def judge(
     measured: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float
 ) -> list[Compared]:
-    """Return each tensor's error with its tolerance, and that of all together, the worst first.
+    """Compare the error of each tensor with its tolerance, and the error of all tensors together.
 
-    noise: of plain transformers in BF16, relative to FP32.
-    resolution: the allowed error relative to BF16's.
+    The tolerance of a tensor is derived from the largest of three errors of BF16: the error in this
+    tensor, the root mean square of the errors in the same tensors of all layers, and the error in
+    the median tensor.
+    The error in this tensor alone is not sufficient, because it may be small by chance in a tensor
+    of few values or in a gradient whose summands cancel.
 
-    The tolerance of a tensor is the error of BF16 in it, in the tensors of its kind in all layers,
-    or in the median tensor. In a tensor of few values, or a small one where much cancels, BF16's
-    error may happen to be small.
+    Args:
+        measured: Distances of the gradients of the model.
+        noise: Distances of the gradients of plain transformers in BF16 from those in FP32.
+        resolution: The allowed error as a multiple of BF16's error.
+
+    Returns:
+        The comparisons, the worst one first.
     """
     negligible = NEGLIGIBLE * noise[TOTAL].reference
     errors = {
@@ -552,7 +642,7 @@ def judge(
     for name, entry in measured.items():
         usual = max(typical, math.sqrt(mean(squares.get(_kind(name), [0.0]))))
         bf16_error = noise[name].difference if name in noise else 0.0
-        few_values = 1 + FEW_VALUES / entry.values  # large for a scalar only
+        few_values = 1 + FEW_VALUES / entry.values  # only large for a scalar
         allowed = few_values * LEEWAY * resolution * max(bf16_error, usual * entry.reference)
         norm = max(entry.reference, negligible) or 1.0
         excess = entry.difference / (allowed + negligible) if entry.difference else 0.0
@@ -561,20 +651,24 @@ def judge(
 
 
 def _kind(name: str) -> str:
-    """Return the name of a parameter without the number of its layer."""
+    """Return the name of a parameter without the index of its layer."""
     return re.sub(r"\.\d+\.", ".", name)
 
 
 @contextmanager
 def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
-    """Add noise to parameters whose values are all equal, such as fresh norms and biases.
+    """Add noise inside the block to parameters whose values are all equal.
 
-    With equal values, a comparison would not notice that two norms are swapped. All values are
-    restored bit for bit. Yield a factor for the head's inputs that makes a fresh model's logits
-    vary, because flat logits hide most of the gradient of softmax and penalty. The factor is 1.0 if
-    no parameter was changed. Draws random numbers. Collective.
+    The parameters of new norms and biases have equal values. Without noise, the comparison could
+    not detect that two norms are swapped. After the block all values are restored bit for bit.
+
+    Yield the factor by which the inputs of the LM head must be multiplied. It gives the logits of a
+    new model a standard deviation of LOGITS, because nearly equal logits hide most of the gradient
+    of softmax and penalty. The factor is 1.0 if no parameter was changed.
+
+    Draws random numbers. Collective.
     """
-    torch.manual_seed(0)  # on all ranks
+    torch.manual_seed(0)  # the same seed on all ranks
     before = []
     for parameter in model.parameters():
         values = local_part(parameter)
@@ -594,12 +688,13 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
 
 @contextmanager
 def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
-    """Put `model` into training mode without noise.
+    """Put `model` into training mode without dropout and other noise inside the block.
 
-    Low precision and recomputation depend on training mode. All dropout rates are zero, in torch's
-    modules and in layers that call the function, and so is the noise on the inputs of experts.
-    Routers are in evaluation mode: some draw their choices in training, and the rate of that noise
-    decides which experts they consider.
+    Training mode is needed, because low precision and recomputation depend on it. All dropout rates
+    are zero, in torch's dropout modules and in layers that call the dropout function. The noise on
+    the inputs of experts is zero too. Routers are in evaluation mode, because some routers choose
+    experts randomly in training mode. The attributes of routers are not changed, because the rate
+    of the noise also determines the experts that they consider.
     """
     routers = model.routing.routers if model.routing else ()
     with ExitStack() as changes:

@@ -1,7 +1,8 @@
-"""Plain transformers as the reference: eager attention, one document at a time.
+"""Plain transformers as the reference for parity, with eager attention and one document at a time.
 
-Labels, positions and the ends of documents are computed here from a pack's tokens, lengths and
-masks, without the code of `packing.batch`. So mistakes in the batches are found too.
+This module also computes labels, positions and document boundaries from the tokens, lengths and
+masks of a pack. It does not use the code of `packing.batch`, so that it finds mistakes in the
+batches.
 """
 
 from __future__ import annotations
@@ -27,20 +28,25 @@ from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
-# Rounding may send a token to an expert whose logit is this far below the logits of its choice, in
-# standard deviations of a token's logits. In most small healthy models the distance is at most
-# 0.15.
+# If the compared model and the reference choose different experts, rounding is accepted as the
+# reason up to this distance of the logits. The distance is measured from the lowest logit that the
+# reference has chosen to the lowest logit that the compared model has chosen, in standard
+# deviations of a token's logits. In most small correct models the distance is at most 0.15.
 NEAR = 0.25
 
 
 def wrong_batches(
     microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool
 ) -> Iterator[str]:
-    """Yield a line for each microbatch that differs from the packs whose tokens it holds.
+    """Yield a line for each microbatch that differs from the packs with the same tokens.
 
-    A row that is not in `packs`, or that occurs a second time, must have no labels. With
-    `mask_boundaries` the last token of a document has no label. Otherwise its label is the first
-    token of the next document, if the pack has one.
+    A row of a microbatch that occurs more often than in `packs` must have no labels.
+
+    Args:
+        microbatches: Microbatches of one step.
+        packs: Packs of this step.
+        mask_boundaries: If True, the last token of a document must have no label. If False, its
+            label must be the first token of the next document in the pack.
     """
     packs_by_tokens: dict[bytes, list[Pack]] = defaultdict(list)
     for pack in packs:
@@ -50,7 +56,8 @@ def wrong_batches(
         begins = range(0, size, batch.max_seqlen)
         labels = torch.full_like(batch.labels, IGNORE)
         position_ids = batch.position_ids.clone()
-        offsets = {0, size, *begins}  # the padding of a pack is a document for attention
+        # Attention treats the padding of a pack as a document.
+        offsets = {0, size, *begins}
         rows = batch.input_ids[0].split(batch.max_seqlen)
         for begin, tokens in zip(begins, rows, strict=True):
             if not packs_by_tokens[tokens.numpy().tobytes()]:
@@ -75,22 +82,28 @@ def wrong_batches(
 
 
 def _labels(pack: Pack, tokens: Tensor, unlabelled_ends: Sequence[int]) -> Tensor:
-    """Return the labels of a pack's documents, without padding."""
+    """Return the labels of all tokens in a pack's documents. Padding is not included.
+
+    Args:
+        pack: The pack.
+        tokens: Tokens of the pack.
+        unlabelled_ends: Ends of the documents whose last token has no label.
+    """
     labels = tokens[: int(pack.lengths.sum())].roll(-1)
     if pack.trained is not None:
-        # No token has a label that is not to be learned.
+        # Tokens that must not be learned are no labels.
         labels[:-1][torch.from_numpy(~pack.trained[1 : len(labels)])] = IGNORE
     labels[[end - 1 for end in unlabelled_ends]] = IGNORE
     return labels
 
 
 def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Return a new model with the class, configuration and stored weights of `hf`, in FP32.
+    """Return a new model in FP32 with the class, configuration and stored weights of `hf`.
 
-    It is in evaluation mode. Attention and experts use transformers' eager code. Layers are
-    recomputed in backward, because eager attention keeps heads x length^2 scores a layer. The same
-    operations run on the same values again, so the result stays the same. Draws random numbers.
-    Collective if `hf` is sharded.
+    The model is in evaluation mode. Attention and experts use transformers' eager code. Layers are
+    recomputed in backward to save memory, because eager attention stores heads x length^2 scores
+    per layer. The recomputation repeats the same operations on the same values, so it does not
+    change the gradients. Draws random numbers. Collective if `hf` is sharded.
     """
     with device:
         plain = type(hf)._from_config(
@@ -101,7 +114,8 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
         )
     stored = named_tensors(hf)
     with torch.no_grad():
-        # One by one, so that a gathered tensor is freed before the next one.
+        # The tensors are gathered one after the other, so that each gathered tensor is freed before
+        # the next tensor is gathered.
         for name, tensor in named_tensors(plain).items():
             tensor.copy_(gathered(stored[name]))
             tensor.requires_grad_(stored[name].requires_grad)
@@ -117,11 +131,16 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
 def _follow_recorded_choices(
     router: Any, experts: Any, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Send tokens to the experts that the compared model chose, if rounding explains the choice.
+    """Use the experts that the compared model has chosen for a token, if rounding explains them.
 
-    The weights of such a token are recomputed from the router's scores. If weights are shares,
-    their sum is kept. All other tokens keep the choice of `router`, so that their gradients differ.
-    Return None if no choices were recorded.
+    This is a forward pre-hook of the reference's experts. If the compared model has chosen other
+    experts for a token than `router`, and the logits are nearly equal (`NEAR`), the token is sent
+    to the experts of the compared model. The weights of these experts are recomputed from the
+    scores of `router`. If weights are normalized shares, their sum does not change. All other
+    tokens keep the choice of `router`. If the compared model has chosen wrong experts for them,
+    their gradients differ.
+
+    Return the new inputs, or None if no choices were recorded.
 
     inputs: hidden states [tokens, hidden], chosen experts and their weights [tokens, choices].
     """
@@ -132,11 +151,13 @@ def _follow_recorded_choices(
     logits = router.router_logits.float()
     least_logit = logits.gather(1, chosen).amin(1)
     is_near = least_logit - logits.gather(1, recorded).amin(1) <= NEAR * logits.std(1).mean()
-    # Logits do not explain the choice of a router that adds a bias to them or chooses among groups.
+    # Some routers add a bias to the logits or choose among groups. The logits then do not explain
+    # the choice of the router, and the choice of the compared model is accepted.
     is_near |= (least_logit < logits.topk(chosen.shape[1]).values[:, -1]).any()
     differs = (recorded.sort(1).values != chosen.sort(1).values).any(1)
     moved = (is_near & differs).nonzero()[:, 0]
-    # The weights of a token are its scores times a constant.
+    # The weights of a token are its scores times a constant. The scores are the softmax or the
+    # sigmoid of the logits, whichever fits the weights better.
     scores = min(
         (torch.softmax(logits, dim=-1), torch.sigmoid(logits)),
         key=lambda p: (weights / p.gather(1, chosen)).log().var(1, correction=0).sum().item(),
@@ -153,12 +174,16 @@ def _follow_recorded_choices(
 
 
 class Document(NamedTuple):
-    """A document of a microbatch. Only its tokens attend to each other."""
+    """A document of a microbatch. Tokens of a document attend only to tokens of this document."""
 
-    tokens: Tensor  # int64 [n]
-    labels: Tensor  # int64 [n], IGNORE for a token without a label
-    part: slice = slice(None)  # its place in the microbatch
-    # The experts of its tokens in the compared model, by layer, int64 [n, choices].
+    # int64 [n].
+    tokens: Tensor
+    # int64 [n], with IGNORE for a token without a label.
+    labels: Tensor
+    # The position of the document's tokens in the microbatch.
+    part: slice = slice(None)
+    # For each layer, the experts that the compared model has chosen for the tokens, int64
+    # [n, choices].
     choices: Sequence[Tensor] = ()
 
 
@@ -170,15 +195,22 @@ def reference_pass(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run forward and backward of each document separately.
 
-    Return the losses of all tokens with a label (nats, FP32), and the gradient of their sum by
-    parameter name. A loss is the cross-entropy, plus the penalty of `loss` with a weight of 1.0
-    (0.0 if the setting is 0.0), plus the router loss of the document's microbatch if the model's
-    configuration asks for it.
+    The loss of a token has up to three terms: the cross-entropy, the penalty of `loss` with a
+    weight of 1.0 if its weight in the settings is not 0.0, and the token's part of the router loss
+    of its microbatch if the model's configuration enables the router loss.
 
-    Gradients are summed in FP32 whatever the dtype of the parameters is. So the errors of a BF16
-    model come from single documents, not from a long sum.
+    The gradients of the documents are summed in FP32, even if the parameters are BF16. The errors
+    of a BF16 model therefore come from single documents, and not from this sum.
 
-    head_factor: factor of the LM head's input.
+    Args:
+        plain: Reference model.
+        microbatches: Documents of each microbatch.
+        loss: Settings of the loss.
+        head_factor: Factor by which the input of the LM head is multiplied.
+
+    Returns:
+        The losses of all tokens with a label (nats, FP32), and a dict that maps the name of each
+        parameter to the gradient of the sum of these losses.
     """
     parameters = {
         name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad
@@ -197,21 +229,26 @@ def reference_pass(
         if loss.penalty_weight:
             token_losses = token_losses + _penalty(logits, loss)
         if load is not None:
-            # Equations 4 to 6 of the Switch Transformer (arXiv:2101.03961): this document's part.
+            # The part of this document in equations 4 to 6 of the Switch Transformer
+            # (arXiv:2101.03961).
             p = torch.cat([layer[has_label].float().softmax(-1) for layer in output.router_logits])
             coefficient: Any = plain.router_aux_loss_coef
             token_losses = token_losses + coefficient * p.shape[1] * (p * load).sum() / len(p)
         token_losses.sum().backward()
         losses.append(token_losses.detach())
         for name, parameter in parameters.items():
-            if parameter.grad is not None:  # None for an expert that no token chose
+            if parameter.grad is not None:  # None for an expert that no token has chosen
                 gradients[name] += parameter.grad
             parameter.grad = None
     return torch.cat(losses), gradients
 
 
 def _penalty(logits: Tensor, loss: LossSettings) -> Tensor:
-    """Return the penalty of each token by its definition, not by the formula of its gradient."""
+    """Return the penalty of each token.
+
+    The penalty is computed by its definition, and autograd computes its gradient. Training uses a
+    formula for the gradient instead.
+    """
     log_p = torch.log_softmax(logits, dim=-1)
     if loss.penalty == "neg_entropy":
         return -(log_p.exp() * log_p).sum(dim=-1)
@@ -219,7 +256,10 @@ def _penalty(logits: Tensor, loss: LossSettings) -> Tensor:
 
 
 def _output_of(plain: PreTrainedModel, document: Document, head_factor: float = 1.0) -> Any:
-    """Return the model's output, with the logits [labels, vocabulary] of tokens with a label."""
+    """Return the model's output for one document.
+
+    The output's logits [labels, vocabulary] are those of the tokens with a label.
+    """
     for (_, experts), choices in zip(stacked_experts(plain), document.choices, strict=False):
         vars(experts)["recorded_choices"] = choices
     input_ids = document.tokens.to(plain.device)[None]
@@ -238,8 +278,9 @@ def _with_expert_load(
 ) -> Iterator[tuple[Document, Tensor | None]]:
     """Yield each document with the load of the experts in its microbatch, FP32 [experts].
 
-    The load is the number of tokens with a label that choose an expert, as a share of these tokens
-    and of the layers. It is None if the model's configuration asks for no router loss.
+    The load of an expert is the fraction of tokens with a label that have chosen the expert,
+    averaged over the layers. None is yielded instead of the load if the model's configuration does
+    not enable the router loss.
     """
     for documents in microbatches:
         load = None
@@ -260,5 +301,8 @@ def _with_expert_load(
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the tensor with the shards of all ranks."""
+    """Return the full tensor of a DTensor, and any other tensor unchanged.
+
+    Collective if `tensor` is a DTensor.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

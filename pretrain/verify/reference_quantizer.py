@@ -1,7 +1,8 @@
-"""Reference quantizers in NumPy, and the comparison of the formats' own quantizers with them.
+"""Reference quantizers in NumPy, and the comparison of the training's quantizers with them.
 
-The two share no code. Training computes codes from the bits of its operands. The references search
-a list of all values of a format. docs/verification.md says which faults the comparison finds.
+The quantizers of training and the reference quantizers share no code. Training computes codes from
+the bits of its operands. A reference quantizer searches for the nearest values in a list of all
+values of the format. docs/verification.md lists the faults that the comparison finds.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from pretrain.precision.settings import ActivePrecision
 
 Array = np.ndarray
 
-# All non-negative values of a format in order, FP64, by its name. The last FP8 bytes are NaN, and
-# infinity under E5M2.
+# Map the name of each format to its non-negative values in ascending order, FP64. The FP8 bytes
+# above these are left out, because they are NaN, or infinity in E5M2.
 CODES: dict[str, Array] = {
     "E4M3": torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy(),
     "E5M2": torch.arange(0x7C, dtype=torch.uint8).view(torch.float8_e5m2).double().numpy(),
     "E2M1": np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
 }
-NVFP4_MAXIMUM = 6.0 * 448.0  # the largest code times the largest block scale
-# The diagonal of the random Hadamard transform: Transformer Engine's signs.
+NVFP4_MAXIMUM = 6.0 * 448.0  # largest E2M1 value times largest E4M3 block scale
+# Diagonal of the sign matrix of the random Hadamard transform. The signs are Transformer Engine's.
 SIGNS = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])
-# The orthogonal matrix of the transform.
+# Orthogonal 16 x 16 matrix of the random Hadamard transform.
 HADAMARD = SIGNS[:, None] * functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4) / 4
-# Rows and columns of an operand that are compared, at most. Both are multiples of every block.
+# Largest number of rows and columns of an operand that are compared. Both are multiples of the
+# block sizes of all formats.
 ROWS = 128
 COLUMNS = 1024
-# Share of codes that may differ, because a GPU sums the Hadamard transform in another order.
+# Share of codes that may differ. Some codes differ because a GPU sums the Hadamard transform in
+# another order.
 FOREIGN = 2.0**-8
 
 
@@ -48,10 +51,11 @@ FOREIGN = 2.0**-8
 def watching_quantizers(
     context: PrecisionContext, active: ActivePrecision
 ) -> Iterator[list[Compared]]:
-    """Compare the codes of some operands of one microbatch with the reference's.
+    """Compare the codes of some operands with the codes of the reference quantizers.
 
-    One operand of each role and width is compared. The list is filled when the block ends, the
-    worst comparison first. Draws random numbers.
+    Inside the `with` block, the caller must compute one microbatch. One operand of each role and
+    width is compared, along both axes. Yield a list of comparisons. The list is filled when the
+    `with` block ends, and begins with the worst comparison. Draws random numbers.
     """
     operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
     before = {name: tensor.clone() for name, tensor in context.state().items()}
@@ -65,7 +69,7 @@ def watching_quantizers(
     with overridden(context, observers=[*context.observers, see_operand]):
         yield compared
     for (role, _), (name, operand) in operands.items():
-        # Only delayed scaling has a state.
+        # Only the context of delayed scaling has a state.
         scale = of_operand(before, name, role, "scale") if before else None
         for along in get_args(Along):
             share = foreign_codes(active, role, along, operand, scale)
@@ -76,12 +80,16 @@ def watching_quantizers(
 def foreign_codes(
     active: ActivePrecision, role: Role, along: Along, x: Tensor, scale: Tensor | None
 ) -> float:
-    """Return the share of values where the precision's quantizer and the reference differ.
+    """Return the share of values for which training's quantizer and the reference differ.
 
-    Return NaN if x is not finite. Both quantizers get the same random numbers.
+    Both quantizers use the same random numbers. Return NaN if a value of `x` is not finite.
 
-    x: operand [rows, features].
-    scale: of delayed scaling.
+    Args:
+        active: Precision whose quantizer is compared.
+        role: Role of the operand in the product.
+        along: Axis of the product's sum.
+        x: Operand [rows, features].
+        scale: Scale of delayed scaling, or None in other precisions.
     """
     precision = active.quantized_precision
     settings: OptionValues = active.settings
@@ -114,14 +122,19 @@ def quantize_dequantize(
     uniform: Tensor | None,
     transform: bool,
 ) -> Tensor:
-    """Return the values that the codes of `x` stand for, FP32 on the CPU.
+    """Quantize `x` with the reference quantizer, and return the dequantized values.
 
-    x: operand [rows, k] with the axis of the product's sum last. It holds whole blocks.
-    scaling: which values share a scale, and the kind of scale.
-    format_name: key of CODES.
-    scale: scale of delayed scaling, or None.
-    uniform: random numbers in [0, 1) of x's shape for stochastic rounding. None rounds to nearest.
-    transform: multiply each 16 values by the Hadamard matrix first.
+    The result is FP32 on the CPU, and has the shape of `x`.
+
+    Args:
+        x: Operand [rows, k]. The product sums along the last axis. The sizes must be multiples of
+            the block.
+        scaling: The kind of scale, and the block of values that share a scale.
+        format_name: Key of CODES.
+        scale: Scale of delayed scaling, or None in other precisions.
+        uniform: Random numbers in [0, 1) of the shape of `x`, for stochastic rounding. With None,
+            values are rounded to nearest.
+        transform: If True, each 16 values are multiplied by the Hadamard matrix first.
     """
     values = (_hadamard(x) if transform else x).float().cpu().numpy()
     codes = CODES[format_name]
@@ -131,21 +144,27 @@ def quantize_dequantize(
         tensor_decode = np.float32(amax / NVFP4_MAXIMUM)
         encode, decode = _block_scales_of_nvfp4(_block_amax(values, scaling), amax, codes[-1])
     elif scaling.kind == "power of two":
-        # The smallest power of two that brings a block's largest value within the format.
+        # The decoding scale is the smallest power of two for which the block's largest value
+        # divided by the scale does not exceed the format's maximum.
         fraction, exponent = np.frexp(_block_amax(values, scaling).astype(np.float64) / codes[-1])
         decode = np.ldexp(np.float32(1), np.clip(exponent - (fraction == 0.5), -127, 127))
         encode = _reciprocal(decode)
     else:
         encode = np.asarray(codes[-1] / amax if scale is None else scale, np.float32)
         decode = _reciprocal(encode)
-    with np.errstate(over="ignore"):  # in blocks whose scale is zero, which make every code zero
+    # Values in a block whose decoding scale is zero may overflow here. Decoding makes them zero.
+    with np.errstate(over="ignore"):
         scaled = values * encode
     rounded = _round(scaled, codes, uniform)
     return torch.from_numpy((rounded * decode).astype(np.float32) * tensor_decode)
 
 
 def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
-    """Round to `codes`: to nearest with ties to the even code, or stochastically by `uniform`."""
+    """Round the values in `scaled` to values in `codes`.
+
+    With `uniform`, values are rounded stochastically. Otherwise they are rounded to nearest, with
+    ties to the even code.
+    """
     magnitude = np.minimum(np.abs(scaled.astype(np.float64)), codes[-1])
     above = np.searchsorted(codes, magnitude)
     below = np.maximum(above - 1, 0)
@@ -158,7 +177,7 @@ def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
 
 
 def _block_amax(values: Array, scaling: Scaling) -> Array:
-    """Return for each value the largest magnitude of its block."""
+    """Return an array of the shape of `values` with the largest magnitude of each value's block."""
     size = scaling.block or values.shape[1]
     height = size if scaling.square else 1
     blocks = np.abs(values).reshape(len(values) // height, height, -1, size)
@@ -166,10 +185,15 @@ def _block_amax(values: Array, scaling: Scaling) -> Array:
 
 
 def _block_scales_of_nvfp4(block_amax: Array, amax: float, maximum: float) -> tuple[Array, Array]:
-    """Return the scales that encode and decode each value of a tensor with this `amax`.
+    """Return the encoding scale and the decoding scale of each value in NVFP4.
 
-    The decoding ones are E4M3 values. The order of operations is that of Transformer Engine's
-    NVFP4QuantizerRef: formulas that are equal in algebra pick other codes.
+    The decoding scales are E4M3 values. The order of operations is that of Transformer Engine's
+    NVFP4QuantizerRef. Another order would give other codes, because the rounding differs.
+
+    Args:
+        block_amax: Largest magnitude of each value's block.
+        amax: Largest magnitude of the tensor.
+        maximum: Largest value of E2M1.
     """
     tensor_encode = np.float32(NVFP4_MAXIMUM / amax)
     exact_scale = block_amax * (tensor_encode * np.float32(1 / maximum))
@@ -178,15 +202,15 @@ def _block_scales_of_nvfp4(block_amax: Array, amax: float, maximum: float) -> tu
 
 
 def _reciprocal(scale: Array | np.floating) -> Array:
-    """Return 1 / scale rounded to FP32, and FP32's largest number for a scale of zero."""
+    """Return 1 / scale rounded to FP32. Return FP32's largest number for a scale of zero."""
     largest = np.float64(np.finfo(np.float32).max)
     return (1 / np.maximum(scale, 1 / largest)).astype(np.float32)
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Multiply each 16 values of a row by the orthogonal matrix.
+    """Multiply each block of 16 values of a row by the orthogonal matrix HADAMARD.
 
-    Products are summed in FP32 and rounded to the dtype of x.
+    Products are summed in FP32, and the sums are rounded to the dtype of `x`.
     """
     blocks = x.float().cpu().unflatten(1, (-1, 16))
     return (blocks @ torch.from_numpy(HADAMARD).float()).flatten(1).to(x.dtype)

@@ -39,13 +39,13 @@ SETTINGS = {
     "precision=delayed": "`precision: delayed`",
     "precision=fp32 weights=bf16": "`weights: bf16`",
     "precision=bf16 fp8_config.margin=2": "`precision: bf16`",
-    "precision=[{until: 0.5, use: bf16}]": "`precision`: a schedule has two phases or more",
+    "precision=[{until: 0.5, use: bf16}]": "`precision`: a schedule needs two phases or more",
     "precision=[{until: 0.8, use: nvfp5}, {use: bf16}]": "`precision.0.use`",
     "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": (
-        "every phase but the last needs an `until`"
+        "every phase except the last needs `until`"
     ),
     "precision=[{until: 0.5, use: bf16, forward: bf16}, {use: nvfp4}]": (
-        "`precision.0`: `forward: bf16` needs a precision"
+        "`precision.0`: `forward: bf16` needs a quantized precision"
     ),
     "fp8_config.recipe=mxfp8": "`fp8_config.recipe`",
     "precision=block fp8_config.backend=emulation": "`data.length: 32`",
@@ -86,7 +86,7 @@ SETTINGS = {
     "model.config={model_type: t5, vocab_size: 61}": "t5 is no causal language model",
     "model.config.num_hidden_layers=0": "`num_hidden_layers: 0`",
     "model.source=/no/such/model": "/no/such/model",
-    "model.source=./nowhere": "'./nowhere' is no model's folder",
+    "model.source=./nowhere": "'./nowhere' is neither the folder of a model",
     "model.source=tests": "`model.source`: tests: has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
     "model.from_scratch=true": "`source`",

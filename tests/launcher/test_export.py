@@ -123,7 +123,7 @@ def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
     file.write_text(json.dumps(config | foreign))
     status, output = command(capsys, "sample", tmp_path / "out", "w1")
     assert status == 2
-    assert f"{tmp_path / 'out'} brings code of its own" in output
+    assert f"{tmp_path / 'out'} requires Python code" in output
 
 
 def test_an_export_that_fails_leaves_no_files(

@@ -54,7 +54,7 @@ def test_phases_resume_at_and_across_a_switch_bit_for_bit(
     assert reverse.audit()["phases"] == {"1": "delayed_bf16_forward", "4": "delayed"}, (
         "both phases share one history, whichever comes first"
     )
-    assert reverse.output.count("it is emulated") == 1
+    assert reverse.output.count("so the precision is emulated") == 1
 
 
 def test_accept_changes_allows_another_precision_and_other_weights(

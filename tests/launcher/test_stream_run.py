@@ -179,16 +179,24 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
 ) -> None:
     recipe = elsewhere(recipe, tmp_path) | {"checkpoint": {"every": 16}}
     prepare(DataSettings(**recipe["data"]), progress=False)
-    run_dir = tmp_path / "run"
-    # Names of the parts on the disk before the rollback.
-    parts: list[set[str]] = []
+    packs = tmp_path / "packs"
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    is_poisoned = False
 
     def poison(loss: torch.Tensor) -> torch.Tensor:
-        steps = steps_logged(run_dir) if (run_dir / "metrics.jsonl").exists() else 0
-        if steps == 30 and not parts:
-            parts.append({path.name for path in part_folders(tmp_path / "packs")})
-            return loss * math.inf
-        return loss
+        """Return an infinite loss once, in step 31, when the part of step 16 is deleted."""
+        nonlocal is_poisoned
+        if is_poisoned or not metrics.exists() or steps_logged(metrics.parent) != 30:
+            return loss
+        records = map(json.loads, metrics.read_text().splitlines())
+        part_of_checkpoint = [record["part"] for record in records if "part" in record][15]
+        assert part_of_checkpoint > 0  # The first part is never deleted.
+        end = time.monotonic() + 60
+        while f"part-{part_of_checkpoint:08d}" in {path.name for path in part_folders(packs)}:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        is_poisoned = True
+        return loss * math.inf
 
     with losses_changed(poison):
         finished = start_here(recipe, tmp_path, "health.on_nan=rollback")
@@ -197,9 +205,6 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
     [event] = [record for record in finished.records() if record.get("event") == "rollback"]
     assert event["resumed_from"] == 16
     assert event["left_out"] == 31 - 16
-    part_of_checkpoint = finished.steps()[15]["part"]
-    assert part_of_checkpoint > 0
-    assert f"part-{part_of_checkpoint:08d}" not in parts[0]
 
 
 @pytest.mark.multi

@@ -1,4 +1,4 @@
-// Keep the reader's choices (sorting, zoom, hidden runs) while the page is open, because a page of running runs reloads itself.
+// Store the reader's choices (sorting, zoom, hidden runs) in the browser's session, because a page about running runs reloads itself.
 const place = "report:" + location.pathname;
 const choices = JSON.parse(sessionStorage.getItem(place) || "{}");
 function keep(key, value) {
@@ -11,7 +11,7 @@ document.querySelectorAll("table.sortable").forEach((table, number) => {
   function sort(column, down) {
     const rows = [...table.tBodies[0].rows].sort((a, b) => {
       const [x, y] = [a, b].map((row) => row.cells[column].dataset.value);
-      if (x === "" || y === "") return (x === "") - (y === "");  // unknown values are last in both directions
+      if (x === "" || y === "") return (x === "") - (y === "");  // Rows without a value are last in both directions.
       const order = isNaN(x) || isNaN(y) ? x.localeCompare(y, "en", { numeric: true }) : x - y;
       return down ? -order : order;
     });

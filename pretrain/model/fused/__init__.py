@@ -1,1 +1,1 @@
-"""Fused decoder layers in a few kernels, compared with the unfused model and with plain torch."""
+"""Decoder layers that are computed by a few fused kernels. Tests compare them with plain torch."""

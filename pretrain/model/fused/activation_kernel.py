@@ -1,15 +1,16 @@
-"""Triton kernels for SwiGLU and its gradient, written in the formats of the products that follow.
+"""Triton kernels for SwiGLU and its gradient. They write the formats that the next products read.
 
-`hidden` [T, 2 F] holds the gate in its first half and up in its second half. The activated values
-are silu(gate) * up, computed in FP32 from BF16. Each value is read once.
+Each row of `hidden` [T, 2 F] has the gate in its first half and up in its second half. The
+activated values [T, F] are silu(gate) * up, computed in FP32 from BF16. Each value is read once.
 
-Backward reads `hidden` anyway and recomputes the activated values. Their transpose, which only the
-weight gradient needs, therefore takes no memory between forward and backward. Multiplications and
-additions are not fused, so both computations give the same bits.
+Backward must read `hidden`, so it can also recompute the activated values. Only the weight gradient
+of the next product reads their transpose. Because backward writes this transpose, it takes no
+memory between forward and backward. The compiler may not fuse multiplications with additions, so
+that forward and backward compute the same bits.
 
-Codes are FP8 tensors of Transformer Engine with one scale. Values are rounded to BF16 before they
-are quantized, as in the unfused model and in the emulation. The amax of current scaling is taken
-before that rounding, in all three.
+The kernels write FP8 codes of Transformer Engine's tensors with one scale. Values are rounded to
+BF16 before they are quantized, as in the unfused model and in the emulation. In all three, the amax
+of current scaling is computed before values are rounded to BF16.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from pretrain.precision.transformer_engine import library
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the activated values that one program computes, and its warps."""
+    """Rows and columns of the activated values that one Triton program computes, and its warps."""
 
     rows: int
     columns: int
     warps: int
 
 
-# Tiles of kernels that write codes. 32 rows fill a memory sector of 32 bytes in the transpose.
-# Larger tiles leave fewer programs running at once.
+# Tiles of the kernels that write FP8 codes. 32 rows of a tile fill a memory sector of 32 bytes in
+# the transpose. With larger tiles, fewer programs would run at the same time.
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
 
 
 @triton.jit
 def _sigmoid(x):
-    """Return the sigmoid of x by the GPU's approximate exponential and reciprocal.
+    """Return the sigmoid of x, computed with the GPU's approximate exponential and reciprocal.
 
-    For ordinary x the error is a few units in the last place of FP32, which changes about one FP8
-    rounding in 100,000. Below x = -87 the result is zero.
+    If x is below -87, the result is zero. Otherwise the error is a few units in the last place of
+    FP32, which changes about one FP8 rounding in 100,000.
     """
     if INTERPRETED:
         return 1 / (1 + tl.exp(-x))
@@ -72,9 +73,10 @@ def _sigmoid(x):
 
 @triton.jit
 def _through_bf16_by_twos(values):
-    """Round FP32 values to BF16 and return them as FP32, two values per instruction.
+    """Round FP32 values to BF16, two values per instruction, and return them as FP32.
 
-    The compiler would round one at a time, which makes the backward kernel 1.5 times slower.
+    The compiler would round one value per instruction, which makes the backward kernel 1.5 times
+    slower.
     """
     if INTERPRETED:
         return values.to(tl.bfloat16).to(tl.float32)
@@ -97,9 +99,9 @@ def _activate(gate, up):
 
 @triton.jit
 def _differentiate(d_activated, gate, up):
-    """Return the gradients of gate and up.
+    """Return the gradients of gate and up from the gradient of silu(gate) * up.
 
-    With s the sigmoid of x, the derivative of silu(x) is s + x s (1 - s).
+    The derivative of silu(x) is s + x s (1 - s), where s is the sigmoid of x.
     """
     sigmoid = _sigmoid(gate)
     d_gate = tl.fma(gate, sigmoid * (1 - sigmoid), sigmoid) * d_activated * up
@@ -109,15 +111,16 @@ def _differentiate(d_activated, gate, up):
 
 # ── Kernels ──
 #
-# A program computes one tile. Programs of the same column of tiles are consecutive, so that
+# Each program computes one tile. Consecutive programs compute tiles below each other, so that
 # together they fill complete cache lines of the transposes.
 
 
 @triton.jit
 def _swiglu_amax(d_activated, hidden, amax, F, height: tl.constexpr, width: tl.constexpr):
-    """Record the amax of one tile, the first pass of current scaling.
+    """Raise the value at `amax` to the amax of one tile. This is the first pass of current scaling.
 
-    It is the amax of the gradient of `hidden`, or of the activated values if `d_activated` is None.
+    The tile is from the gradient of `hidden`, or from the activated values if `d_activated` is
+    None.
     """
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
@@ -134,7 +137,8 @@ def _swiglu_amax(d_activated, hidden, amax, F, height: tl.constexpr, width: tl.c
 def _swiglu_forward(
     hidden,  # BF16 [T, 2 F]
     rows,  # [T, F], written: uint8 codes, or BF16 if `fp8` is None
-    scale,  # this one and the next three: fields of TensorScaled, or None
+    # The next four are fields of TensorScaled, or None.
+    scale,
     amax,
     used,
     scale_inv,
@@ -143,7 +147,7 @@ def _swiglu_forward(
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Write the activated values of one tile, in FP8 or, if `fp8` is None, in BF16."""
+    """Write the activated values of one tile in the FP8 format `fp8`, or in BF16 if it is None."""
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
     activated = _activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F))
@@ -161,13 +165,15 @@ def _swiglu_forward(
 def _swiglu_backward(
     d_activated,  # BF16 [T, F]
     hidden,  # BF16 [T, 2 F]
-    rows,  # [T, 2 F], written: gradient of `hidden`, uint8 codes, or BF16 if `fp8` is None
-    columns,  # uint8 [2 F, T], written: transpose of the codes, or None
-    scale,  # this one and the next two: fields of TensorScaled for the gradient, or None
+    rows,  # [T, 2 F], written: gradient of `hidden`, as uint8 codes, or as BF16 if `fp8` is None
+    columns,  # uint8 [2 F, T], written: transpose of the codes in `rows`, or None
+    # The next three are fields of TensorScaled for the gradient, or None.
+    scale,
     amax,
     scale_inv,
     activated_rows,  # [T, F], written: activated values, or None
-    activated_columns,  # uint8 [F, T], written: transpose of their codes, or None
+    activated_columns,  # uint8 [F, T], written: transposed codes of the activated values, or None
+    # The next two are fields of TensorScaled for the activated values, or None.
     activated_scale,
     activated_scale_inv,
     T,
@@ -179,7 +185,8 @@ def _swiglu_backward(
 ):
     """Write the gradient of `hidden` and the activated values for one tile.
 
-    Both are FP8 with formats `fp8` and `activated_fp8`, or BF16 if `fp8` is None.
+    The gradient is FP8 in the format `fp8`, and the activated values are FP8 in the format
+    `activated_fp8`. If `fp8` is None, both are BF16.
     """
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
@@ -216,12 +223,14 @@ def _launch(kernel: Any, tile: Tile, hidden: Tensor, *arguments: Any) -> None:
 
 
 def swiglu(hidden: Tensor) -> Tensor:
-    """Return the activated values [T, F] of `hidden` [T, 2 F], BF16 and contiguous.
+    """Return the activated values [T, F] of `hidden` [T, 2 F].
 
-    Any size is allowed.
+    Both tensors are BF16 and contiguous. T and F may have any size.
     """
     F = hidden.shape[1] // 2
     activated = hidden.new_empty(len(hidden), F)
+    # BF16 has no scale: the kernel's `scale`, `amax`, `used` and `scale_inv` are None, and so is
+    # the last argument, `fp8`.
     unscaled = (None, None, None, None)
     arguments = (hidden, activated, *unscaled, F, None)
     _launch(_swiglu_forward, _along_rows(hidden), hidden, *arguments)
@@ -231,11 +240,13 @@ def swiglu(hidden: Tensor) -> Tensor:
 def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of `hidden` [T, 2 F] and the activated values [T, F].
 
-    All tensors are BF16 and contiguous, of any size. The activated values have the bits of
-    `swiglu`.
+    All tensors are BF16 and contiguous. T and F may have any size. The activated values equal the
+    result of `swiglu` bit for bit.
     """
     d_hidden = torch.empty_like(hidden)
     activated = torch.empty_like(d_activated)
+    # BF16 has no scale: the kernel's `scale`, `amax` and `scale_inv` are None, and so are both
+    # `columns`, both fields of the activated values' scale, `fp8` and `activated_fp8`.
     unscaled = (None, None, None)
     gradient = (d_hidden, None, *unscaled)
     recomputed = (activated, *unscaled)
@@ -245,9 +256,10 @@ def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor
 
 
 def _along_rows(hidden: Tensor) -> Tile:
-    """Return a tile for kernels that write no transpose.
+    """Return the tile for kernels that write no transpose.
 
-    It divides `hidden` and has 2,048 values if possible, most of them in one row.
+    The size of the tile divides the size of the activated values. The tile has 2,048 values if
+    possible, in as few rows as possible.
     """
     columns = math.gcd(hidden.shape[1] // 2, 2048)
     return Tile(math.gcd(hidden.shape[0], 2048 // columns), columns, 4)
@@ -257,10 +269,10 @@ def _along_rows(hidden: Tensor) -> Tile:
 
 
 def takes(hidden: Tensor, quantizer: Any) -> bool:
-    """Return whether the kernels can quantize as `quantizer` of Transformer Engine does.
+    """Return True if the kernels can quantize in place of `quantizer` of Transformer Engine.
 
-    They support FP8 with one scale for a tensor. `hidden` [T, 2 F], BF16 and contiguous, must
-    consist of complete tiles.
+    The kernels support FP8 with one scale for a tensor. `hidden` [T, 2 F] is BF16 and contiguous.
+    It must consist of complete tiles.
     """
     te = library()
     rows, columns = hidden.shape
@@ -270,9 +282,10 @@ def takes(hidden: Tensor, quantizer: Any) -> bool:
 
 
 def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor | None]:
-    """Return the activated values [T, F] of `hidden` [T, 2 F] in FP8 by rows, and their scale.
+    """Return the activated values [T, F] of `hidden` [T, 2 F] in FP8, and their scale.
 
-    The scale is FP32 [1]. Backward uses it to recompute the activated values.
+    The FP8 tensor has codes by rows only. The scale is FP32 [1]. Backward needs it to recompute the
+    same codes.
     """
     shape = len(hidden), hidden.shape[1] // 2
     activated, buffers = allocate(quantizer, shape, hidden.device, rows=True, columns=False)
@@ -292,9 +305,9 @@ def quantized_swiglu_backward(
     Args:
         d_activated: Gradient of the activated values, BF16 [T, F].
         hidden: BF16 [T, 2 F].
-        gradient_quantizer: Quantizer of the gradient. Its usages decide whether the result has
-            codes by rows, by columns or both.
-        activated_quantizer: Quantizer of the activated values. The result has codes by columns,
+        gradient_quantizer: Quantizer of the gradient. Its attributes `rowwise_usage` and
+            `columnwise_usage` determine whether the gradient has codes by rows, by columns or both.
+        activated_quantizer: Quantizer of the activated values. They get codes by columns only,
             which the weight gradient of the next product reads.
         scale: Scale of the activated values from `quantized_swiglu`.
     """
@@ -313,7 +326,10 @@ def quantized_swiglu_backward(
 
 
 def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:
-    """Write the activated values of `hidden` [T, 2 F] BF16 to the rows of `activated`."""
+    """Write the FP8 codes of the activated values to `activated.rows`.
+
+    `hidden` is BF16 [T, 2 F]. If `activated` has no scale, the scale is computed first.
+    """
     if activated.scale is None:
         _find_amax(None, hidden, activated.amax)
     arguments = (
@@ -332,9 +348,11 @@ def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:
 def write_swiglu_backward(
     d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled
 ) -> None:
-    """Write the gradient of `hidden` to `d_hidden`, and the activated values to `activated`.
+    """Write the FP8 codes of the gradient of `hidden`, and those of the activated values.
 
-    `d_activated` [T, F] and `hidden` [T, 2 F] are BF16. `activated` must have a scale.
+    The codes are written to the buffers of `d_hidden` and of `activated`. `d_activated` [T, F] and
+    `hidden` [T, 2 F] are BF16. If `d_hidden` has no scale, the scale is computed first. `activated`
+    must have a scale.
     """
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, d_hidden.amax)
@@ -346,5 +364,8 @@ def write_swiglu_backward(
 
 
 def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor | None) -> None:
-    """Record the amax of the gradient of `hidden`, or without one of the activated values."""
+    """Record the amax of the gradient of `hidden` in `amax`.
+
+    If `d_activated` is None, record the amax of the activated values instead.
+    """
     _launch(_swiglu_amax, FORWARD, hidden, d_activated, hidden, amax, hidden.shape[1] // 2)

@@ -1,14 +1,16 @@
-"""The computations of a fused layer: products, and norms, activations and rotations in between.
+"""The computations of a fused layer: matrix products, and the operations between them.
 
-Queries, keys and values are one product, and so are gate and up: one large product is faster than
-three. Their parameters lie in one storage, one after the other. So the stacked matrix is a view,
-and optimizer, checkpoints and export do not notice. Where the parameters lie apart, as FSDP2
-gathers them, the matrix is copied together at each use. That is correct, and slower.
+One product computes queries, keys and values, and one product computes gate and up, because one
+large product is faster than several small ones. The parameters of such a product lie in one
+storage, one after the other, so the stacked matrix is a view of this storage. The optimizer,
+checkpoints and exports still use the separate parameters. FSDP2 gathers parameters into separate
+storages. The stacked matrix is then copied together at each use, which is correct but slower.
 
-Between the products compute torch's operations (`pretrain.model.fused.formulas`), Triton kernels
-for BF16 on a GPU, or Transformer Engine. Transformer Engine's norms add the residual's gradient in
-backward. In low precision its norms and its SwiGLU write quantized operands. Under delayed scaling
-the backward of the rotation writes them too.
+The operations between the products are norms, activations and rotations. They are computed by torch
+(`pretrain.model.fused.formulas`), by Triton kernels for BF16 on a GPU, or by Transformer Engine.
+The norms of Transformer Engine add the residual's gradient in backward. In low precision, its norms
+and its SwiGLU write quantized operands. Under delayed scaling, the backward of the rotation writes
+quantized operands too.
 """
 
 from __future__ import annotations
@@ -30,20 +32,24 @@ from pretrain.precision.gemm import Gemm, GemmEngine, Operand, TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 
-# Sizes of heads that the rotation's kernel takes. Others, such as 80, would leave lanes idle.
+# Head sizes that the Triton kernel of the rotation supports. With other sizes, such as 80, some
+# lanes of the GPU would be idle.
 ROTARY_KERNEL_DIMS = (32, 64, 128)
 
 
 class Implementation(IntEnum):
-    """The implementation of norms and activations. Each one includes those before it."""
+    """Implementations of norms, activations and rotations.
+
+    An implementation uses the ones before it for computations that it does not support.
+    """
 
     FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
 
 
 class StackedLinear(LinearState):
-    """Linear layers that read the same input, as one product with the stacked weight [out, in].
+    """Linear layers with the same input, computed as one product with the stacked weight [out, in].
 
-    Parameters are looked up at each use, because FSDP2 exchanges them.
+    The parameters are read from the layers at each use, because FSDP2 replaces them.
     """
 
     def __init__(
@@ -53,9 +59,13 @@ class StackedLinear(LinearState):
         arithmetic: Arithmetic,
         engines: Sequence[GemmEngine] = (),
     ) -> None:
-        """`name`: of the histories and scales in a checkpoint. `linears`: by their names.
+        """Create the stacked linear without moving any parameter.
 
-        `engines`: the engines that quantize this product.
+        Args:
+            name: Name of the product's histories and scales in a checkpoint.
+            linears: Map the name of each linear layer in the model to the layer.
+            arithmetic: The arithmetic of the model's fused layers.
+            engines: The engines that quantize this product.
         """
         super().__init__(name, arithmetic.context, tuple(linears))
         self.linears = tuple(linears.values())
@@ -63,22 +73,29 @@ class StackedLinear(LinearState):
         out_features = sum(linear.out_features for linear in self.linears)
         for engine in engines:
             self.add(engine, self.linears[0].in_features, out_features)
-        # The Gemm without quantization. It caches the cast of a weight for a step's microbatches.
+        # The Gemm without quantization. It casts the weight once a step and caches the result for
+        # the other microbatches of the step.
         self.plain = TorchGemm(name, self.members)
 
     @property
     def weights(self) -> list[Tensor]:
-        """The weights of all layers."""
+        """List of the weights of all layers."""
         return [linear.weight for linear in self.linears]
 
     @property
     def biases(self) -> list[Tensor]:
-        """The biases of all layers, or none. No architecture has a bias in some of them only."""
+        """List of the biases of all layers. Empty if the layers have no biases.
+
+        In every architecture that is supported, either all layers have a bias or none has.
+        """
         return [linear.bias for linear in self.linears if linear.bias is not None]
 
     @torch.no_grad()
     def lay_together(self) -> None:
-        """Move the parameters into one storage, in order. Identity, shape and values stay."""
+        """Move the weights into one storage, one after the other, and the biases into another.
+
+        The Parameter objects, their shapes and their values stay the same.
+        """
         for parameters in (self.weights, self.biases):
             if len(parameters) > 1:
                 storage = torch.cat([parameter.data for parameter in parameters])
@@ -87,20 +104,24 @@ class StackedLinear(LinearState):
                     parameter.data = part
 
     def matrix(self) -> Tensor:
-        """Return the weights [out, in] in the compute dtype, detached, as a view if possible."""
+        """Return the stacked weight [out, in] in the compute dtype, detached.
+
+        The result is a view of the weights if possible, and a copy otherwise.
+        """
         return _stacked(self.weights).to(self.context.compute_dtype)
 
     @property
     def main_gradient(self) -> Tensor | None:
-        """The buffer [out, in] where the weights' gradients add up.
+        """The main gradient [out, in] of the stacked weight.
 
-        None if there is none, or if the parts of the weights do not lie together.
+        None if a weight has no main gradient, or if the main gradients of the weights are not the
+        rows of one matrix in memory.
         """
         gradients = [weight.main_grad for weight in self.weights if hasattr(weight, "main_grad")]
         return _rows_of_one(gradients) if len(gradients) == len(self.linears) else None
 
     def bias_gradients(self, dy: Tensor) -> list[Tensor]:
-        """Return the gradient of each bias from dy [tokens, out], summed in FP32."""
+        """Return the gradient of each bias: the sum of dy [tokens, out] over tokens, in FP32."""
         if not self.biases:
             return []
         return list(dy.sum(dim=0, dtype=torch.float32).split([len(bias) for bias in self.biases]))
@@ -111,9 +132,10 @@ class StackedLinear(LinearState):
 
 
 class StackedPass(LinearPass):
-    """One forward of a `StackedLinear` and its backward, each product a call of its own.
+    """One forward of a `StackedLinear` and its backward.
 
-    A norm or an activation may have written the operands.
+    Each of the three products has a method. The arguments of these methods may be operands that a
+    norm or an activation has already quantized.
     """
 
     def __init__(self, stack: StackedLinear, x: Tensor) -> None:
@@ -127,33 +149,40 @@ class StackedPass(LinearPass):
         self.gemm.begin(x)
 
     def quantizer(self, role: Role) -> Any | None:
-        """Return the quantizer for a kernel that writes this operand, see `Gemm.quantizer`."""
+        """Return the quantizer with which a kernel can write the operand of `role` itself.
+
+        Return None if only `quantize` can make the operand; see `Gemm.quantizer`.
+        """
         if self.forward_in_bf16 and role == "input":
             return None
         return self.gemm.quantizer(role, both=self.differentiable)
 
     def project(self, x: Operand, residual: Tensor | None = None) -> Tensor:
-        """Return x w^T + bias + residual [tokens, out]. Called once."""
+        """Return x w^T + bias + residual [tokens, out]. Call it once for each pass."""
         biases = self.stack.biases
         bias = _stacked(biases).to(self.context.compute_dtype) if biases else None
         weight = self._stacked_weight(refresh=self.refresh)
         return self.forward_product(x, weight, self.stack.matrix, bias, residual)
 
     def input_gradient(self, dy: Operand) -> Tensor:
-        """Return the gradient of the input [tokens, in]."""
+        """Return the gradient of the input [tokens, in] for the output gradient `dy`."""
         return self.gradient_product("dgrad", dy, self._stacked_weight(refresh=False))
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
-        """Return the gradient of each weight, None if added to the main gradient."""
+        """Return one gradient for each weight. All are None if the main gradient has been updated.
+
+        `dy` is the output gradient and `x` the input.
+        """
         gradient = self.weight_gradient(dy, x, self.stack.main_gradient)
         if gradient is None:
             return [None] * len(self.stack.linears)
         return list(gradient.split([len(weight) for weight in self.stack.weights]))
 
     def _stacked_weight(self, *, refresh: bool) -> Operand:
-        """Return the weight as an operand, in forward and again in backward.
+        """Return the stacked weight as an operand, from the cache unless `refresh` is set.
 
-        The pass keeps no unquantized weight in between, because FSDP2 frees its memory.
+        Forward and backward both call this method. The pass stores no unquantized weight between
+        them, because FSDP2 frees the memory of the gathered weight.
         """
         stack = self.stack
         if not self.gemm.quantizes and stack.weights[0].dtype == self.context.compute_dtype:
@@ -170,9 +199,9 @@ def _stacked(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return a view of all parts, stacked along their first dimension.
+    """Return a view of all `parts`, stacked along their first dimension.
 
-    Return None unless they lie one after the other in one storage.
+    Return None if the parts do not lie one after the other in one storage.
     """
     first = parts[0]
     for part, next_part in pairwise(parts):
@@ -187,24 +216,24 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 @dataclass(eq=False)
 class Arithmetic:
-    """The computations that the fused layers of one model share.
+    """Norms, rotations and activations of the fused layers of one model.
 
-    They run in FP32 and round to the compute dtype of `context`. A `norm` is a module of
-    transformers, whose weight is looked up at each use.
+    They are computed in FP32 and rounded to the compute dtype of `context`. Arguments called `norm`
+    are modules of transformers. Their weights are read at each use.
     """
 
     context: PrecisionContext
     implementation: Implementation = Implementation.FORMULAS
-    # A backward may follow the forward under way.
+    # True if a backward may follow the current forward.
     differentiable: bool = True
-    # Keep queries, keys and values for backward where heads are normed. Else backward makes them
-    # again from the output of the product.
+    # In layers with head norms: keep queries, keys and values for backward. If False, backward
+    # recomputes them from the output of the query-key-value product.
     keeps_rotated: bool = False
 
     def norm(self, x: Tensor, norm: Any, product: StackedPass) -> tuple[Operand, Tensor]:
-        """Normalise x [tokens, hidden] as the input of `product`.
+        """Return the RMSNorm of x [tokens, hidden] as the input operand of `product`, and 1 / RMS.
 
-        Return the operand, and 1 / root mean square in FP32 for backward.
+        1 / RMS is FP32 and is an argument of `norm_backward`.
         """
         weight = self._weight_of(norm)
         eps = norm.variance_epsilon
@@ -222,7 +251,10 @@ class Arithmetic:
     def norm_backward(
         self, dy: Tensor, x: Tensor, rstd: Tensor, norm: Any, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of x plus `residual` [tokens, hidden], and that of the weight."""
+        """Return the gradient of x plus `residual` [tokens, hidden], and that of the norm's weight.
+
+        `dy` is the gradient of the norm's output, and `rstd` is 1 / RMS from `norm`.
+        """
         weight = self._weight_of(norm)
         if self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
@@ -231,12 +263,15 @@ class Arithmetic:
         return self.kernels.norm.rms_norm_backward(dy, x, rstd, weight, residual)
 
     def _weight_of(self, norm: Any) -> Tensor:
-        """Return the weight of a norm in the dtype of activations, as working copies are."""
+        """Return the weight of a norm, cast to the compute dtype as in unfused layers."""
         return norm.weight.detach().to(self.context.compute_dtype)
 
     @cached_property
     def kernels(self) -> SimpleNamespace:
-        """Modules with norms, rotations and activations: formulas, or kernels for BF16 on a GPU."""
+        """The modules that compute norms (`norm`), rotations (`rotary`) and activations.
+
+        They are `formulas`, or the modules with Triton kernels for BF16 on a GPU.
+        """
         if self.implementation == Implementation.FORMULAS:
             return SimpleNamespace(norm=formulas, rotary=formulas, activation=formulas)
         from pretrain.model.fused import activation_kernel, norm_kernel, rotary_kernel
@@ -244,7 +279,7 @@ class Arithmetic:
         return SimpleNamespace(norm=norm_kernel, rotary=rotary_kernel, activation=activation_kernel)
 
     def rotation(self, heads: formulas.Heads) -> ModuleType:
-        """Return the module with `rotate` and `rotate_backward` for such heads."""
+        """Return the module whose `rotate` and `rotate_backward` support the size of `heads`."""
         return self.kernels.rotary if heads.dim in ROTARY_KERNEL_DIMS else formulas
 
     def rotate_backward(
@@ -259,8 +294,9 @@ class Arithmetic:
     ) -> tuple[Operand, Sequence[Tensor | None], list[Tensor]]:
         """Return the gradient of `qkv` as an operand of `product`, and gradients of parameters.
 
-        The parameters are the head norms' weights and the biases. The list `gradients`, of queries,
-        keys and values, is emptied to free memory for the results.
+        The second result has the gradients of the query and key norms' weights, which are None
+        without norms. The third result has the gradients of the biases. `gradients` has the
+        gradients of queries, keys and values. This list is emptied to free memory early.
         """
         rotation = self.rotation(heads)
         quantizer = product.quantizer("grad_output")
@@ -273,21 +309,24 @@ class Arithmetic:
             and rotation.writes(quantizer, gradients[0])
         )
         if not writes_codes:
-            dqkv, *of_norms = rotation.rotate_backward(*gradients, *inputs)
+            dqkv, *d_norms = rotation.rotate_backward(*gradients, *inputs)
             gradients.clear()
-            return product.quantize("grad_output", dqkv), of_norms, stack.bias_gradients(dqkv)
-        if product.observed.observers:  # they see the gradient before it is quantized
+            return product.quantize("grad_output", dqkv), d_norms, stack.bias_gradients(dqkv)
+        # Observers get the gradient before it is quantized.
+        if product.observed.observers:
             product.show("grad_output", rotation.rotate_backward(*gradients, *inputs)[0])
-        codes, of_norms = rotation.quantized_rotate_backward(quantizer, gradients, *inputs)
+        codes, d_norms = rotation.quantized_rotate_backward(quantizer, gradients, *inputs)
         gradients.clear()
-        return codes, of_norms, []
+        return codes, d_norms, []
 
     def activate(
         self, hidden: Tensor, gate_up: StackedPass, down: StackedPass
     ) -> tuple[Operand, Operand | None]:
-        """Return silu(gate) * up as the input of `down`, and the operand to keep for backward.
+        """Return silu(gate) * up as the input operand of `down`, and a value to keep for backward.
 
-        `hidden` [tokens, 2 x width], gate and then up, is the output of `gate_up`.
+        `hidden` [tokens, 2 width] is the output of `gate_up`: gate in the first half of each row,
+        and up in the second half. The value to keep is the operand, the scale with which backward
+        quantizes the recomputed operand, or None if backward recomputes it without a scale.
         """
         if (quantizer := down.quantizer("input")) is None:
             operand = down.quantize("input", self.kernels.activation.swiglu(hidden))
@@ -309,43 +348,45 @@ class Arithmetic:
         gate_up: StackedPass,
         down: StackedPass,
     ) -> tuple[Operand, Operand]:
-        """Return the gradient of `hidden` and the input of `down` as operands of gradients.
+        """Return the gradient of `hidden` and the input of `down`, as operands of products.
 
-        The first is the output gradient of `gate_up`, the second serves the weight's gradient of
-        `down`. `kept` is what `activate` returned to keep.
+        The gradient of `hidden` is the output gradient of `gate_up`. The input of `down` is needed
+        for the weight gradient of `down`. `d_activated` is the gradient of this input, and `kept`
+        is the second result of `activate`.
         """
-        if (of_down := down.quantizer("input")) is None:
+        if (down_quantizer := down.quantizer("input")) is None:
             d_hidden, activated = self.kernels.activation.swiglu_backward(d_activated, hidden)
             operand = down.gemm.quantize("input", activated) if kept is None else kept
             return gate_up.quantize("grad_output", d_hidden), operand
         import transformer_engine_torch as tex
 
-        of_gate_up = gate_up.quantizer("grad_output")
-        if gate_up.observed.observers:  # they see the gradient before it is quantized
+        gate_up_quantizer = gate_up.quantizer("grad_output")
+        # Observers get the gradient before it is quantized.
+        if gate_up.observed.observers:
             gate_up.show("grad_output", tex.dswiglu(d_activated, hidden, None))
-        if gate_up.gemm.quantizes and self.kernels.activation.takes(hidden, of_down):
+        if gate_up.gemm.quantizes and self.kernels.activation.takes(hidden, down_quantizer):
             return self.kernels.activation.quantized_swiglu_backward(
-                d_activated, hidden, of_gate_up, of_down, kept
+                d_activated, hidden, gate_up_quantizer, down_quantizer, kept
             )
-        return tex.dswiglu(d_activated.contiguous(), hidden, of_gate_up), kept
+        return tex.dswiglu(d_activated.contiguous(), hidden, gate_up_quantizer), kept
 
     @property
     def gemm_class(self) -> type[Gemm]:
-        """The class that saves operands for autograd and knows when a backward ends."""
+        """The class whose static methods save operands for autograd and finish a backward."""
         on_te = self.implementation == Implementation.TRANSFORMER_ENGINE
         return TransformerEngineGemm if on_te else TorchGemm
 
     def save(self, ctx: Any, *operands: Operand | None) -> None:
-        """Save operands of any kind for backward, where they serve weights' gradients only.
+        """Save operands of any kind for backward, if a backward may follow.
 
-        Does nothing if no backward follows.
+        In backward, the input of a product can be used only for the gradient of the weight.
         """
         if self.differentiable:
             tensors, ctx.rest = self.gemm_class.save(*operands)
             ctx.save_for_backward(*tensors)
 
     def saved(self, ctx: Any) -> Sequence[Operand | None]:
-        """Return the operands that `save` was given, in order."""
+        """Return the operands that `save` has stored in `ctx`, in the same order."""
         rest = ctx.rest
         ctx.rest = None
         return self.gemm_class.restore(ctx.saved_tensors, rest)

@@ -1,11 +1,12 @@
 """Norms, SwiGLU and the rotation of queries and keys in plain torch, with their gradients.
 
-A fused layer computes these between its matrix products. They run on a CPU, and tests compare the
-Triton kernels with them.
+A fused layer calls these functions between its matrix products if no kernel is used, for example on
+a CPU. Tests compare the Triton kernels with them.
 
-The functions build no autograd graph. They compute in FP32 (the rotation of FP64 inputs in FP64)
-and round once, at the end. RMSNorm also rounds before it multiplies by its weight, as transformers
-does.
+The functions are called inside of an autograd.Function, where autograd records nothing. Therefore
+each computation has a second function for its gradient. Computations are in FP32, except for the
+rotation of FP64 inputs, which is in FP64. Results are rounded once, at the end. RMSNorm also rounds
+the normalized values before it multiplies them by its weight, as transformers does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pretrain.model.fused.heads import HeadNorms, Heads
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMSNorm of x [tokens, width] in its dtype, and 1 / RMS, FP32 [tokens, 1]."""
+    """Return the RMSNorm of x [tokens, width] in the dtype of x, and 1 / RMS, FP32 [tokens, 1]."""
     x_fp32 = x.float()
     rstd = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
     normed = (x_fp32 * rstd).to(x.dtype)
@@ -30,7 +31,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x plus `residual`, and the gradient of `weight` in FP32.
 
-    `dy` is the gradient of the norm of x, and `rstd` is the second result of `rms_norm`.
+    `dy` is the gradient of the norm's output, and `rstd` is the second result of `rms_norm`.
+    `residual` is the gradient of x from the residual branch.
     """
     dy = dy.float()
     normed = x.float() * rstd
@@ -41,13 +43,19 @@ def rms_norm_backward(
 
 
 def swiglu(hidden: Tensor) -> Tensor:
-    """Return silu(gate) * up [tokens, width] for `hidden` [tokens, 2 width] = (gate, up)."""
+    """Return silu(gate) * up [tokens, width] for `hidden` [tokens, 2 width].
+
+    The gate is the first half of each row of `hidden`, and up is the second half.
+    """
     gate, up = hidden.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(hidden.dtype)
 
 
 def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `hidden`, and the recomputed result of `swiglu`."""
+    """Return the gradient of `hidden` [tokens, 2 width], and the recomputed result of `swiglu`.
+
+    `d_activated` [tokens, width] is the gradient of that result.
+    """
     gate, up = hidden.float().chunk(2, dim=-1)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
@@ -60,13 +68,14 @@ def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor
 # ── Normalization and rotation of queries and keys ──
 #
 #     n = x / sqrt(mean(x^2) + eps) * weight      (Qwen3RMSNorm of transformers, for each head;
-#                                                  only in models that have it)
+#                                                  n = x in models without head norms)
 #     y = n * cos + rotate_half(n) * sin          (apply_rotary_pos_emb of transformers)
 #
-# `cos` and `sin` have every angle twice, once for each half of a head. Only the first half is read.
-# With x1, x2 for the halves of a head, y1 = x1 cos - x2 sin and y2 = x2 cos + x1 sin. YaRN's
-# scaling of attention is part of `cos` and `sin`, so backward is the transposed rotation and not
-# the inverse rotation. The unfused model rounds four times on the way.
+# Each row of `cos` and `sin` has every angle twice, once for each half of a head. Only the first
+# half of the row is read. If n1 and n2 are the halves of n, the halves of y are
+# y1 = n1 cos - n2 sin and y2 = n2 cos + n1 sin. YaRN's scaling of attention is part of `cos` and
+# `sin`, so backward is the transposed rotation and not the inverse rotation. The unfused model
+# rounds four intermediate results, and these functions round none.
 
 
 def rotate(
@@ -77,9 +86,9 @@ def rotate(
     Args:
         qkv: [T, heads.width], contiguous.
         cos: [T, dim] with equal halves, any float dtype.
-        sin: As `cos`.
+        sin: [T, dim] with equal halves, any float dtype.
         heads: Layout of `qkv`.
-        norms: Norms of query and key heads, or None.
+        norms: Norms of query and key heads, or None if the model has no head norms.
 
     Returns:
         Queries [T, query, dim], keys and values [T, kv, dim], contiguous and in the dtype of `qkv`.
@@ -106,23 +115,24 @@ def rotate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of `qkv` and of the weights of both norms.
 
-    The sums over tokens have an order that depends on shapes only, so a run can be repeated bit for
-    bit.
+    The order of the sums over tokens depends only on shapes, so a run can be repeated bit for bit.
 
     Args:
-        dq: Gradient of the queries, with the shape and dtype that `rotate` returned, any strides.
-        dk: Gradient of the keys. It may come in parts [T, kv, parts, dim], which are summed in
-            FP32.
-        dv: Gradient of the values, as `dk`.
-        qkv: Argument of `rotate`. It is read only with norms, and may be None otherwise.
-        cos: Argument of `rotate`.
-        sin: Argument of `rotate`.
-        heads: Argument of `rotate`.
-        norms: Argument of `rotate`.
+        dq: Gradient of the queries. It has the shape and dtype of the queries that `rotate`
+            returned, and any strides.
+        dk: Gradient of the keys [T, kv, dim], or parts of it [T, kv, parts, dim], which are summed
+            in FP32.
+        dv: Gradient of the values [T, kv, dim], or parts of it as in `dk`.
+        qkv: The argument of `rotate`. It may be None if `norms` is None.
+        cos: The argument of `rotate`.
+        sin: The argument of `rotate`.
+        heads: The argument of `rotate`.
+        norms: The argument of `rotate`.
 
     Returns:
-        The gradient of `qkv` in the dtype of `dq`, and those of the query and key norms' weights
-        [dim] in FP32 (FP64 if `dq` is FP64), or None without norms.
+        Three tensors: the gradient of `qkv` in the dtype of `dq`, and the gradients of the weights
+        of the query norm and of the key norm. Both weight gradients are [dim] in FP32, or in FP64
+        if `dq` is FP64. They are None if `norms` is None.
     """
     cos, sin = _angles(cos, sin, heads, dq)
     dqkv = dq.new_empty(len(dq), heads.width)
@@ -148,7 +158,7 @@ def rotate_backward(
 def _angles(cos: Tensor, sin: Tensor, heads: Heads, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first halves of `cos` and `sin` as [T, 1, dim / 2], to broadcast over heads.
 
-    Their dtype is the one that `values` are computed in: FP32 or wider.
+    Their dtype is FP64 if `values` are FP64, and FP32 otherwise.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     half = heads.dim // 2
@@ -156,13 +166,13 @@ def _angles(cos: Tensor, sin: Tensor, heads: Heads, values: Tensor) -> tuple[Ten
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, dim] by `cos` and `sin`, in their dtype."""
+    """Rotate x [T, heads, dim] by the results of `_angles`, and return it in their dtype."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the RMSNorm of x, x / RMS without the weight, and 1 / RMS."""
+    """Return three tensors: the RMSNorm of x, x / RMS without the weight, and 1 / RMS."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     normed = x * rstd
@@ -172,7 +182,7 @@ def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, 
 def _normalised_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight from the gradient of `_normalised(x)[0]`."""
+    """Return the gradients of x and of `weight`. `gradient` is that of `_normalised(x)[0]`."""
     _, normed, rstd = _normalised(x, weight, eps)
     weighted = gradient * weight.to(gradient.dtype)
     projection = (weighted * normed).mean(dim=-1, keepdim=True)

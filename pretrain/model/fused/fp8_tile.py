@@ -1,12 +1,13 @@
 """Parts of Triton kernels that load a tile of values, quantize it to FP8 and store it.
 
-Hopper's FP8 matrix products read both operands along the inner dimension. A tensor [M, K] that one
-product reads by rows and another by columns is therefore stored twice: as it is, and as its
-transpose [K, M]. A kernel that holds a tile in registers writes both.
+Hopper's FP8 matrix products read both operands along the dimension over which they sum. If one
+product sums over the columns of a tensor [M, K] and another product sums over its rows, the tensor
+is stored twice: by rows [M, K] and transposed [K, M]. A kernel that has computed a tile in
+registers writes both.
 
-As in Transformer Engine, values beyond the range of the format and infinities become its largest
-value. NaN stays NaN in the codes and is ignored by amaxes. All functions require tiles that are
-completely inside of the tensor.
+As in Transformer Engine, infinities and values beyond the range of the format become the largest
+value of the format. NaN stays NaN in the codes, and amaxes ignore it. All functions require tiles
+that are completely inside of the tensor.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 @dataclass(frozen=True)
 class TensorScaled:
-    """Output buffers and scale of an FP8 tensor [M, K] with one scale, for a kernel to write.
+    """Buffers to which a kernel writes an FP8 tensor [M, K] with one scale.
 
-    If `scale` is None, the kernel computes the scale of current scaling from `amax`. Buffers that
-    are None are not written. All tensors are on one device.
+    If `scale` is None, the kernel computes the scale of current scaling from `amax`. The kernel
+    does not write buffers that are None. All tensors are on one device.
     """
 
     dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
@@ -42,8 +43,9 @@ class TensorScaled:
     columns: Tensor | None  # uint8 [K, M]
     scale_inv: Tensor  # FP32 [1], written: 1 / scale
     scale: Tensor | None = None  # FP32 [1]
-    amax: Tensor | None = None  # FP32 [1]; with `scale`, it is raised to the tensor's amax
-    used: Tensor | None = None  # FP32 [1], written: the scale
+    # FP32 [1]. If `scale` is given, the kernel raises this value to the amax of the tensor.
+    amax: Tensor | None = None
+    used: Tensor | None = None  # FP32 [1], written: the scale that the kernel has used
 
 
 def allocate(
@@ -55,22 +57,24 @@ def allocate(
     columns: bool,
     scale: Tensor | None = None,
 ) -> tuple[Any, TensorScaled]:
-    """Allocate the FP8 tensor that `quantizer` would return, for a kernel to write.
+    """Allocate the FP8 tensor that `quantizer` would return. A kernel writes the values later.
 
     Args:
         quantizer: A Float8Quantizer or Float8CurrentScalingQuantizer of Transformer Engine.
-        shape: (M, K).
+        shape: Shape (M, K) of the tensor.
         device: Device of the tensor.
-        rows: Allocate the codes by rows.
-        columns: Allocate the transposed codes.
-        scale: Scale to use instead of the quantizer's. Then no amax is recorded.
+        rows: True if the tensor needs codes by rows.
+        columns: True if the tensor needs transposed codes.
+        scale: Scale to use instead of the scale of `quantizer`, FP32 [1]. If it is given, no amax
+            is recorded.
 
     Returns:
-        The tensor of Transformer Engine, and its buffers.
+        The tensor of Transformer Engine, and the buffers of this tensor.
     """
     te = library()
     if te.utils.is_non_tn_fp8_gemm_supported():
-        # From Blackwell on, products read both layouts, so transposes are not needed.
+        # On Blackwell and later GPUs, FP8 products can sum over rows or columns, so transposes are
+        # not needed.
         rows = True
         columns = False
     row_codes = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
@@ -104,7 +108,8 @@ def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.conste
     """Quantize a tile with one scale and write it to `rows` and `columns`, unless they are None.
 
     `values` [BM, BN] and the scalar `scale` are FP32. `rows` [M, K] and `columns` [K, M] are uint8.
-    `i` [BM] and `j` [BN], int32 and contiguous, are the rows and columns of the tile in the tensor.
+    `i` [BM] and `j` [BN] are the row and column numbers of the tile in the tensor. They are int32
+    and consecutive.
     """
     codes = fp8_codes(values, scale, fp8)
     if rows is not None:
@@ -115,9 +120,10 @@ def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.conste
 
 @triton.jit
 def tensor_scale(scale, amax, used, scale_inv, fp8: tl.constexpr):
-    """Return the scale of a tensor: the value at `scale`, or from the amax if `scale` is None.
+    """Return the scale of a tensor, an FP32 scalar.
 
-    The first program of a two-dimensional grid writes the reciprocal to `scale_inv`, and the scale
+    It is the value at `scale`. If `scale` is None, it is computed from the value at `amax`. The
+    first program of the grid also writes the reciprocal of the scale to `scale_inv`, and the scale
     to `used` unless `used` is None.
     """
     value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), fp8)
@@ -132,8 +138,8 @@ def tensor_scale(scale, amax, used, scale_inv, fp8: tl.constexpr):
 def record_amax(amax, values):
     """Raise the FP32 number at `amax` to the largest magnitude in `values`, ignoring NaN.
 
-    The number must not be negative. Such numbers have the order of their bits, so an integer
-    maximum is used.
+    The number at `amax` must not be negative. FP32 numbers that are not negative have the same
+    order as their bits read as integers, so an atomic maximum of integers is used.
     """
     largest = tl.max(tl.abs(values), None)
     # tl.max ignores NaN unless all values are NaN.
@@ -149,7 +155,7 @@ def record_amax(amax, values):
 def scale_from_amax(amax, fp8: tl.constexpr):
     """Return the scale that maps `amax` (FP32, any shape) to the largest value of `fp8`.
 
-    The rule is `pretrain.precision.quantizers.tensor.scale_from_amax`.
+    `pretrain.precision.quantizers.tensor.scale_from_amax` has the same rule.
     """
     scale = tl.div_rn(tl.zeros_like(amax) + (448.0 if fp8 == tl.float8e4nv else 57344.0), amax)
     scale = tl.where(scale == _INFINITY, _FP32_MAX, scale)
@@ -160,14 +166,15 @@ def scale_from_amax(amax, fp8: tl.constexpr):
 def fp8_codes(values, scale, fp8: tl.constexpr):
     """Return the bytes of values * scale in `fp8`, rounded to nearest even and saturated.
 
-    `values` and `scale` are FP32 and broadcast. The conversion is `cvt.rn.satfinite`.
+    `values` and `scale` are FP32 and are broadcast to the same shape. The GPU converts them by the
+    instruction `cvt.rn.satfinite`.
     """
     return (values * scale).to(fp8).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def load_rows(tensor, i, j, K):
-    """Load the values [BM, BN] of `tensor` [M, K] at rows i [BM] and columns j [BN], as FP32."""
+    """Return the values [BM, BN] of `tensor` [M, K] at rows i [BM] and columns j [BN], as FP32."""
     return tl.load(tensor + i.to(tl.int64)[:, None] * K + j[None, :]).to(tl.float32)
 
 
@@ -191,8 +198,8 @@ def store_columns(codes, columns, i, j, M):
 def _computed_once(codes):
     """Return `codes` unchanged, and prevent the compiler from recomputing them.
 
-    Triton 3.6 recomputes them in the layout of the transpose. On an H200 every fourth column was
-    then wrong.
+    Without this function, Triton 3.6 recomputes the codes in the layout of the transpose, and on an
+    H200 every fourth column was wrong.
     """
     if INTERPRETED:
         return codes
@@ -203,10 +210,10 @@ def _computed_once(codes):
 
 @triton.jit
 def exponential(x):
-    """Return e^x by the exponential instruction of the GPU.
+    """Return e^x, computed by the exponential instruction of the GPU.
 
-    The relative error is about 2^-22 plus 2^-24 * |x|, as for tl.exp. Results below 1e-38 are zero.
-    tl.exp computes them, which takes more than twice the instructions.
+    The relative error is about 2^-22 plus 2^-24 * |x|, as for tl.exp. Results below 1e-38 are
+    replaced by zero. tl.exp does not replace them, but takes more than twice as many instructions.
     """
     if INTERPRETED:
         return tl.exp(x)
@@ -217,8 +224,8 @@ def exponential(x):
 
 @triton.jit
 def reciprocal(scale):
-    """Return 1 / scale, rounded to nearest, which Transformer Engine stores as scale_inv.
+    """Return 1 / scale, rounded to nearest. Transformer Engine stores this value as scale_inv.
 
-    It is subnormal for the largest scales.
+    The result is subnormal for the largest scales.
     """
     return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

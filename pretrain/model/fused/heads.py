@@ -11,8 +11,8 @@ from torch import Tensor
 class Heads:
     """Layout of a row of the stacked query, key and value product.
 
-    A row holds `query` query heads, then `kv` key heads, then `kv` value heads, of `dim` values
-    each.
+    A row has `query` query heads, then `kv` key heads, then `kv` value heads. Each head has `dim`
+    values.
     """
 
     query: int
@@ -32,7 +32,7 @@ class Heads:
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split `rows` [T, width] into queries [T, query, dim], keys and values [T, kv, dim].
 
-        The results are views.
+        The results are views of `rows`.
         """
         queries, keys, values = rows.unflatten(1, (self.count, self.dim)).split(
             (self.query, self.kv, self.kv), dim=1
@@ -44,7 +44,8 @@ class Heads:
 class HeadNorms:
     """Weights of the RMSNorms that Qwen3 applies to query and key heads.
 
-    The weights have shape [dim] and any float dtype.
+    The weights `query` and `key` have shape [dim] and any floating-point dtype. `eps` is added to
+    the mean square of a head.
     """
 
     query: Tensor

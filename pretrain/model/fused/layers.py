@@ -1,12 +1,14 @@
-"""Fused decoder layers: the choice of layers, and the forward that replaces theirs.
+"""Choose the decoder layers that can be fused, and replace their forward by a fused one.
 
-Only layers of known classes are fused. A subclass may compute something else, so it is not. Modules
-and parameters of a fused layer stay where they are; only its `forward` is replaced. Without packed
-documents, as in generation, the original forward is called.
+Only layers of the classes in `_FUSED` are fused. A subclass of such a class is not fused, because
+it may compute something else. The modules and parameters of a fused layer stay where they are; only
+its `forward` is replaced. If a call passes no packed documents, as in generation, the fused forward
+calls the original forward.
 
-A fused layer has two autograd nodes instead of many. The output of a norm is written once, in the
-format that the next matrix product reads. The gradient of the residual is added in the kernel of
-the norm's gradient. Weight gradients are added directly to the main gradients of the step.
+A fused layer has two autograd nodes instead of many. Each norm writes its output once, in the
+format that the next matrix product reads. The kernel that computes the gradient of a norm also adds
+the gradient of the residual branch. Weight gradients are added directly to the main gradients of
+the step (`pretrain.model.gradients`).
 """
 
 from __future__ import annotations
@@ -28,18 +30,19 @@ from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.scope import LINEARS, Decision
 
 Gradients = tuple[Tensor | None, ...]
-# The attention that is one node with the rotation: the backward of the rotation sums the parts of
-# dk and dv.
+# Name of the attention implementation that a fused layer computes in the same autograd node as the
+# rotation. This attention may return dk and dv in parts, which the backward of the rotation sums.
 ROTATED_ATTENTION = "packed_fa4"
-# Classes of layers that can be fused, by full name. Importing the classes would import four
-# architectures at every start.
+# Full names of the layer classes that can be fused. Classes are compared by name, because importing
+# them would import four architectures at every start.
 _FUSED = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
 }
-# The products of such a layer, with the linears that are stacked in each.
+# Map the name of each matrix product of a fused layer to the names of the linears that the product
+# computes together.
 _STACKS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj": ("self_attn.o_proj",),
@@ -55,9 +58,11 @@ _STACKS = {
 class Parts:
     """Linears, head norms and head layout of a decoder layer that can be fused.
 
-    `stacks` has one mapping for each product: queries, keys and values; attention output; gate and
-    up; down. A mapping has the stacked linears by their name in the layer. `head_norms` are the
-    norms of queries and keys, or empty.
+    Attributes:
+        stacks: One dict for each matrix product, in the order of `_STACKS`. It maps the name of
+            each stacked linear in the layer to the linear.
+        head_norms: The RMSNorms of query heads and of key heads. Empty if the layer has none.
+        heads: Layout of the output of the query-key-value product.
     """
 
     stacks: tuple[Mapping[str, nn.Linear], ...]
@@ -66,7 +71,7 @@ class Parts:
 
     @classmethod
     def of(cls, layer: Any) -> Parts:
-        """Return the parts of a layer whose class is in `_FUSED`."""
+        """Return the parts of `layer`, whose class must be in `_FUSED`."""
         attention = layer.self_attn
         config = attention.config
         stacks = tuple(
@@ -80,36 +85,39 @@ class Parts:
 def assess_layer(
     name: str, layer: Any, decisions: Mapping[str, Decision]
 ) -> tuple[str | None, frozenset[str]]:
-    """Return why a layer cannot be fused, or None, and its linears in low precision.
+    """Return the reason why a layer cannot be fused, and the names of its low-precision linears.
 
-    A layer is not fused if the linears of one stacked product have different precisions.
+    For example, a layer cannot be fused if some linears of one stacked product are in low precision
+    and others are not.
 
     Args:
         name: Name of the layer in its model.
         layer: The decoder layer.
-        decisions: Precision of each linear of the model by name. Empty if nothing is quantized.
+        decisions: Map the name of each linear in the model to its precision. Empty if nothing is
+            quantized.
 
     Returns:
-        The reason, and the names in the model of the linears that are in low precision.
+        A tuple: the reason, or None if the layer can be fused, and the names in the model of the
+        layer's low-precision linears.
     """
     linears = [
         f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)
     ]
     low = frozenset(linear for linear in linears if decisions and decisions[linear].reason is None)
     if f"{type(layer).__module__}.{type(layer).__qualname__}" not in _FUSED:
-        return f"no fused form of {type(layer).__name__}", low
+        return f"{type(layer).__name__} has no fused implementation", low
     if layer.self_attn.config.hidden_act not in ("silu", "swish"):
-        return "has an activation that is not fused", low
+        return "their activation is not SiLU", low
     stacks = Parts.of(layer).stacks
     for stack in stacks:
         if len({f"{name}.{member}" in low for member in stack}) > 1:
             members = ", ".join(member.rpartition(".")[2] for member in stack)
             return (
-                f"{members} are one product when fused, and would compute in different precisions",
+                f"their {members} would be one fused product, but have different precisions",
                 low,
             )
     if any(linear.bias is not None for stack in stacks[1:] for linear in stack.values()):
-        return "has a bias elsewhere than in queries, keys and values", low
+        return "their linears have biases outside of queries, keys and values", low
     return None, low
 
 
@@ -118,7 +126,13 @@ def assess_layer(
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """Fused layers of one model by name. `left_out` has the reason for each layer not fused."""
+    """The fused layers of one model.
+
+    Attributes:
+        layers: Map the name of each fused layer in the model to its fused forward.
+        left_out: Map the name of each layer that is not fused to the reason.
+        arithmetic: The arithmetic that all fused layers use.
+    """
 
     layers: Mapping[str, FusedLayer]
     left_out: Mapping[str, str]
@@ -126,23 +140,30 @@ class FusedLayers:
 
     @property
     def products(self) -> list[StackedLinear]:
-        """Stacked linears of all fused layers."""
+        """List of the stacked linears of all fused layers."""
         return [product for layer in self.layers.values() for product in layer.products]
 
     @property
     def members(self) -> dict[str, StackedLinear]:
-        """Names of the linears that fused layers compute, with their stacked linears."""
+        """Dict from the name of each linear in a fused layer to the stacked linear it is in."""
         return {member: product for product in self.products for member in product.members}
 
     @property
     def stacks(self) -> list[list[Tensor]]:
-        """Parameters that are the rows of one matrix; so must be their main gradients."""
+        """One list of weights for each stacked linear.
+
+        The weights of a list are the rows of one matrix. Their main gradients must be the rows of
+        one matrix too.
+        """
         return [product.weights for product in self.products]
 
     def describe(self) -> str:
-        """Return a text for the audit: "28 of 28 layers, queries and keys kept for backward"."""
+        """Return a text for the audit.
+
+        Example: "28 of 28 layers, queries and keys kept for backward".
+        """
         reasons = Counter(self.left_out.values())
-        not_fused = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
+        not_fused = "".join(f"; {count} not fused: {reason}" for reason, count in reasons.items())
         is_kept = self.arithmetic.keeps_rotated and self.layers
         kept = ", queries and keys kept for backward" if is_kept else ""
         count = len(self.layers)
@@ -152,14 +173,16 @@ class FusedLayers:
 class FusedLayer:
     """Fused forward of one decoder layer.
 
-    It is not a module: its parameters belong to the layer whose forward it replaces.
+    A FusedLayer is not an nn.Module. The parameters belong to the decoder layer, whose `forward`
+    attribute it replaces.
 
     Args:
         layer: The decoder layer.
         name: Name of the layer in its model.
-        arithmetic: Norms, rotation and activation between the products.
-        low_precision: For each backend, the linears of the layer that it computes in low precision.
-            The others are computed in the context's compute dtype.
+        arithmetic: Computes the norms, the rotation and the activation between the products.
+        low_precision: Map each engine to the linears of this layer that the engine computes in low
+            precision, by their names in the model. All other linears are computed in the compute
+            dtype of the context.
     """
 
     def __init__(
@@ -180,7 +203,8 @@ class FusedLayer:
         products = []
         for stacked_name, stack in zip(_STACKS, parts.stacks, strict=True):
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
-            # Either all linears of a stack are in low precision or none.
+            # Under one engine, either all linears of a stack are in low precision or none is. So it
+            # suffices to look up the first linear.
             first = next(iter(linears))
             engines = [engine for engine, low in low_precision.items() if engine and first in low]
             product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic, engines)
@@ -191,16 +215,18 @@ class FusedLayer:
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer on [1, tokens, hidden] and return the same shape.
+        """Return the layer's output [1, tokens, hidden] for `hidden_states` of the same shape.
 
-        Calls the original forward unless `cu_seqlens` of packed documents is given.
+        If `kwargs` has no `cu_seqlens`, there are no packed documents, and the original forward is
+        called.
         """
         if kwargs.get("cu_seqlens") is None:
             return self.unfused(hidden_states, *args, **kwargs)
-        # A view and not an index. The gradient of an index is a tensor of zeros into which the
-        # layer's gradient would be copied.
+        # Use a view and not an index. The backward of an index would create a tensor of zeros and
+        # copy the layer's gradient into it.
         x = hidden_states.squeeze(0)
-        # Inside of an autograd.Function gradients are always disabled.
+        # Read the gradient mode here, because gradients are always disabled inside of an
+        # autograd.Function.
         self.arithmetic.differentiable = torch.is_grad_enabled()
         attended, x = self._attend(x, **kwargs)
         weights = [
@@ -221,9 +247,10 @@ class FusedLayer:
         document_mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of attention [tokens, query x dim], and x [tokens, hidden].
+        """Return the output of attention [tokens, query heads x dim], and x [tokens, hidden].
 
-        The returned x is an output of the autograd node, to be used by the residual.
+        The returned x has the values of the argument, and it is an output of the autograd node. The
+        residual branch must use it, so that the node gets the gradient of the residual.
         """
         attention = self.attention
         inputs = (
@@ -235,7 +262,8 @@ class FusedLayer:
             *self.qkv.biases,
         )
         name = attention.config._attn_implementation
-        # Some models have a window in each layer, others one for all layers.
+        # In some models, each layer has the attribute `sliding_window`. In other models, only the
+        # configuration has it, for all layers.
         window = getattr(
             attention, "sliding_window", getattr(attention.config, "sliding_window", None)
         )
@@ -248,7 +276,7 @@ class FusedLayer:
             q,
             k,
             v,
-            None,
+            attention_mask=None,
             scaling=attention.scaling,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
@@ -258,10 +286,11 @@ class FusedLayer:
         return output.squeeze(0).flatten(1), x
 
     def head_norms_in(self, dtype: torch.dtype) -> HeadNorms | None:
-        """Return the head norms cast to the dtype of activations, or None if there are none.
+        """Return the head norms with weights in `dtype`, or None if the layer has no head norms.
 
-        The working copies of the unfused layer have that dtype too. They are cast inside of an
-        autograd node, because autograd would round their gradients to that dtype.
+        `dtype` is the dtype of activations. The unfused layer casts these weights to it too. Call
+        this method inside of an autograd node. If autograd recorded the cast, it would round the
+        gradients of the weights to `dtype`.
         """
         if not self.head_norms:
             return None
@@ -271,22 +300,26 @@ class FusedLayer:
 
 # ── The autograd nodes of a layer ──
 #
-# Parameters are arguments only to register them with autograd, and through it with FSDP2 and the
-# sums over ranks. Products and norms read them from the layer.
+# Parameters are arguments of the nodes only to register them with autograd. FSDP2 and the sums over
+# ranks depend on this registration. Products and norms read the parameters from the layer.
 
 
 class NormedAttention(torch.autograd.Function):
-    """Norm, query-key-value product and rotation, and attention if `documents` are given.
+    """Norm, query-key-value product and rotation as one autograd node, optionally with attention.
 
-    Maps x [tokens, hidden] to queries [tokens, query, dim], keys and values [tokens, kv, dim],
-    normalized and rotated. The last output is x itself, for the residual. `documents` has
-    cu_seqlens, the pack length and the scale of q k^T. With them, the output of FlashAttention-4
-    [tokens, query x dim] replaces queries, keys and values.
+    If `documents` is None, x [tokens, hidden] is mapped to queries [tokens, query, dim], keys and
+    values [tokens, kv, dim], with queries and keys normalized and rotated. Otherwise the node also
+    computes FlashAttention-4, and returns its output [tokens, query x dim] instead of queries, keys
+    and values. `documents` is then a tuple of cu_seqlens, the pack length and the factor of q k^T.
+    In both cases the last output is x itself, for the residual branch.
 
-    As one node, backward has both gradients of x and adds them in the kernel of the norm, and the
-    rotation writes its gradient in the format that the product reads. If heads are normalized, the
-    output of the product is saved. Queries, keys and values are then recomputed in backward, unless
-    they are saved too.
+    Because this is one node, its backward gets both gradients of x and adds them in the kernel of
+    the norm's gradient. The backward of the rotation writes its result in the format that the
+    gradient products read.
+
+    If heads are normalized, the output of the query-key-value product is saved for backward.
+    Backward recomputes queries, keys and values from it, unless `arithmetic.keeps_rotated` is set
+    and they are saved too.
     """
 
     @staticmethod
@@ -318,12 +351,13 @@ class NormedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *of_results: Tensor) -> Gradients:
+    def backward(ctx: Any, *d_results: Tensor) -> Gradients:
         layer, product, documents, is_first_in_forward = ctx.call
         arithmetic = layer.arithmetic
-        *gradients, residual = of_results
-        del of_results
-        # `saved` has qkv, cos and sin, then inputs and results of attention if it is in this node.
+        *gradients, residual = d_results
+        del d_results
+        # `saved` has qkv, cos and sin. If this node has computed attention, the inputs and results
+        # of attention follow.
         x, normed, rstd, *saved = arithmetic.saved(ctx)
         inputs = (*saved[:3], layer.heads, layer.head_norms_in(x.dtype))
         if documents is not None:
@@ -346,10 +380,11 @@ def _flash_backward(
     rotation_inputs: tuple[Any, ...],
     documents: Any,
 ) -> list[Tensor]:
-    """Return the gradients of queries, keys and values from that of the attention output.
+    """Return the gradients of queries, keys and values.
 
-    `attended` has queries, keys, values, the output and the log-sums of `flash_forward`. Queries,
-    keys and values are recomputed from `rotation_inputs` if they are None.
+    `d_output` is the gradient of the attention output. `attended` has queries, keys and values, and
+    the output and the log-sums of `flash_forward`. If queries, keys and values are None, they are
+    recomputed by a rotation with the arguments `rotation_inputs`.
     """
     q, k, v, output, log_sums = attended
     if q is None:
@@ -359,10 +394,12 @@ def _flash_backward(
 
 
 class OutputAndMLP(torch.autograd.Function):
-    """Attention output projection and MLP, with both residuals.
+    """Attention output projection and MLP as one autograd node, with both residual additions.
 
-    Maps attended [tokens, in] and residual [tokens, hidden] to y [tokens, hidden]:
-    x = attended w^T + residual, then y = x + swiglu(norm(x) gate_up^T) down^T.
+    `attended` [tokens, in] and `residual` [tokens, hidden] are mapped to y [tokens, hidden]:
+
+        x = attended w^T + residual
+        y = x + swiglu(norm(x) gate_up^T) down^T
     """
 
     @staticmethod
@@ -380,7 +417,8 @@ class OutputAndMLP(torch.autograd.Function):
         activated, kept = arithmetic.activate(hidden, gate_up, down)
         ctx.call = (layer, output, gate_up, down)
         y = down.project(activated, x)
-        # Save after the products, because saving takes quantized operands apart.
+        # Save after the products, because saving takes quantized operands apart, and products
+        # cannot use them afterwards.
         arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)
         return y
 

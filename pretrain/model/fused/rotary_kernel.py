@@ -2,17 +2,19 @@
 
 Every value is read and written once.
 
-In forward a tile is a few tokens by neighbouring heads. The heads are all queries, all keys or all
-values, so a tile has one norm weight and one output tensor. The two halves of a head are separate
-columns, so values that are rotated with each other are in the same registers.
+In forward, a tile consists of a few tokens and a few neighbouring heads. The heads of a tile are
+all query heads, all key heads or all value heads, so a tile needs one norm weight and one output
+tensor. The two halves of a head are loaded separately, so that both values of a rotated pair are in
+the registers of one thread.
 
-In backward a tile is a few tokens of one head. It writes the gradient in BF16. Under delayed
-scaling, whose scale is known in advance, it writes FP8 codes by rows and by columns. The compiler
-may not fuse multiplications with additions, so that both forms have the same bits.
+In backward, a tile consists of a few tokens of one head. The gradient is written in BF16. Under
+delayed scaling, the scale is known before the gradient is computed, so the gradient can be written
+as FP8 codes by rows and by columns instead. The compiler may not fuse multiplications with
+additions, so that both forms are computed with the same bits.
 
-With head norms a program computes many tiles and sums the gradients of the norms' weights. torch
-adds the sums of all programs, in an order that depends on shapes only. Therefore no more
-programs are started than the GPU can run at once.
+If there are head norms, a program of backward computes many tiles and sums the gradients of the
+norms' weights over them. torch then adds the sums of all programs, in an order that depends only on
+shapes. To keep the number of sums small, no more programs are started than the GPU can run at once.
 """
 
 from __future__ import annotations
@@ -36,33 +38,38 @@ from pretrain.model.fused.fp8_tile import (
 from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.transformer_engine import library
 
-# Forward: values of a tile, such as 32 heads of 128. Each thread loads 32 values, which are four
-# accesses of 16 bytes in BF16. The kernel is limited by memory, so tiles are small enough for five
-# or more on a multiprocessor.
+# Number of values in a tile of forward, such as 32 heads of 128 values. Each thread loads 32 values
+# in four accesses, which are 16 bytes each in BF16. The speed of memory limits the kernel, so tiles
+# are small enough that five or more programs run on a multiprocessor at the same time.
 _TILE = 4096
 _FORWARD_WARPS = 4
-# Backward: the fastest values measured on an H200.
-_TOKENS = 32  # of a tile of one head
-_BACKWARD_WARPS = 8  # for heads of 128 values; in proportion for others
-_REGISTERS = 112  # maximum for a thread
-_PROGRAMS = 264  # with head norms
-# Tiles that a program loads ahead with head norms. All but the last go through shared memory. Heads
-# of 128 values need 70 KiB, or 103 KiB with gradients in four parts.
+# The next constants are for backward. They were the fastest on an H200.
+_TOKENS = 32  # number of tokens in a tile
+_BACKWARD_WARPS = 8  # number of warps for heads of 128 values; proportional to the head size
+_REGISTERS = 112  # maximum number of registers of a thread
+_PROGRAMS = 264  # maximum number of programs if there are head norms
+# Number of tiles that a program loads ahead if there are head norms. All of them except the last
+# are stored in shared memory. Heads of 128 values need 70 KiB of it, or 103 KiB if the gradients
+# are in four parts.
 _STAGES = 3
-_IN_A_THREAD = tl.constexpr(8)  # neighbouring values of a row: 16 bytes in BF16
-MOST_HEADS = 8  # in a block of forward: 2 KB of contiguous BF16 values of a token
+# Number of neighbouring values of a row that a thread loads: 16 bytes in BF16.
+_IN_A_THREAD = tl.constexpr(8)
+# Maximum number of heads in a tile of forward. Heads of 128 values then have 2 KB of contiguous
+# BF16 values for each token.
+MOST_HEADS = 8
 
 
 @triton.jit
 def _tile(
     first, token_stride, head_stride, rows: tl.constexpr, heads: tl.constexpr, half: tl.constexpr
 ):
-    """Return offsets [rows, half] of the first halves of `heads` heads of each token from `first`.
+    """Return the offsets [rows, half] of the values in the first halves of a tile's heads.
 
-    The second halves are `half` values behind them.
+    The tile has rows // heads tokens, beginning with token `first`, and `heads` heads of each
+    token. The second half of a head starts `half` values after its first half.
     """
     row = tl.arange(0, rows)
-    # 32 bits suffice within a tile, which has few tokens.
+    # 32 bits suffice for offsets inside of a tile, because it has few tokens.
     inside = (row // heads) * token_stride + (row % heads) * head_stride
     return tl.cast(first, tl.int64) * token_stride + (inside[:, None] + tl.arange(0, half)[None, :])
 
@@ -85,7 +92,10 @@ def _rotate_forward(
     heads: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """Normalize and rotate `heads` heads of rows // heads tokens, or copy heads of values."""
+    """Compute one tile: `heads` heads of rows // heads tokens.
+
+    Query heads and key heads are normalized and rotated, and value heads are copied.
+    """
     half: tl.constexpr = dim // 2
     blocks: tl.constexpr = (query + 2 * kv) // heads
     head = tl.program_id(0) % blocks * heads
@@ -116,9 +126,10 @@ def _rotate_forward(
 
 @triton.jit
 def _rotate_backward(
-    dq,  # as `q` of forward, with strides of tokens and heads
-    dk,  # as `k` of forward, or in parts that are summed, with an additional stride of parts
-    dv,  # as dk
+    dq,  # BF16 [tokens, query, dim]
+    dk,  # BF16 [tokens, kv, dim] or [tokens, kv, parts, dim]; the parts are summed
+    dv,  # BF16 [tokens, kv, dim] or [tokens, kv, parts, dim]; the parts are summed
+    # The next eight are strides of the tokens, heads and parts of these gradients.
     dq_token,
     dq_head,
     dk_token,
@@ -132,9 +143,10 @@ def _rotate_backward(
     sin,  # [tokens, dim]
     query_norm,  # [dim], or None without norms
     key_norm,  # [dim], or None without norms
-    dqkv,  # [tokens, (query + 2 kv) x dim], written: BF16, or uint8 codes with `fp8`
+    dqkv,  # [tokens, (query + 2 kv) x dim], written: BF16, or uint8 codes if `fp8` is given
     columns,  # uint8 [(query + 2 kv) x dim, tokens], written: transpose of the codes, or None
-    scale,  # this one and the next two: fields of TensorScaled, or None without `fp8`
+    # The next three are fields of TensorScaled, or None if `fp8` is None.
+    scale,
     scale_inv,
     amax,
     norm_sums,  # FP32 [programs of a head, query + kv, dim], written, or None without norms
@@ -149,10 +161,11 @@ def _rotate_backward(
     stages: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Write the gradient of one head, and the sums of its norm's gradient, for some of the tokens.
+    """Write the gradient of one head for the tokens of this program.
 
-    A program computes tiles of `height` tokens. `full` says that no tile has fewer tokens. Without
-    `fp8` the gradient has the dtype of `dqkv`.
+    With head norms, also write the sum over these tokens of the gradient of the norm's weight. A
+    program computes tiles of `height` tokens. `full` is True if no tile has fewer tokens. If `fp8`
+    is None, the gradient is written in the dtype of `dqkv`.
     """
     half: tl.constexpr = dim // 2
     width: tl.constexpr = (query + 2 * kv) * dim
@@ -255,7 +268,10 @@ def _rotate_backward(
 
 @triton.jit
 def _inside(first, tokens, height: tl.constexpr, half: tl.constexpr, full: tl.constexpr):
-    """Return the mask [height, half] of a tile's values that exist. With `full` all of them do."""
+    """Return the mask [height, half] of a tile's values. Values of missing tokens are False.
+
+    If `full` is True, no token is missing.
+    """
     row = tl.arange(0, height)[:, None] + tl.zeros([height, half], tl.int32)
     return row >= 0 if full else first + row < tokens
 
@@ -265,25 +281,25 @@ def _differentiate_head(
     dy,  # gradient of the head, with a stride of `dy_token` between tokens
     dy_token,
     part,  # stride between the parts of the gradient
-    from_head,  # first head whose gradient comes in parts
-    cos,  # None for a head of values
-    sin,
+    from_head,  # number of the first head whose gradient is in parts
+    cos,  # [tokens, dim], or None for a value head
+    sin,  # [tokens, dim], or None for a value head
     qkv,  # input of the norm [tokens, width]
-    weight,  # of the norm [dim], or None without norms
-    sum1,
-    sum2,
-    first,
-    inside,
+    weight,  # weight of the norm [dim], or None without norms
+    sum1,  # sums of the weight's gradient for the first half of the head, FP32 [height, dim / 2]
+    sum2,  # sums of the weight's gradient for the second half
+    first,  # number of the first token
+    inside,  # result of `_inside`
     head,
     eps,
     width: tl.constexpr,
     dim: tl.constexpr,
     parts: tl.constexpr,
 ):
-    """Return the gradients of both halves of a head, and updated sums of its norm's gradient.
+    """Return the gradients of both halves of a head for one tile, and the updated sums.
 
-    The gradients are FP32 [height, dim / 2] for the tokens from `first`. `inside` is the mask of
-    values that exist. Without norms, `sum1` and `sum2` are returned unchanged.
+    The gradients are FP32 [height, dim / 2], for `height` tokens beginning with `first`. Without
+    norms, `sum1` and `sum2` are returned unchanged.
     """
     height: tl.constexpr = inside.shape[0]
     half: tl.constexpr = dim // 2
@@ -291,8 +307,8 @@ def _differentiate_head(
     dx1 = tl.load(dy_at, mask=inside, other=0).to(tl.float32)
     dx2 = tl.load(dy_at + half, mask=inside, other=0).to(tl.float32)
     for number in tl.static_range(1, parts):
-        # Use a mask and not a branch: the loads of the next tile can then overlap with the
-        # computation of this one.
+        # Use a mask and not a branch, so that the loads of the next tile can overlap with the
+        # computation of this tile.
         part_at = dy_at + number * tl.cast(part, tl.int64)
         has_parts = inside & (tl.zeros(dy_at.shape, tl.int32) + head >= from_head)
         dx1 += tl.load(part_at, mask=has_parts, other=0).to(tl.float32)
@@ -337,10 +353,12 @@ def _write_head(
     width: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Write the gradient of a head from token `first` and column `column`.
+    """Write the gradient of a head for one tile, and return the updated `largest` [height].
 
-    `d1` and `d2` are its halves, FP32 [height, dim / 2]. For FP8 they are rounded to BF16 first.
-    Returns `largest` [height], raised to the largest magnitude in each row.
+    The tile begins at token `first` and at column `column` of `rows`. `d1` and `d2` are the halves
+    of the gradient, FP32 [height, dim / 2]. If `fp8` is None, they are written to `rows` in the
+    dtype of `rows`. Otherwise they are rounded to BF16 and then quantized, and `largest` is raised
+    to the largest magnitude of each token.
     """
     half: tl.constexpr = d1.shape[1]
     i = first + tl.arange(0, d1.shape[0])
@@ -351,7 +369,7 @@ def _write_head(
         tl.store(index + half, d2.to(rows.dtype.element_ty), mask=inside)
     else:
         # A thread could store sixteen codes at once. But then it would also load sixteen
-        # neighbouring values, and sums over a head would have another order than in BF16.
+        # neighbouring values, and the order of sums over a head would differ from that of BF16.
         i = tl.max_contiguous(i, _IN_A_THREAD)
         j = tl.max_contiguous(j, _IN_A_THREAD)
         d1 = d1.to(tl.bfloat16).to(tl.float32)
@@ -371,7 +389,8 @@ def rotate(
     q = qkv.new_empty(tokens, heads.query, heads.dim)
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
     v = torch.empty_like(k)
-    # Heads in a block: the largest power of two that divides both numbers of heads.
+    # Number of heads in a tile: the largest power of two that divides the number of query heads and
+    # the number of key heads, but at most MOST_HEADS.
     bits = heads.query | heads.kv
     block = min(bits & -bits, MOST_HEADS, rows)
     query_norm, key_norm, eps = _norm_arguments(norms)
@@ -397,11 +416,11 @@ def rotate_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute `pretrain.model.fused.formulas.rotate_backward` for BF16.
 
-    Heads have 32, 64 or 128 values. With `written`, the gradient of `qkv` is rounded to BF16 and
-    written there as FP8 codes, and the first result is None. Then the number of tokens must be a
-    multiple of 32.
+    Heads have 32, 64 or 128 values. If `written` is given, the gradient of `qkv` is rounded to BF16
+    and written to the buffers of `written` as FP8 codes, and the first result is None. In this case
+    the number of tokens must be a multiple of 32.
     """
-    # The values of a head must be contiguous.
+    # The kernel requires that the values of a head are contiguous.
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     tokens = len(dq)
     parts = dk.shape[2] if dk.dim() == 4 else 1
@@ -440,16 +459,19 @@ def _norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | No
 
 
 def _strides_of(gradient: Tensor) -> tuple[int, int, int]:
-    """Return the strides of tokens, heads and parts of [T, kv, dim] or [T, kv, parts, dim]."""
+    """Return the strides of tokens, heads and parts of a gradient.
+
+    The gradient is [T, kv, parts, dim], or [T, kv, dim], whose stride of parts is 0.
+    """
     token, head, *part, _ = gradient.stride()
     return token, head, part[0] if part else 0
 
 
 def writes(quantizer: Any, dq: Tensor) -> bool:
-    """Return whether `quantized_rotate_backward` can quantize as `quantizer` does.
+    """Return True if `quantized_rotate_backward` can quantize in place of `quantizer`.
 
-    It supports delayed scaling, and gradients like `dq` [tokens, query, dim] in BF16 whose tokens
-    are a multiple of 32.
+    It supports delayed scaling, and BF16 gradients `dq` [tokens, query, dim] with a multiple of 32
+    tokens.
     """
     return (
         isinstance(quantizer, library().Float8Quantizer)
@@ -469,9 +491,10 @@ def quantized_rotate_backward(
 ) -> tuple[Any, list[Tensor | None]]:
     """Return the gradient of `qkv` in FP8, and the gradients of the norms' weights.
 
-    The gradient of `qkv` is rounded to BF16 and has the codes that the usages of `quantizer` ask
-    for. The gradients of the norms' weights have the bits of `rotate_backward`. `gradients` has
-    the gradients of queries, keys and values.
+    The gradient of `qkv` is rounded to BF16 before it is quantized. It has codes by rows, by
+    columns or both, as `rowwise_usage` and `columnwise_usage` of `quantizer` request. The gradients
+    of the norms' weights equal those of `rotate_backward` bit for bit. `gradients` has the
+    gradients of queries, keys and values. The other arguments are those of `rotate_backward`.
     """
     dqkv, written = allocate(
         quantizer,

@@ -1,1 +1,1 @@
-"""The LM head and its loss, in chunks so that all logits never exist at once."""
+"""The LM head and its loss, computed in chunks so that all logits never exist at the same time."""

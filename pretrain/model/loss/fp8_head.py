@@ -1,13 +1,14 @@
-"""The LM head with its loss in FP8 on Transformer Engine, forward and backward at once, by chunks.
+"""The LM head and its loss in FP8 on Transformer Engine, in chunks of tokens.
 
-The softmax writes the logits' gradient as FP8 operands. te.Linear would quantize and transpose it
-from BF16. The product of the weight's gradient adds up in FP32 by itself. Each row of the logits'
-gradient has its own scale, and the gradient of the hidden states is multiplied by these scales
-afterwards. All else is as in other layers: the quantizers with their scales and histories, the
-cached weight, and the GEMM, where the audit observes it.
+For each chunk, forward and gradients are computed together. The softmax kernel writes the gradient
+of the logits directly as FP8 operands, while te.Linear would quantize and transpose a BF16
+gradient. The GEMM of the weight gradient adds to the FP32 sum itself. Each row of the logits'
+gradient has a scale, and the gradient of the hidden states is multiplied by the reciprocals of
+these scales after its GEMM. The quantizers with their scales and histories, the cached weight, the
+GEMM and its observers are the same as in other layers.
 
-This works with one scale a tensor (delayed and current scaling) on GPUs up to Hopper, whose FP8
-products read both operands along the inner dimension.
+This head supports precisions with one scale for a tensor (delayed and current scaling), on GPUs up
+to Hopper, whose FP8 products read both operands along the dimension over which they sum.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ _BF16 = torch.bfloat16
 def fused_head(
     gemm: TransformerEngineGemm, weight: Tensor, context: PrecisionContext
 ) -> Iterator[Callable[..., Tensor]]:
-    """Yield the function that computes loss and gradients of a chunk of tokens.
+    """Context manager that yields the function `chunk_loss` for one forward of the head.
 
-    Enter it inside of the engine's `forward` context, around the chunks of one forward. The
-    function is called as the one that `head._differentiating` yields. `weight` [vocabulary,
-    hidden], FP32 or BF16, is quantized in the step's first microbatch. The observers of `context`
-    see each operand in BF16, before it is quantized, and the products of the first chunk.
+    Enter it inside of the engine's `forward` context. The yielded function returns the losses of a
+    chunk and writes the gradients. `head._differentiating` describes its arguments. `weight`
+    [vocabulary, hidden], FP32 or BF16, is quantized in the first microbatch of a step. The
+    observers of `context` get each operand in BF16 before it is quantized. Of the results, they get
+    those of the first chunk.
     """
 
     def matrix() -> Tensor:
         return weight.detach().to(_BF16)
 
     head_pass = LinearPass(gemm, context, refresh=context.first_microbatch, differentiable=True)
-    # The library reads nothing of the input but its dtype and device.
+    # The library reads only the dtype and the device of this input.
     gemm.begin(torch.empty(0, dtype=_BF16, device=weight.device))
     try:
         is_first = gemm.is_first_in_forward()
@@ -58,7 +60,8 @@ def fused_head(
     finally:
         gemm.end()
     if is_first and gemm.engine.precision.keeps_history:
-        # The backward of a forward's first layer updates the histories. Here the head is the first.
+        # The backward of the first Gemm of a forward updates the histories of delayed scaling. Here
+        # this Gemm is the head.
         gemm.finish_backward()
 
 
@@ -72,9 +75,10 @@ def chunk_loss(
     *,
     first: bool,
 ) -> Tensor:
-    """Return the losses of a chunk, and write its gradients.
+    """Return the losses of a chunk, FP32 [n], and write its gradients to `gradients`.
 
-    `weight` is quantized in both layouts. There is no bias: a head with a bias is not fused.
+    `weight` is quantized by rows and transposed. The gradient of the bias is None, because this
+    function is not used for a head with a bias.
     """
 
     def show_result(kind: GemmKind, result: Tensor) -> None:
@@ -87,7 +91,8 @@ def chunk_loss(
     logits = gemm.matmul("forward", x, weight, _BF16)
     show_result("forward", logits)
     quantizer, te = gemm.quantizer("grad_output", both=True), gemm.engine.te
-    # Under delayed scaling the quantizer has the scale, and its amax is the start of the history.
+    # Under delayed scaling, the quantizer has the scale, and its amax is the first entry of
+    # the amax history.
     delayed = gemm.engine.precision.keeps_history
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None
@@ -95,7 +100,7 @@ def chunk_loss(
         logits, labels, IGNORE, fp8_format(te, quantizer.dtype)[0], amax, scale
     )
     if head_pass.observed.observers:
-        # The logits are used up, so their memory takes the gradient in BF16.
+        # The logits are not needed any more, so their memory is overwritten with the BF16 gradient.
         softmax_loss(logits, labels, IGNORE, with_gradient=True)
         head_pass.show("grad_output", logits)
     del logits

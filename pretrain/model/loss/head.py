@@ -1,23 +1,23 @@
 """The LM head and its loss, computed in chunks of tokens so that all logits never exist at once.
 
 The loss is the SUM of the cross-entropies of all tokens whose label is not -100, an FP32 scalar.
-The caller divides it by the valid tokens of the step over all microbatches and ranks. Labels are
-already shifted: `labels[i]` is the target of token i. In training, a penalty on distributions that
-are not sharp can be added.
+The caller divides it by the number of valid tokens of the step, over all microbatches and ranks.
+Labels are already shifted: `labels[i]` is the target of token i. In training, a penalty on
+next-token distributions that are not sharp can be added.
 
 The logits of one microbatch (32,768 tokens x 151,936 words in BF16) take 9 GiB, so tokens are
 processed in chunks. Gradients are computed in forward, while the logits of a chunk exist. This
-needs three matrix products for each chunk; recomputing the logits in backward would need four.
-Forward keeps tensors of the size of the hidden states and of the weight. Softmax is in FP32, and
-the weight gradient is summed over chunks in FP32.
+needs three matrix products for each chunk. If backward recomputed the logits, four products would
+be needed. From forward to backward, the gradients of the hidden states and of the weight are kept.
+Softmax is in FP32, and the weight gradient is summed over chunks in FP32.
 
-`loss.kind: cce` uses the cut-cross-entropy package instead (Wijmans et al., arXiv:2411.09009). Its
-kernel never writes the logits. It takes even less memory, and it may skip gradient blocks that are
-too small to matter.
+`loss.kind: cce` uses the cut-cross-entropy package instead (Wijmans et al., arXiv:2411.09009). The
+kernel of this package never writes the logits. It takes even less memory, and it may skip gradient
+blocks that are too small to matter.
 
-Otherwise one of three implementations computes the products: torch; a low-precision product, as for
-any linear; or a low-precision product whose softmax writes the gradient in the format of the next
-products (`pretrain.model.loss.fp8_head`).
+With any other `loss.kind`, the products are computed by torch, or by low-precision products as in
+other linear layers. On some GPUs, the softmax between low-precision products also writes the
+gradient of the logits in low precision (`pretrain.model.loss.fp8_head`).
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ from pretrain.precision.searched import add_product_, linear
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
-# Gradients of the summed loss: of hidden states in their dtype, of the weight [vocabulary, hidden]
-# in FP32, and of the bias in FP32 or None. Those of weight and bias are summed over chunks.
+# Buffers for the gradients of the summed loss: the gradient of the hidden states in the dtype of
+# the hidden states, the gradient of the weight [vocabulary, hidden] in FP32, and the gradient of
+# the bias in FP32, or None without a bias. The gradients of weight and bias are summed over chunks.
 Gradients = tuple[Tensor, Tensor, Tensor | None]
-# Logits that the loss in plain torch holds in FP32 at once, whatever the chunk. They take 16 MiB,
-# and the loss needs about three tensors of this size.
+# Maximum number of logits that `Penalty.gradient_` converts to FP32 at a time, for any chunk size.
+# They take 16 MiB, and the method needs about three tensors of this size.
 LOGITS_AT_ONCE = 2**22
 
-# Configuration keys by which some architectures change their logits after the head, with the value
-# that has no effect. Only the head is replaced here, so such a change would be lost.
+# Map configuration keys by which some architectures change their logits after the head to the value
+# that has no effect. `LossHead` replaces only the head, so such a change would be lost.
 _LOGIT_CHANGES = dict.fromkeys(
     ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 )
@@ -60,28 +61,29 @@ _LOGIT_CHANGES |= dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multi
 
 
 def check(config: PretrainedConfig, settings: LossSettings) -> None:
-    """Raise InputError if the loss would be wrong for this model, or cannot run on this machine."""
+    """Raise InputError if the loss would be wrong for this model or cannot run on this machine."""
     if settings.kind == "cce":
         has_package = importlib.util.find_spec("cut_cross_entropy") is not None
         if not (torch.cuda.is_available() and has_package):
             raise InputError(
-                "`loss.kind: cce` needs a CUDA device and cut-cross-entropy "
-                "(requirements-cuda.txt); set it to chunked"
+                "`loss.kind: cce` needs a CUDA device and the package cut-cross-entropy "
+                "(requirements-cuda.txt); set `loss.kind: chunked`"
             )
     for key, neutral in _LOGIT_CHANGES.items():
         value = getattr(config, key, None)
         if value not in (None, neutral):
             raise InputError(
-                f"model: no loss here computes {key}: {value}; name another, or from scratch set "
-                f"it to {json.dumps(neutral)}"
+                f"model: the model changes its logits by `{key}: {value}`, which no loss here "
+                "computes; either choose another model, or, if you train from scratch, set "
+                f"`model.config.{key}: {json.dumps(neutral)}`"
             )
 
 
 class LossHead(nn.Linear):
     """LM head that maps hidden states and labels to the loss.
 
-    Without labels it returns logits, like the head that it replaces. It computes in the dtype of
-    the hidden states, or in the current low precision. The weight may have another dtype.
+    Without labels, it returns logits like the head that it replaces. It computes in the dtype of
+    the hidden states or in the current low precision. The dtype of the weight may be different.
     """
 
     def __init__(
@@ -91,20 +93,26 @@ class LossHead(nn.Linear):
         context: PrecisionContext | None = None,
         name: str = "lm_head",
     ) -> None:
-        """Take the parameters of `linear`, so that a tied weight stays tied.
+        """Create the head with the Parameters of `linear`, so that a tied weight stays tied.
 
-        `name` is the head's in its model. Its Gemms in the precisions of `context` are added later.
+        Args:
+            linear: The head of the transformers model.
+            settings: Settings of the loss and the penalty.
+            context: Precision shared by all low-precision modules. The Gemms of the head for these
+                precisions are added later, by `convert`.
+            name: Name of the head in the model.
         """
         has_bias = linear.bias is not None
         if settings.kind == "cce" and has_bias:
             raise InputError(
-                "`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked"
+                "`loss.kind: cce` does not support a bias, and this model's head has a bias; set "
+                "`loss.kind: chunked`"
             )
         super().__init__(linear.in_features, linear.out_features, bias=has_bias, device="meta")
         self.weight = linear.weight
         self.bias = linear.bias
         self.settings = settings
-        self.chunk = settings.tokens_at_once  # tokens whose logits exist at once
+        self.chunk = settings.tokens_at_once  # maximum number of tokens in a chunk
         self.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
         self.penalty: Penalty | None = None
         if settings.penalty:
@@ -113,15 +121,15 @@ class LossHead(nn.Linear):
         self.train(linear.training)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return logits [..., vocabulary], or with `labels` the summed loss, an FP32 scalar.
+        """Return the summed loss, an FP32 scalar, or logits [..., vocabulary] without `labels`.
 
-        In training the loss includes the penalty. In evaluation it is the cross-entropy. If the
-        weight has a `main_grad` (FP32 or BF16), backward adds the weight gradient to it and returns
-        none.
+        In training, the loss includes the penalty. In evaluation, the loss is the cross-entropy. If
+        the weight has a `main_grad` (FP32 or BF16), backward adds the weight gradient to this
+        `main_grad` and returns no gradient for the weight.
 
         Args:
             hidden: Hidden states [..., hidden].
-            labels: int64 [...], already shifted.
+            labels: Target of each token, int64 [...], or None.
         """
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
@@ -142,7 +150,10 @@ class LossHead(nn.Linear):
         return trained if self.training else parts[0]
 
     def _evaluate(self, hidden: Tensor, labels: Tensor, low: Gemm | None) -> tuple[Tensor, Tensor]:
-        """Return the results of `add_up` without computing gradients."""
+        """Return the results of `add_up`, without computing gradients.
+
+        `low` is the low-precision product, or None.
+        """
         dtype = self.state.context.compute_dtype if low else hidden.dtype
         weight, bias = in_dtype(dtype, self.weight, self.bias)
         linear = self.state if low else F.linear
@@ -156,25 +167,27 @@ class LossHead(nn.Linear):
     def add_up(
         self, losses: Callable[[slice], Tensor], labels: Tensor, low: Gemm | None
     ) -> tuple[Tensor, Tensor]:
-        """Sum the losses of all chunks.
+        """Compute the losses of all chunks and return their sums.
 
         Args:
-            losses: Function from the rows of a chunk to their losses, FP32 [n], or [2, n] with the
-                penalties in the second row.
+            losses: Function that returns the losses of a chunk. The argument is the slice of the
+                chunk's tokens. The result is FP32 [n], or [2, n] with the penalties in the second
+                row.
             labels: int64 [tokens].
             low: Low-precision product, or None.
 
         Returns:
-            The loss to minimize, FP32, and its parts, FP32 [1 or 2]: the sum of cross-entropies
-            and, with a penalty, the sum of penalties without their weight.
+            The loss to minimize, an FP32 scalar, and the parts of this loss, FP32 [1] or [2]. The
+            first part is the sum of cross-entropies. The second part is the sum of penalties, not
+            multiplied by their weight. Without a penalty, it is missing.
         """
         all_losses = torch.empty(
             2 if self.penalty else 1, len(labels), dtype=torch.float32, device=labels.device
         )
         for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
             all_losses[:, rows] = losses(rows)
-        # The FP64 sum of a hundred thousand losses takes little time, and its order does not
-        # matter.
+        # Sum in FP64, so that the order of the sum does not matter. This takes little time even for
+        # a hundred thousand losses.
         parts = all_losses.sum(dim=1, dtype=torch.float64)
         trained = parts[0]
         if self.penalty:
@@ -182,10 +195,10 @@ class LossHead(nn.Linear):
         return trained.float(), parts.float()
 
     def take_parts(self) -> Tensor | None:
-        """Return and reset the sums of cross-entropies and penalties, FP32 [2].
+        """Return the sums of cross-entropies and penalties since the last call, and reset them.
 
-        The penalties are not multiplied by their weight. Return None if there is no penalty, or no
-        forward since the last call.
+        The result is FP32 [2]. The penalties are not multiplied by their weight. Return None if the
+        loss has no penalty, or if there was no forward since the last call.
         """
         parts = self._parts
         self._parts = None
@@ -193,15 +206,15 @@ class LossHead(nn.Linear):
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of cross-entropies, FP32, by the cut-cross-entropy package.
+    """Return the sum of cross-entropies, FP32, computed by the cut-cross-entropy package.
 
-    `hidden` and `weight` have the same dtype.
+    `hidden` [tokens, hidden] and `weight` [vocabulary, hidden] have the same dtype.
     """
     # Imported here because it imports Triton, which is slow.
     from cut_cross_entropy import linear_cross_entropy
 
-    # The kernel does not support batches without labels. It reads the labels back from the device
-    # anyway, so this check costs no additional synchronization.
+    # The kernel does not support a batch in which no token has a label. The kernel waits for the
+    # labels anyway, so this check costs no additional synchronization with the device.
     if not (labels != IGNORE).any():
         return (hidden.sum() * 0 + weight.sum() * 0).float()
     return linear_cross_entropy(
@@ -210,7 +223,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Autograd function that computes the gradients in forward. Backward only scales them."""
+    """Autograd function that computes the gradients in forward. Backward only scales gradients."""
 
     @staticmethod
     def forward(
@@ -222,9 +235,9 @@ class ChunkedLoss(torch.autograd.Function):
         head: LossHead,
         low: Gemm | None,
     ) -> tuple[Tensor, Tensor]:
-        # Gradients are allocated for each microbatch. Keeping them between microbatches would save
-        # no time, and would add to the workspace of the layers' backward at the peak of memory. The
-        # weight gradient is not filled, because the first chunk overwrites it.
+        # Allocate these gradients for each microbatch. Buffers that are kept between microbatches
+        # would save no time, and they would occupy memory when the backward of the layers needs the
+        # most. The weight gradient is not filled with zeros, because the first chunk overwrites it.
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.empty_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -248,7 +261,7 @@ class ChunkedLoss(torch.autograd.Function):
         weight, hidden_dtype = ctx.inputs
         main = getattr(weight, "main_grad", None)
         if main is not None:
-            # Reads both tensors once, and leaves the scale on the device.
+            # This call reads both tensors only once and does not copy the scale to the host.
             main.addcmul_(d_weight, scale.reshape(1))
             d_weight = None
         d_hidden = _scale(d_hidden, scale, hidden_dtype)
@@ -262,11 +275,17 @@ class ChunkedLoss(torch.autograd.Function):
 def _differentiating(
     head: LossHead, low: Gemm | None, dtype: torch.dtype
 ) -> AbstractContextManager[Callable[..., Tensor]]:
-    """Return a context manager around the chunks of one training forward.
+    """Return a context manager in which the chunks of one training forward are computed.
 
-    It yields a function that returns the losses of a chunk and writes its gradients. With `first`
-    the function overwrites the weight gradient, which is uninitialized. `dtype` is that of the
-    hidden states.
+    It yields a function `chunk_loss(hidden, labels, gradients, *, first)`, which returns the losses
+    of a chunk and writes the gradients to the buffers `gradients`. `first` is True for the first
+    chunk, whose weight gradient overwrites the uninitialized buffer. The gradients of other chunks
+    are added.
+
+    Args:
+        head: The head whose loss is computed.
+        low: Low-precision product of the head, or None.
+        dtype: Dtype of the hidden states.
     """
     context = head.state.context
     in_bf16 = context.backend is not None and context.backend.forward_in_bf16
@@ -287,7 +306,7 @@ def _differentiating(
         else:
             logits = linear(hidden, weight, bias)
         losses = token_losses(logits, labels, head.penalty, with_gradient=True)
-        # `logits` now holds their gradient.
+        # The tensor `logits` now contains the gradient of the logits.
         if low:
             d_hidden.copy_(linear_pass.backward(logits, saved, d_weight, overwrite=first)[0])
         else:
@@ -305,14 +324,15 @@ def token_losses(
 ) -> Tensor:
     """Return the cross-entropy of each token, FP32 [n], or [2, n] with penalties in the second row.
 
-    Losses are zero for tokens whose label is ignored.
+    Losses are zero for tokens whose label is ignored. On a GPU, losses without a penalty are
+    computed by a Triton kernel.
 
     Args:
         logits: [n, vocabulary].
         labels: int64 [n].
-        penalty: Penalty to add, or None.
-        with_gradient: Overwrite the logits with their gradient, as `Penalty.gradient_` does. With a
-            penalty they are always overwritten. Without one, a GPU uses a kernel.
+        penalty: Penalty on each token's distribution, or None.
+        with_gradient: True to overwrite the logits with the gradient of the loss, as
+            `Penalty.gradient_` does. With a penalty, the logits are always overwritten.
     """
     if penalty is not None:
         return penalty.gradient_(logits, labels)
@@ -326,10 +346,12 @@ def token_losses(
 
 
 def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[slice]:
-    """Return slices of at most `chunk` tokens, of about equal size.
+    """Return an iterator over slices that split `tokens` tokens into chunks of about equal size.
 
-    Low-precision products need a number of tokens that is a multiple of 16 to 128. A microbatch is
-    such a multiple, and with `low_precision` so are its chunks.
+    A chunk has at most `chunk` tokens, or a few more with `low_precision`. Low-precision products
+    require a number of tokens that is a multiple of 16 to 128, depending on the format. The number
+    of tokens of a microbatch is such a multiple. With `low_precision`, the number of tokens of each
+    chunk is such a multiple too.
     """
     size = math.ceil(tokens / math.ceil(tokens / chunk))
     if low_precision:
@@ -341,18 +363,18 @@ def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[
 def in_dtype(
     dtype: torch.dtype, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias in the dtype of the products.
+    """Return weight and bias in `dtype`, the dtype of the products.
 
-    If the parameters are FP32 and the products BF16, this makes one copy for each call.
+    Parameters with a different dtype are copied in each call.
     """
     return summing_where(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return gradient * scale in `dtype`, in place if the gradient has this dtype.
+    """Return gradient * scale in `dtype`. If the gradient has this dtype, it is scaled in place.
 
-    The scale is reshaped to one dimension, which keeps the product in FP32. A scalar tensor would
-    be rounded to the gradient's BF16 first.
+    The scale is reshaped to one dimension, so that the product is computed in FP32. torch would
+    round a scale without dimensions to the dtype of a BF16 gradient first.
     """
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return torch.mul(gradient, scale.reshape(1), out=out)
@@ -360,23 +382,25 @@ def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 # ── The loss in plain torch, and penalties on distributions that are not sharp ──
 #
-# With p the predicted probabilities of the next token:
+# Let p be the predicted probabilities of the next token. The two kinds of penalty are
 #
-#     non_max_sum    1 - max p          the probability of all words except the likeliest
-#     neg_entropy    -sum p log p       the entropy in nats (not its negative, despite the name)
+#     non_max_sum    1 - max p          the probability of all words except the likeliest word
+#     neg_entropy    -sum p log p       the entropy H in nats (not its negative, despite the name)
 #
-# The loss to minimize is cross-entropy + weight * penalty, over the tokens that have a label. Its
-# gradient with respect to the logits is
+# The loss to minimize is cross-entropy + weight * penalty, summed over the tokens that have a
+# label. The gradient of this loss with respect to the logits is
 #
 #     non_max_sum    p (1 + weight max p) - weight p [likeliest] - [label]
-#     neg_entropy    p (1 - weight (log p + H)) - [label], with the entropy H
+#     neg_entropy    p (1 - weight (log p + H)) - [label]
+#
+# [likeliest] and [label] are 1 at the likeliest word and at the label, and 0 elsewhere.
 
 
 @dataclass(frozen=True)
 class Penalty:
-    """Penalty on the distribution of each token, added to the loss with factor `weight`.
+    """Penalty on the next-token distribution of each token. It is added to the loss times `weight`.
 
-    Without a kind, it is zero.
+    If `kind` is None, the penalty is zero.
     """
 
     kind: PenaltyKind | None = None
@@ -386,8 +410,8 @@ class Penalty:
         """Overwrite the logits with the gradient of cross-entropy + weight * penalty.
 
         Softmax and sums are in FP32 for any dtype of the logits, and the gradient is rounded once,
-        to their dtype. Losses and gradients are zero for tokens whose label is ignored, if their
-        logits are finite.
+        to the dtype of the logits. For tokens whose label is ignored, losses and gradients are zero
+        if the logits are finite.
 
         Args:
             logits: [n, vocabulary].
@@ -401,14 +425,17 @@ class Penalty:
         for some_logits, some_labels, some_losses in zip(
             logits.split(rows), labels.split(rows), losses.split(rows, dim=1), strict=True
         ):
-            scores = some_logits.float()  # the logits themselves if they are FP32
+            scores = some_logits.float()  # not a copy if the logits are FP32
             some_losses.copy_(self._overwrite(scores, some_labels))
             if scores is not some_logits:
                 some_logits.copy_(scores)
         return losses
 
     def _overwrite(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Overwrite FP32 scores with their gradient and return both losses; see `gradient_`."""
+        """Overwrite FP32 `scores` with their gradient, and return cross-entropies and penalties.
+
+        The arguments and the result are those of `gradient_`.
+        """
         ignored = labels == IGNORE
         counted = (~ignored)[:, None].float()
         targets = labels.masked_fill(ignored, 0)[:, None]
@@ -422,8 +449,8 @@ class Penalty:
         p.mul_(total.reciprocal_().mul_(counted))
         penalty = torch.zeros_like(total)
         if self.kind == "neg_entropy":
-            # log p + H equals a score minus the mean of the scores under p. This form loses no
-            # digits if all p are almost equal.
+            # log p + H equals the score minus the mean of all scores weighted by p. This form loses
+            # no digits if all p are almost equal.
             mean = (p * shifted).sum(dim=-1, keepdim=True)
             penalty = log_total - mean
             shifted.sub_(mean).mul_(p).mul_(-self.weight).add_(p)

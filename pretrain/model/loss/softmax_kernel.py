@@ -1,17 +1,18 @@
-"""Triton kernels for softmax cross-entropy and its gradient: one program per token, in two passes.
+"""Triton kernels for softmax cross-entropy and its gradient.
 
-A row of 151,936 BF16 logits does not fit on a multiprocessor. A program reads it once for the
-maximum and the sum of exponentials, and once more to overwrite it with the gradient. The kernel
-that torch.compile generates from the formula takes 1.8 times as long.
+Each program computes one token in two passes, because a row of 151,936 BF16 logits does not fit on
+a multiprocessor. The first pass computes the maximum and the sum of exponentials of the row. The
+second pass overwrites the row with the gradient. The kernel that torch.compile generates from the
+formula takes 1.8 times as long.
 
-If FP8 products follow, the gradient is written as codes, by rows and transposed. The scales are
-known after the first pass: the largest gradient of a token is at its label, because the others sum
-to the same magnitude. Values are rounded to BF16 first, as if the gradient had been written in
-BF16 and then quantized.
+If FP8 products follow, the gradient is written as FP8 codes, by rows and transposed. The scales are
+known after the first pass: the entry of largest magnitude in a token's gradient is the one at its
+label, because all other entries are positive and sum to the same magnitude. Values are rounded to
+BF16 before they are quantized, as if the gradient had been written in BF16.
 
-Each row has its own scale, so that the entry at its label is exact. docs/log.md (21 November 2026)
-has the cost of one scale for all rows. The transpose must have one scale, because its product sums
-over tokens.
+In the codes by rows, each row has a scale, so that the entry at the label is exact. docs/log.md
+(21 November 2026) has the cost of one scale for all rows. The transposed codes must have one scale
+for all tokens, because their product sums over tokens.
 """
 
 from __future__ import annotations
@@ -37,21 +38,24 @@ from pretrain.model.fused.fp8_tile import (
     tensor_scale,
 )
 
-# Logits that a program loads at once, and its warps: the fastest values measured on an H200.
+# Number of logits that a program loads at a time, and its number of warps. These values were the
+# fastest on an H200.
 BLOCK = 4096
 WARPS = 8
-# Tokens and words of a tile of codes, and its warps: the fastest values measured on an H200.
+# Number of tokens and words of a tile of FP8 codes, and its number of warps. These values were the
+# fastest on an H200.
 FP8_TILE = (32, 128)
 FP8_WARPS = 4
 
 
 @triton.jit
 def score_gradient(score, maximum, inverse_total, is_target):
-    """Return softmax - one_hot in FP32. `inverse_total` is the reciprocal of the row's sum.
+    """Return the gradient of the cross-entropy with respect to the scores: softmax - one_hot, FP32.
 
-    The score is taken relative to the maximum. Subtracting the log-sum-exp of large scores would
-    lose too many digits. Compiled without fused multiply-adds, it has the same bits in every
-    kernel.
+    `maximum` is the largest score of the row, and `inverse_total` is the reciprocal of the row's
+    sum of exp(score - maximum). Subtracting the log-sum-exp from large scores instead of the
+    maximum would lose too many digits. The function is compiled without fused multiply-adds, so
+    the result has the same bits in every kernel.
     """
     return tl.exp(score - maximum) * inverse_total - is_target
 
@@ -61,9 +65,10 @@ def _softmax_loss(
     logits,  # [n, vocabulary]; overwritten with the gradient if `with_gradient`
     labels,  # int64 [n]
     losses,  # FP32 [n], written
-    maxima,  # FP32 [n], written: largest scores. This one and the next four are None without codes.
+    # The next five are None if no FP8 codes follow.
+    maxima,  # FP32 [n], written: largest score of each token
     reciprocals,  # FP32 [n], written: reciprocals of the sums of exponentials
-    scales,  # FP32 [n], written: they map the entry at the label to the largest value of `fp8`
+    scales,  # FP32 [n], written: each maps the entry at the label to the largest value of `fp8`
     scales_inv,  # FP32 [n], written: 1 / scales
     amax,  # FP32 [1], raised to the largest magnitude of the gradient
     ignore: tl.constexpr,
@@ -72,13 +77,18 @@ def _softmax_loss(
     with_gradient: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Compute the loss of one token and, on request, its gradient or the scales of its codes."""
+    """Compute the loss of one token.
+
+    With `with_gradient`, also overwrite the logits with the gradient. If `maxima` is given, also
+    write the statistics from which `_softmax_quantized_gradient` computes FP8 codes.
+    """
     token = tl.program_id(0)
-    # 64 bits, because a chunk may have more than 2**31 logits.
+    # Use 64 bits, because a chunk may have more than 2**31 logits.
     row = logits + tl.cast(token, tl.int64) * vocabulary
     label = tl.load(labels + token)
-    # Loaded before the sums, whose barriers order this load before the stores of the second pass.
-    # A label that is out of range gives NaN. Its loss then stops the run.
+    # Load the score of the label before the sums. The barriers of the sums then ensure that this
+    # load precedes the stores of the second pass. For a label that is out of range, the score is
+    # NaN, and the NaN loss stops the run.
     target = tl.load(row + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(
         tl.float32
     )
@@ -89,7 +99,7 @@ def _softmax_loss(
         column = start + tl.arange(0, block)
         scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(scores))
-        # While all scores are -inf, inf - inf would be NaN.
+        # If all scores so far are -inf, subtract 0, because inf - inf would be NaN.
         reference = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * exponential(maximum - reference) + tl.sum(exponential(scores - reference))
         maximum = higher
@@ -134,10 +144,10 @@ def softmax_loss(
         logits: [n, vocabulary], FP32 or BF16, contiguous.
         labels: [n] int64.
         ignore: Label of tokens whose loss and gradient are zero.
-        statistics: The five outputs `maxima` to `amax` of `_softmax_loss`, which the codes of the
-            gradient need.
-        with_gradient: Overwrite the logits with their gradient, softmax - one_hot(label).
-        fp8: Format of the codes, with `statistics`.
+        statistics: Five buffers for the outputs `maxima` to `amax` of `_softmax_loss`, from which
+            the FP8 codes of the gradient are computed. Omit them if no codes follow.
+        with_gradient: True to overwrite the logits with their gradient, softmax - one_hot(label).
+        fp8: Format of the FP8 codes. Required if `statistics` are given.
     """
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
@@ -152,12 +162,12 @@ def softmax_loss(
 
 
 class QuantizedGradient(NamedTuple):
-    """FP8 codes of a gradient by rows and transposed, and the factors that dequantize them."""
+    """FP8 codes of a gradient by rows and transposed, and the factors that dequantize the codes."""
 
     rows: Tensor  # uint8 [n, vocabulary]
     columns: Tensor  # uint8 [vocabulary, n]
-    rows_scale_inv: Tensor  # FP32 [n], one for each row
-    scale_inv: Tensor  # FP32 [1], for `columns`
+    rows_scale_inv: Tensor  # FP32 [n]: one factor for each row of `rows`
+    scale_inv: Tensor  # FP32 [1]: factor for `columns`
 
 
 @triton.jit
@@ -167,8 +177,8 @@ def _softmax_quantized_gradient(
     maxima,  # FP32 [n]
     reciprocals,  # FP32 [n]
     rows_scale,  # FP32 [n]
-    amax,  # FP32 [1]; it gives the scale of the columns if `scale` is None
-    scale,  # FP32 scalar, or None
+    amax,  # FP32 [1]: amax of the gradient, from which the scale of `columns` is computed
+    scale,  # FP32 scalar: scale of `columns`, or None to compute it from `amax`
     rows,  # uint8 [n, vocabulary], written
     columns,  # uint8 [vocabulary, n], written
     scale_inv,  # FP32 [1], written
@@ -211,8 +221,8 @@ def quantized_softmax_gradient(
         ignore: Label of tokens whose loss and gradient are zero.
         fp8: torch.float8_e4m3fn or float8_e5m2.
         amax: FP32 [1], raised to the largest magnitude of the gradient.
-        scale: Scale of the columns, one FP32 value, as in delayed scaling. If it is None, the scale
-            is computed from `amax`, which then must be zero before the call.
+        scale: Scale of the transposed codes under delayed scaling, one FP32 value. If it is None,
+            this scale is computed from `amax`, which must then be zero before the call.
     """
     n, vocabulary = logits.shape
     device = logits.device
@@ -223,8 +233,8 @@ def quantized_softmax_gradient(
     rows = torch.empty((n, vocabulary), dtype=torch.uint8, device=device)
     columns = torch.empty((vocabulary, n), dtype=torch.uint8, device=device)
     scale_inv = torch.empty(1, dtype=torch.float32, device=device)
-    # Tiles must be completely inside. FP8 products take multiples of 16; usual sizes are multiples
-    # of 64.
+    # Tiles must be completely inside of the gradient. FP8 products require sizes that are multiples
+    # of 16, and usual sizes are multiples of 64.
     tile_tokens = math.gcd(n, FP8_TILE[0])
     tile_words = math.gcd(vocabulary, FP8_TILE[1])
     statistics = (maxima, reciprocals, rows_scale, rows_scale_inv, amax)

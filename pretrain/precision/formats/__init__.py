@@ -1,1 +1,4 @@
-"""The precisions, one file each. Each file defines a `Precision` object, named PRECISION."""
+"""The precisions. Each file with a quantized precision defines a `Precision` called PRECISION.
+
+`unquantized` defines FP32 and BF16. `definition` contains the class `Precision`.
+"""

@@ -1,13 +1,16 @@
-"""FP8 E4M3 with one scale for 1x128 values of activations and gradients, and 128x128 of weights."""
+"""FP8 E4M3 with one scale per block.
+
+A block has 1x128 values in activations and gradients, and 128x128 values in weights.
+"""
 
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="block",
-    description="FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for "
-    "128x128 of weights; from sm_100 on Transformer Engine multiplies the same codes as MXFP8, "
-    "each scale written once for 32 values",
+    description="FP8 E4M3 products; one scale for every 1x128 values of activations and gradients, "
+    "and for every 128x128 values of weights; on sm_100 and later, Transformer Engine multiplies "
+    "the same codes by MXFP8 products, which repeat each scale for every 32 values",
     peak="fp8",
     multiple_of=128,
     hardware=Hardware((9, 0), "H100, H200, B200"),
@@ -19,5 +22,5 @@ PRECISION = QuantizedPrecision(
     te_recipe="Float8BlockScaling",
     te_available="is_fp8_block_scaling_available",
     operand_bytes=1 + 4 / 128,
-    weight_bytes=1.0,  # the scale of a square of 128 x 128 is negligible
+    weight_bytes=1.0,  # one scale for 128 x 128 values takes negligible memory
 )

@@ -1,11 +1,14 @@
-"""FP8 with current scaling: one scale a tensor, from its own amax, so a tensor is read twice."""
+"""FP8 with current scaling: one scale per tensor, computed from the amax of the same tensor.
+
+So quantization reads each tensor twice: once for its amax, and once to quantize it.
+"""
 
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="current",
-    description="FP8 products; a scale a tensor, from its own largest value",
+    description="FP8 products; one scale per tensor, from the largest value of the same tensor",
     peak="fp8",
     multiple_of=16,
     options={"fp8_format": "HYBRID"},

@@ -1,8 +1,8 @@
-"""The definition of a precision: all its properties, with the defaults that most precisions share.
+"""The definition of a precision: a class with all properties of a precision and their defaults.
 
-Each precision is one file in this folder. `pretrain.precision.settings` lists them. This file
-imports torch only when a quantizer is made. docs/precision.md ("How a linear computes") has a table
-of the axis along which each operand is quantized.
+The other files in this folder define the precisions. `pretrain.precision.settings` lists all of
+them. This file imports torch only when a quantizer is created. docs/precision.md ("How a linear
+computes") has a table of the axis along which each operand is quantized.
 """
 
 from __future__ import annotations
@@ -16,69 +16,81 @@ from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 if TYPE_CHECKING:
     from torch import Tensor
 
-Role = Literal["input", "weight", "grad_output"]  # of an operand in a linear layer's products
-# The axis of an operand [rows, features] that a product sums along. `rows` are the tokens of an
-# activation and the out_features of a weight.
+# The role of an operand in the products of a linear layer.
+Role = Literal["input", "weight", "grad_output"]
+# The axis of an operand [rows, features] along which a product sums. The rows of an activation or
+# gradient are its tokens. The rows of a weight are its out_features.
 Along = Literal["features", "rows"]
 
-# The resolved settings of a precision: an attribute for each key of `fp8_config`, None for an
-# option that the precision does not take.
+# The settings of a precision: a `LowPrecisionSettings` as its method `resolved` returns it. Options
+# that the precision does not accept are None.
 OptionValues = Any
 
-# (x [rows, features], scale of delayed scaling or None, amax of x or None) -> codes, with the axis
-# of the sum last.
+# A function that quantizes x [rows, features]. Its arguments are x, the scale of delayed scaling or
+# None, and the amax of x or None. The product sums along the last axis of the result.
 Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
 
 
 class Given(NamedTuple):
-    """Arguments of a format's quantizer, beside x."""
+    """All arguments of the function `QuantizedPrecision.quantize` except x."""
 
-    grid: Grid  # of the codes
-    square: bool  # blocks are squares
-    scale: Any  # a Tensor with delayed scaling, else None
-    amax: Tensor | None  # of x, if already computed
-    # Random numbers in [0, 1) for stochastic rounding, FP32, of x's shape. None: round to nearest.
+    # The number format of the codes.
+    grid: Grid
+    # True if a block is a square instead of a row of values.
+    square: bool
+    # The scale, a Tensor, with delayed scaling. Otherwise None.
+    scale: Any
+    # The amax of x if it is already computed. Otherwise None.
+    amax: Tensor | None
+    # Random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. None to round to
+    # the nearest value.
     uniform: Tensor | None
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The values of an operand that share a scale, and the allowed scales. The audit checks both.
+    """The blocks of an operand, and the scales that a block may have. The audit checks both."""
 
-    `least`: the smallest share of the format's maximum that the largest code may have. A scale that
-    is rounded to a power of two can halve the code. A scale from past microbatches guarantees
-    nothing.
-    """
-
+    # The numbers that a scale can be.
     kind: Literal["FP32", "power of two", "E4M3"]
+    # A lower bound for the largest code of a block, divided by the maximum of the format. It is 0.5
+    # if scales are rounded to powers of two, because the rounding can halve the codes. It is 0 if
+    # scales are computed from past microbatches, because the tensor may have become smaller.
     least: float
-    # The number of values along the axis of the sum that share a scale. None: one scale a tensor.
+    # The number of values along the axis of the sum that share a scale. None: all values of the
+    # tensor share one scale.
     block: int | None = None
-    square: bool = False  # `block` rows share the scale too
+    # True if `block` rows share the scale too, so that a block is a square.
+    square: bool = False
 
     def __str__(self) -> str:
         return f"in blocks of {self.block}" if self.block else "tensor-scaled"
 
 
-PLAIN_FORWARD = "_bf16_forward"  # suffix of a precision's name in a phase with `forward: bf16`
+# Suffix of the precision's name in a phase with `forward: bf16`.
+PLAIN_FORWARD = "_bf16_forward"
+# Compute capabilities. FP8 products of Blackwell accept both layouts of an operand, row by row and
+# column by column. FP8 products of Hopper accept only one.
 HOPPER = (9, 0)
-BLACKWELL = (10, 0)  # from this compute capability on, FP8 products read both layouts of operands
+BLACKWELL = (10, 0)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs whose tensor cores multiply in a format, by CUDA compute capability."""
+    """The GPUs that a precision supports, as a range of CUDA compute capabilities."""
 
-    # The lowest supported one. None: no GPU is supported, for the reason in `examples`.
+    # The lowest supported capability. None if no GPU is supported.
     capability: tuple[int, int] | None
+    # Names of supported GPUs. If no GPU is supported, the reason.
     examples: str
-    # The kernels do not support this capability and higher ones yet.
+    # The lowest capability above the range, which the kernels do not support. None: no upper limit.
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
-        """Return the requirement that a device of `capability` (None: no GPU) misses, or None.
+        """Return the requirement that a device does not meet, or None if it meets all.
 
-        Transformer Engine itself reports other requirements, such as a CUDA version.
+        `capability` is the CUDA compute capability of the device, or None for a device that is no
+        GPU. Transformer Engine itself checks further requirements, such as the CUDA version.
         """
         if self.capability is None:
             return f"emulation, because {self.examples}"
@@ -95,92 +107,107 @@ class Hardware:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Precision:
-    """A precision. This class itself is for precisions without quantization."""
+    """A precision without quantization, and the base class of precisions with quantization."""
 
     quantized: ClassVar[bool] = False
 
     name: str
     description: str
-    # The dtype of activations and, without quantization, of products.
+    # The dtype of activations. Without quantization it is also the dtype of the operands.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # Column of the devices' peak table (pretrain.metrics.peaks) for its products.
+    # The peak FLOPS that bound its products: a column of the table in pretrain.metrics.peaks.
     peak: Literal["fp32", "bf16", "fp8", "fp4"]
-    # Both features of a linear layer and the number of tokens must be multiples of this.
+    # in_features, out_features and the number of tokens must be multiples of this.
     multiple_of: int = 1
-    # Forward products are not quantized: a phase with `forward: bf16`.
+    # True in a phase with `forward: bf16`: forward products are not quantized.
     plain_forward: bool = False
-    # Keys of `fp8_config` that the precision takes -> defaults.
+    # Map each option of `fp8_config` that the precision accepts to its default.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def use(self) -> str:
-        """The name in a recipe, the same with and without `forward: bf16`."""
+        """The name of the precision in a recipe, without the suffix of `forward: bf16`."""
         return self.name.removesuffix(PLAIN_FORWARD)
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of a number in `compute_dtype`."""
+        """The number of bytes of one value in `compute_dtype`."""
         return {"float32": 4, "bfloat16": 2}[self.compute_dtype]
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """Return the number of layouts of a quantized operand that a device holds."""
+        """Return the number of layouts in which a device stores a quantized operand.
+
+        It is 0 without quantization. `capability` is the CUDA compute capability of the device.
+        """
         return 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuantizedPrecision(Precision):
-    """A precision with quantized operands. `settings` of all methods are resolved for it."""
+    """A precision with quantized operands.
+
+    The argument `settings` of its methods is always a `LowPrecisionSettings` that was resolved for
+    this precision.
+    """
 
     quantized: ClassVar[bool] = True
 
     hardware: Hardware
     scales: Scaling
-    square_weights: bool = False  # a weight's blocks are squares, which serve both of its products
-    # Quantizes x [rows, features] in blocks along its features.
+    # True if the blocks of a weight are squares. A weight is then quantized once for both of its
+    # products.
+    square_weights: bool = False
+    # Function that quantizes x [rows, features] in blocks along its features.
     quantize: Callable[[Tensor, Given], Quantized]
-    codes: Grid = E4M3  # except of gradients under `fp8_format: HYBRID`
-    keeps_history: bool = False  # scales come from earlier steps, and checkpoints store them
-    # Class in transformer_engine.common.recipe that takes the options. Empty: emulated only.
+    # The number format of the codes. With `fp8_format: HYBRID`, gradients have E5M2 instead.
+    codes: Grid = E4M3
+    # True if scales are computed from earlier microbatches, so that checkpoints must store them.
+    keeps_history: bool = False
+    # The class in transformer_engine.common.recipe that accepts the options. Empty if Transformer
+    # Engine does not have the precision.
     te_recipe: str = ""
-    # Function of Transformer Engine that checks whether the device supports the precision.
+    # The function of Transformer Engine that checks whether the device supports the precision.
     te_available: str = ""
-    # Bytes of a value with its share of the scales, in one of the two layouts that a step reads.
+    # Bytes per value of an operand in one layout, including its share of the scales.
     operand_bytes: float = 1.0
-    weight_bytes: float | None = None  # the same for a weight; None: as other operands
-    # Share of the decoder layers, at the model's end, that stay in BF16 by default.
+    # Bytes per value of a weight in one layout. None: the same as `operand_bytes`.
+    weight_bytes: float | None = None
+    # The share of the decoder layers that stays in BF16 at the end of the model by default.
     keeps_last: float = 0.0
-    # Share of an operand's values that may become zero before the scales count as unfit.
+    # A warning is logged if more than this share of an operand's values becomes zero.
     underflow_limit: float = 0.05
 
     @property
     def block_scaled(self) -> bool:
-        """Return whether each block has a scale."""
+        """Return True if each block has a scale."""
         return self.scales.block is not None
 
     @property
     def tensor_scaled(self) -> bool:
-        """Return whether the tensor has a scale, alone or above the scales of blocks."""
+        """Return True if a tensor has a scale, either alone or in addition to scales of blocks."""
         return self.scales.kind != "power of two"
 
     def grid(self, settings: OptionValues, role: Role) -> Grid:
         """Return the number format of an operand's codes.
 
-        HYBRID gives gradients a larger range and less precision.
+        With `fp8_format: HYBRID` it is E5M2 for gradients, which has a larger range but a lower
+        resolution than E4M3.
         """
         return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else self.codes
 
     def scaling(self, role: Role) -> Scaling:
-        """Return the scaling of an operand in each of its products."""
+        """Return the scaling of an operand. It is the same in both products of the operand."""
         return replace(self.scales, square=self.square_weights and role == "weight")
 
     def serves_both(self, role: Role) -> bool:
-        """Return whether one quantization of an operand serves both of its products."""
+        """Return True if both products of an operand can use the same codes and scales."""
         return not self.block_scaled or self.scaling(role).square
 
     def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
-        """Return whether the softmax can write its gradient as the LM head's operand.
+        """Return True if a fused softmax kernel can quantize the gradient of the logits.
 
-        See pretrain.model.loss.fp8_head. `capability`: the device's, None for Hopper's.
+        pretrain.model.loss.fp8_head contains the kernel. `capability` is the CUDA compute
+        capability of the device. None means Hopper.
         """
         return not (self.block_scaled or self.plain_forward) and (
             capability is None or capability < BLACKWELL
@@ -189,23 +216,27 @@ class QuantizedPrecision(Precision):
     def no_groups_on(
         self, capability: tuple[int, int] | None, settings: OptionValues
     ) -> str | None:
-        """Return why a mixture's experts stay unquantized on a device, or None.
+        """Return the reason why the experts of a mixture stay unquantized on a device, or None.
 
-        torch's grouped product in FP8 takes E4M3 only, with a scale a row. `capability`: the
-        device's, None for Hopper's.
+        torch's grouped FP8 product supports only E4M3, with one scale per row. `capability` is the
+        CUDA compute capability of the device. None means Hopper.
         """
         if self.block_scaled or capability not in (None, HOPPER):
-            return f"no grouped product for experts in {self.name} on this device"
+            return f"this device has no grouped product for experts in {self.name}"
         if settings.fp8_format == "HYBRID":
-            return "the grouped product for experts takes no E5M2: `fp8_config.fp8_format: E4M3`"
+            return (
+                "the grouped product for experts does not support E5M2; set "
+                "`fp8_config.fp8_format: E4M3`"
+            )
         return None
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """Return 1 or 2. `capability`: the device's, None for Hopper's.
+        """Return the number of layouts in which a device stores a quantized operand: 1 or 2.
 
-        If FP8 products read both layouts (Transformer Engine's
-        nvte_is_non_tn_fp8_gemm_supported()), an operand with one scale needs no transpose. Scales
-        of blocks lie along the sum.
+        The result is 1 if FP8 products of the device accept both layouts (Transformer Engine's
+        nvte_is_non_tn_fp8_gemm_supported()) and the operand has no scales of blocks. Otherwise the
+        transpose must be stored too. Blocks extend along the axis of the sum, so the transpose has
+        other blocks. `capability` is the CUDA compute capability of the device. None means Hopper.
         """
         both_ways = capability is not None and (
             BLACKWELL <= capability < (12, 0) or capability >= (13, 0)
@@ -213,10 +244,10 @@ class QuantizedPrecision(Precision):
         return 1 if both_ways and not self.block_scaled else 2
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
-        """Return the quantizer of an operand for products that sum along its features."""
+        """Return the quantizer of an operand for the product that sums along its features."""
         import torch
 
-        # `quantize` takes these modules from the package.
+        # The functions `quantize` use these modules as attributes of the package `quantizers`.
         from pretrain.precision.quantizers import blocks, tensor  # noqa: F401
 
         quantize = self.quantize
@@ -231,25 +262,29 @@ class QuantizedPrecision(Precision):
         return quantized
 
     def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
-        """Return the transform of x^T before it is quantized along rows, or None."""
+        """Return the function that transforms x^T before x is quantized along its rows, or None.
+
+        It is the random Hadamard transform for both operands of the weight gradient's product.
+        """
         from pretrain.precision.quantizers.blocks import hadamard
 
         return hadamard if settings.disable_rht is False and role != "weight" else None
 
     def is_stochastic(self, settings: OptionValues, role: Role) -> bool:
-        """Return whether an operand is rounded stochastically.
+        """Return True if an operand is rounded stochastically.
 
-        Only gradients are, so that the mean of their sum is right. In activations and weights,
-        stochastic rounding would add noise to every forward.
+        This is the case for gradients only. Stochastic rounding preserves the expectation of their
+        sum. For activations and weights, it would add noise to every forward.
         """
         return settings.disable_stochastic_rounding is False and role == "grad_output"
 
     def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
-        """Return the quantizer of an operand for products that sum along `along`.
+        """Return the quantizer of an operand for the product that sums along `along`.
 
-        It is a pure function of tensors. Codes have the axis of the sum last: [rows, features], or
-        [features, rows]. Along rows, where x may be transformed, it ignores `amax`. It raises
-        RuntimeError if blocks do not divide the axis.
+        The quantizer is a pure function of tensors, see `Quantize`. Its result is [rows, features]
+        for a sum along features, and [features, rows] for a sum along rows. For a sum along rows it
+        ignores the argument `amax`, because x may be transformed first. It raises RuntimeError if
+        the length of the axis is not a multiple of the block size.
         """
         quantize = self.along_features(settings, role)
         if along == "features":
@@ -262,7 +297,10 @@ class QuantizedPrecision(Precision):
         )
 
     def operand_kind(self, settings: OptionValues, role: Role, gemm: str | None = None) -> str:
-        """Return the audit's name of an operand in a product, such as "e4m3 in blocks of 128"."""
+        """Return the text in the audit for an operand, such as "e4m3 in blocks of 128".
+
+        `gemm` is the product: forward, dgrad or wgrad. It matters only with `forward: bf16`.
+        """
         if self.plain_forward and gemm == "forward":
             return self.compute_dtype
         return f"{self.grid(settings, role).name.lower()} {self.scales}"

@@ -1,6 +1,6 @@
-"""FP8 with delayed scaling: one scale a tensor, from the amaxes of past microbatches.
+"""FP8 with delayed scaling: one scale per tensor, computed from the amaxes of past microbatches.
 
-`pretrain.precision.delayed_state` keeps the amaxes.
+`pretrain.precision.delayed_state` stores these amaxes.
 """
 
 from pretrain.precision import quantizers
@@ -8,7 +8,7 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="delayed",
-    description="FP8 products; a scale a tensor, from the largest values of past microbatches",
+    description="FP8 products; one scale per tensor, from the largest values of past microbatches",
     peak="fp8",
     multiple_of=16,
     options={

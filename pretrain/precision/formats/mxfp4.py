@@ -1,11 +1,14 @@
-"""MXFP4: FP4 with a power-of-two scale for 32 values (OCP Microscaling Formats v1.0), emulated.
+"""MXFP4: FP4 with one power-of-two scale for every 32 values (OCP Microscaling Formats v1.0).
 
-The scale brings a block's largest value between 3 and 6, the maximum of E2M1, so no value
-saturates. MXFP4 needs the two methods of NVFP4 even more:
+No library computes MXFP4 products, so they are emulated. The scale maps the largest value of a
+block to a value between 3 and 6. As 6 is the maximum of E2M1, no value saturates. MXFP4 uses the
+same two methods as NVFP4, and needs them even more:
 
-* Gradients are rounded stochastically. Their mean is right, because no value saturates.
-* A random Hadamard transform spreads both operands of the weight gradient. A transform of 16 values
-  multiplies by 1/4, which is exact in BF16. A transform of 32 values, the block size, would not be.
+* Gradients are rounded stochastically. The expectation of a rounded gradient is the gradient,
+  because no value saturates.
+* Both operands of the weight gradient's product are multiplied by a random Hadamard transform,
+  which spreads outliers over 16 values. This transform multiplies by 1/4, which is exact in BF16. A
+  transform of 32 values, the block size, would multiply by a number that is not exact in BF16.
 """
 
 from pretrain.precision import quantizers
@@ -13,16 +16,17 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="mxfp4",
-    description="FP4 products; a power-of-two scale for every 32 values (OCP Microscaling); "
+    description="FP4 products; one power-of-two scale for every 32 values (OCP Microscaling); "
     "emulated only",
     peak="fp4",
     multiple_of=32,
     options={"disable_rht": False, "disable_stochastic_rounding": False},
-    hardware=Hardware(None, "no release of Transformer Engine offers it"),
+    hardware=Hardware(None, "no release of Transformer Engine offers this precision"),
     scales=Scaling("power of two", 0.5, 32),
     codes=quantizers.E2M1,
     quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid, uniform=given.uniform),
     operand_bytes=1 / 2 + 1 / 32,
-    # A run with an underflow of 55 % trained. The same run in NVFP4 had 38 %.
+    # A run in which 55 % of an operand's values became zero still trained. In NVFP4, 38 % of the
+    # values became zero in the same run.
     underflow_limit=0.75,
 )

@@ -1,11 +1,11 @@
-"""MXFP8: FP8 with a power-of-two scale for every 32 values (OCP Microscaling Formats v1.0)."""
+"""MXFP8: FP8 with one power-of-two scale for every 32 values (OCP Microscaling Formats v1.0)."""
 
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="mxfp8",
-    description="FP8 products; a power-of-two scale for every 32 values (OCP Microscaling)",
+    description="FP8 products; one power-of-two scale for every 32 values (OCP Microscaling)",
     peak="fp8",
     multiple_of=32,
     options={"fp8_format": "E4M3"},

@@ -1,7 +1,8 @@
-"""NVFP4: FP4 with an E4M3 scale for 16 values and an FP32 scale a tensor; weights in 16x16 squares.
+"""NVFP4: FP4 with one E4M3 scale per block and one FP32 scale per tensor.
 
-The last layers stay in BF16, as in other NVFP4 trainings: torchtitan keeps 15 % of the layers,
-Megatron Bridge 4 of 32.
+A block has 16 values in activations and gradients, and 16x16 values in weights. By default, the
+last 15 % of the layers stay in BF16. torchtitan also keeps 15 % of the layers in BF16 when it
+trains in NVFP4, and Megatron Bridge keeps 4 of 32 layers.
 """
 
 from pretrain.precision import quantizers
@@ -9,15 +10,15 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="nvfp4",
-    description="FP4 products; an E4M3 scale for every 16 values under a scale a tensor",
+    description="FP4 products; one E4M3 scale for every 16 values and one FP32 scale per tensor",
     peak="fp4",
-    # Not 16, the block size: a row of codes must be a multiple of 16 bytes, with two codes a byte,
-    # in both layouts.
+    # The block size, 16, would not suffice: in both layouts, a row of codes must take a multiple of
+    # 16 bytes, and two codes take one byte.
     multiple_of=32,
     options={"disable_rht": False, "disable_stochastic_rounding": False},
     hardware=Hardware((10, 0), "B200, GB200"),
-    # An E4M3 scale is off by at most 1/17, so the largest value lies between 5.6 and 6.4.
-    # Stochastic rounding may make it 4.
+    # Rounding a scale to E4M3 changes it by at most 1/17. So the largest value of a block, divided
+    # by its scale, lies between 5.6 and 6.4. Stochastic rounding can round it down to 4.
     scales=Scaling("E4M3", 4 / 6, 16),
     square_weights=True,
     codes=quantizers.E2M1,
@@ -28,7 +29,7 @@ PRECISION = QuantizedPrecision(
     te_available="is_nvfp4_available",
     operand_bytes=1 / 2 + 1 / 16,
     keeps_last=0.15,
-    # Training works with an underflow of 45 % of a gradient, because stochastic rounding keeps the
-    # mean right.
+    # Training works although 45 % of a gradient's values become zero, because stochastic rounding
+    # preserves the expectation of each value.
     underflow_limit=0.6,
 )

@@ -1,13 +1,13 @@
-"""FP32 and BF16: products of unquantized operands.
+"""FP32 and BF16, the precisions that do not quantize operands.
 
-Under BF16, FP32 weights are cast to BF16 working copies at each use.
+In BF16, weights that are stored in FP32 are cast to BF16 copies before they are multiplied.
 """
 
 from pretrain.precision.formats.definition import Precision
 
 FP32 = Precision(
     name="fp32",
-    description="FP32 products; the reference that every other precision is compared with",
+    description="FP32 products; the reference for comparisons with all other precisions",
     compute_dtype="float32",
     peak="fp32",
 )

@@ -1,7 +1,7 @@
 """Arithmetic of low-precision formats: the grid of values of a format, and quantized tensors.
 
-`tensor` rounds to a grid and scales whole tensors. `blocks` scales blocks. This file does not
-import torch.
+`tensor` rounds values to a grid and quantizes with one scale per tensor. `blocks` quantizes with
+one scale per block. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """A binary format with subnormals: its sign, mantissa bits and range of exponents."""
+    """A binary floating-point format with a sign and subnormals, as the set of its values."""
 
     name: str
     mantissa_bits: int
-    min_exponent: int  # of the smallest normal value
+    min_exponent: int  # the exponent of the smallest normal value
     maximum: float  # the largest finite value
 
 
@@ -32,33 +32,44 @@ E2M1 = Grid("E2M1", mantissa_bits=1, min_exponent=0, maximum=6.0)
 
 @dataclass(frozen=True)
 class Quantized:
-    """x ~= codes * block_scale * tensor_scale, all FP32.
+    """A quantized tensor x. x is approximately codes * block_scale * tensor_scale, all in FP32.
 
-    The scales decode. A matrix product can take the tensor scale out of its sum. It must apply
-    block scales inside of the sum.
+    A matrix product can multiply its result by the tensor scale. It must multiply by block scales
+    inside of its sum, because they vary along the sum.
     """
 
-    codes: Tensor  # values of `grid`, the shape of x
-    # The scale of each value's block, broadcastable to x. The scalar 1 without blocks.
+    # Values of `grid`, in the shape of x.
+    codes: Tensor
+    # For each value, the scale of its block, broadcastable to x. The scalar 1 if the format has no
+    # blocks.
     block_scale: Tensor
-    tensor_scale: Tensor  # scalar; 1 if only blocks are scaled
+    # A scalar. 1 if the format has only scales of blocks.
+    tensor_scale: Tensor
     grid: Grid
 
     @property
     def operand(self) -> Tensor:
-        """The factor of a product, FP32, of x's shape.
+        """The codes, multiplied by the scales of their blocks, FP32, in the shape of x.
 
-        It is exact in BF16 too, if block scales are powers of two or lie on a grid.
+        The values can be represented in BF16 exactly if block scales are powers of two or E4M3
+        values.
         """
         return self.codes * self.block_scale
 
     def dequantize(self) -> Tensor:
-        """Return the decoded values, FP32, of x's shape."""
+        """Return the values that the quantized tensor represents, FP32, in the shape of x."""
         return self.operand * self.tensor_scale
 
     def t(self) -> Quantized:
-        """Return the quantized x^T. The scales must serve x^T too."""
-        blocks = self.block_scale
+        """Return the transpose with the same codes and scales.
+
+        It is a valid quantization of x^T only if the format has one scale per tensor or square
+        blocks.
+        """
+        block_scale = self.block_scale
         return Quantized(
-            self.codes.t(), blocks.t() if blocks.dim() else blocks, self.tensor_scale, self.grid
+            self.codes.t(),
+            block_scale.t() if block_scale.dim() else block_scale,
+            self.tensor_scale,
+            self.grid,
         )

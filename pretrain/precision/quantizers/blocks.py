@@ -1,10 +1,11 @@
-"""Quantizers with a scale a block: FP8 in blocks of 128, the MX formats and NVFP4.
+"""Quantizers with one scale per block: FP8 in blocks of 128, the MX formats and NVFP4.
 
-Also the Hadamard transform, which FP4 formats apply before they quantize.
+This file also contains the Hadamard transform, which FP4 formats apply before they quantize.
 
-torch.compile makes one loop of a quantizer, from reading a block over its amax to writing the
-operand. Joining the blocks before the last step, or splitting the last dimension of a transposed
-tensor, would make two loops, which can double the time on a GPU.
+torch.compile compiles a quantizer to a single loop, which reads a block, computes its amax, and
+writes the operand. The code must not join the blocks before the last step, and must not split the
+last dimension of a transposed tensor. Either of these would result in two loops, which can double
+the time on a GPU.
 """
 
 from __future__ import annotations
@@ -25,24 +26,32 @@ from pretrain.precision.quantizers.tensor import (
     scale_from_amax,
 )
 
-FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK = 128, 32, 16  # values that share a scale
-HADAMARD_BLOCK = 16  # values that one transform mixes
-SMALLEST, LARGEST = 0, 254  # E8M0 bytes: 2^-127 and 2^127; 255 is NaN
-# Bits of 2^-127, a subnormal of FP32.
+# The number of values along the axis of the sum that share a scale.
+FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK = 128, 32, 16
+# The number of values that one Hadamard transform mixes.
+HADAMARD_BLOCK = 16
+# The E8M0 bytes of the scales 2^-127 and 2^127. The byte 255 is NaN.
+SMALLEST, LARGEST = 0, 254
+# The bits of 2^-127, half of the smallest normal value, as an FP32 subnormal.
 HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)
-NVFP4_MAXIMUM = E2M1.maximum * E4M3.maximum  # the largest code times the largest block scale
-# Transformer Engine's signs of the transform, bit i for value i of a block:
-# + + + - + - - - - - - + - + - -
+# The largest code times the largest block scale.
+NVFP4_MAXIMUM = E2M1.maximum * E4M3.maximum
+# The signs that Transformer Engine multiplies a block of values by before the Hadamard transform.
+# Bit i is set if the sign of value i is negative: + + + - + - - - - - - + - + - -
 NEGATIVE = 0b1101_0111_1110_1000
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of tensors [..., m, n]: `size` values along the last dimension, or squares.
+    """The way in which a tensor [..., m, n] is split into blocks.
 
-    A split tensor is [..., m, n / size, size], or [..., m / size, size, n / size, size] for
-    squares. A tensor that is the transpose of a contiguous one (`transposed`) is split as
-    [..., n / size, size, m].
+    size: the number of values of a block along the last dimension, n.
+    two_dimensional: True if blocks are squares, which also have `size` values along m.
+    transposed: True if the tensor is the transpose of a contiguous tensor.
+
+    A split tensor is [..., m, n / size, size]. It is [..., n / size, size, m] if `transposed`, and
+    [..., m / size, size, n / size, size] if `two_dimensional`. If both are set, the transpose of
+    the tensor is split into squares.
     """
 
     size: int
@@ -55,20 +64,26 @@ class Blocks:
 
     @property
     def within(self) -> tuple[int, ...]:
-        """The dimensions of a split tensor inside of a block. Reduce over them with keepdim."""
+        """The dimensions of a split tensor that lie inside of a block.
+
+        A reduction over them with keepdim returns one value per block.
+        """
         if self.two_dimensional:
             return -3, -1
         return (-2,) if self.transposed else (-1,)
 
     def split(self, x: Tensor) -> Tensor:
-        """Return a view of x, split into blocks. Raise RuntimeError if `size` does not divide."""
+        """Return a view of x that is split into blocks.
+
+        Raise RuntimeError if a dimension to be split is not a multiple of `size`.
+        """
         rows = x.mT if self.transposed else x
         if self.two_dimensional:
             return rows.unflatten(-1, (-1, self.size)).unflatten(-3, (-1, self.size))
         return rows.unflatten(self.within[0], (-1, self.size))
 
     def join(self, split: Tensor) -> Tensor:
-        """Undo `split`."""
+        """Return the tensor [..., m, n] for a tensor that `split` has split into blocks."""
         if self.two_dimensional:
             split = split.flatten(-2).flatten(-3, -2)
         else:
@@ -83,9 +98,14 @@ class Blocks:
         uniform: Tensor | None = None,
         tensor_scale: Tensor | None = None,
     ) -> BlockQuantized:
-        """Round split values that are `scaled` to the grid. `scale` decodes a block; both FP32.
+        """Round values to `grid` and return the quantized tensor.
 
-        Round to nearest even, or stochastically by `uniform`, FP32 in [0, 1), of the unsplit shape.
+        scaled: the values to round, split into blocks, FP32. They are already divided by the scale
+            of their block and by the tensor scale.
+        scale: the scale of each block, FP32, broadcastable to `scaled`.
+        uniform: random numbers in [0, 1) for stochastic rounding, FP32, not split into blocks. If
+            None, round to the nearest value, ties to even.
+        tensor_scale: a scalar, by default 1.
         """
         codes = (
             round_to_grid(scaled, grid)
@@ -107,32 +127,42 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockQuantized(Quantized):
-    """A quantized tensor that keeps its blocks."""
+    """A quantized tensor that also stores its codes and scales split into blocks."""
 
     blocks: Blocks
     split_codes: Tensor
-    split_scale: Tensor  # broadcastable to `split_codes`
+    # One scale for each block, broadcastable to `split_codes`.
+    split_scale: Tensor
 
     @property
     def scales(self) -> Tensor:
-        """A view of a matrix's scales: [rows, blocks], or [rows / size, blocks] for squares."""
-        one_a_block = self.split_scale.squeeze(self.blocks.within)
-        return one_a_block.mT if self.blocks.transposed else one_a_block
+        """A view of the scales of a matrix, one for each block.
+
+        It is [rows, blocks], or [rows / size, blocks] if blocks are squares.
+        """
+        block_scales = self.split_scale.squeeze(self.blocks.within)
+        return block_scales.mT if self.blocks.transposed else block_scales
 
     def operand_in(self, dtype: torch.dtype) -> Tensor:
-        """Return `operand` in `dtype`, rounded before the blocks are joined."""
+        """Return `operand` in `dtype`. The cast comes before the blocks are joined.
+
+        In this order, torch.compile compiles a single loop.
+        """
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
 
 def quantize_fp8(x: Tensor, grid: Grid, *, two_dimensional: bool) -> BlockQuantized:
-    """Quantize x [rows, columns] to FP8 in blocks of 1 x 128 along its columns, or of 128 x 128.
+    """Quantize x [rows, columns] to FP8 with one scale per block.
 
-    x has any float dtype and strides. This is Transformer Engine's block scaling, and the layout of
-    DeepSeek-V3's training (arXiv:2412.19437, section 3.3). A block's scale is the one of current
-    scaling, from the block's amax, rounded down to a power of two. If the scale would overflow,
-    because all values are tiny, it is the largest value of x's dtype (compute_scale_from_types in
-    TE's common/recipe/recipe_common.cuh). Raise RuntimeError if 128 does not divide a blocked
-    dimension.
+    A block has 1 row and 128 columns, or 128 rows and 128 columns if `two_dimensional`. x has any
+    float dtype and strides. Raise RuntimeError if the number of columns, or for squares also the
+    number of rows, is not a multiple of 128.
+
+    This is Transformer Engine's block scaling. DeepSeek-V3 was trained with the same blocks
+    (arXiv:2412.19437, section 3.3). The scale is computed from the amax of the block, as in current
+    scaling, and rounded down to a power of two. If all values of a block are so small that the
+    scale would overflow, the scale is the largest value of x's dtype (compute_scale_from_types in
+    TE's common/recipe/recipe_common.cuh).
     """
     blocks = Blocks.of(x, FP8_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
@@ -142,27 +172,35 @@ def quantize_fp8(x: Tensor, grid: Grid, *, two_dimensional: bool) -> BlockQuanti
 
 
 def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> BlockQuantized:
-    """Quantize x [..., n] to `grid` with a power of two for every 32 values of the last dimension.
+    """Quantize x [..., n] to an MX format: one power-of-two scale for every 32 values along n.
 
-    See OCP Microscaling Formats v1.0, section 5.2. x has any float dtype and strides. Codes are
-    rounded to nearest even, or stochastically by `uniform`, FP32 in [0, 1), of x's shape. Raise
-    RuntimeError if 32 does not divide n. `operand` is exact in BF16 unless a block's amax is below
-    2^-100 or rounds up to 2^128.
+    x: any float dtype and strides.
+    grid: the number format of the codes.
+    uniform: random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. If None,
+        codes are rounded to the nearest value, ties to even.
 
-    A block's scale is an E8M0 byte, a biased exponent from 2^-127 to 2^127. By Transformer Engine's
-    rule it is the smallest power of two that brings the block's amax within the grid. The OCP
-    specification suggests the exponent of amax less the exponent of the grid's maximum. That
-    saturates some values, and training can diverge (Mishra et al., arXiv:2506.08027). A block of
-    zeros gets the smallest scale. An infinity gets 2^127 and an infinite operand. A NaN stays NaN
-    and does not count for the scale.
+    Raise RuntimeError if n is not a multiple of 32. See OCP Microscaling Formats v1.0, section 5.2.
+
+    A scale is stored as an E8M0 byte, the biased exponent of a power of two from 2^-127 to 2^127.
+    As in Transformer Engine, the scale is the smallest power of two for which the values of the
+    block, divided by the scale, do not exceed the maximum of the grid. The OCP specification
+    proposes a smaller scale. Its exponent is the exponent of the block's amax minus the exponent of
+    the grid's maximum. With this scale, some values saturate, and training can diverge (Mishra et
+    al., arXiv:2506.08027).
+
+    The scale of a block of zeros is 2^-127. The scale of a block with an infinity is 2^127, and the
+    operand contains an infinity. NaN stays NaN and does not influence the scale. `operand` can be
+    represented in BF16 exactly, unless the amax of a block is below 2^-100 or is rounded up to
+    2^128.
     """
     blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
     split = blocks.split(x)
     amax = absolute_maximum(split, blocks.within, keepdim=True)
-    # as `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh
+    # This is `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh.
     bits = (amax * (1.0 / grid.maximum)).view(torch.int32)
     exponent, mantissa = bits >> FP32_MANTISSA_BITS, bits & ((1 << FP32_MANTISSA_BITS) - 1)
-    # The mantissa up to which the exponent alone is the exact scale.
+    # Round up to the next power of two: increment the exponent if the mantissa is larger than this
+    # limit. The limit is 0, except for subnormals, where the exponent 0 stands for 2^-127.
     exact = torch.where(exponent == 0, HALF_OF_SMALLEST_NORMAL, 0)
     exponent = (exponent + (mantissa > exact).int()).clamp(max=LARGEST)
     return blocks.quantized(
@@ -171,10 +209,10 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
-    """Return 2 ** (biased - 127) in FP32, for biased exponents from 0 to 254.
+    """Return 2 ** (biased - 127) in FP32, for int32 biased exponents from 0 to 254.
 
-    It is made from bits, because exp2 flushes 2^-127 to zero on GPUs. A block with a scale of zero
-    would be lost.
+    The result is built from bits, because exp2 returns zero instead of 2^-127 on GPUs. With a scale
+    of zero, all values of the block would become zero.
     """
     bits = torch.where(biased == SMALLEST, HALF_OF_SMALLEST_NORMAL, biased << FP32_MANTISSA_BITS)
     return bits.view(torch.float32)
@@ -183,17 +221,22 @@ def _power_of_two(biased: Tensor) -> Tensor:
 def quantize_nvfp4(
     x: Tensor, *, two_dimensional: bool, uniform: Tensor | None = None, amax: Tensor | None = None
 ) -> BlockQuantized:
-    """Quantize x [..., n] to NVFP4: E2M1 codes, an E4M3 scale for 16 values, one FP32 scale.
+    """Quantize x [..., n] to NVFP4: E2M1 codes, one E4M3 scale per block, one FP32 tensor scale.
 
-    x has any float dtype and strides. Blocks are 16 values along the last dimension, or 16x16 over
-    the last two. Rounds to nearest even, or stochastically by `uniform`, FP32 in [0, 1), of x's
-    shape. `amax`: the tensor's largest magnitude, a scalar, if already computed. Raise RuntimeError
-    if a blocked dimension is no multiple of 16.
+    x: any float dtype and strides.
+    two_dimensional: a block has 16 x 16 values of the last two dimensions. If False, a block has 16
+        values of the last dimension.
+    uniform: random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. If None,
+        codes are rounded to the nearest value, ties to even.
+    amax: the largest absolute value of x, a scalar. If None, it is computed.
 
-    The tensor scale, amax / 2688, brings the largest block scale to E4M3's maximum. Codes are
-    relative to the rounded block scale. The order of steps is the one of Transformer Engine's
-    NVFP4QuantizerRef: the same formulas in another order give other codes. The operand has at most
-    6 significant bits, so it is exact in BF16. A NaN or an infinity appears in the tensor scale.
+    Raise RuntimeError if a dimension that is split into blocks is not a multiple of 16.
+
+    The tensor scale is amax / 2688, so that the largest block scale is the maximum of E4M3. Values
+    are divided by the block scale after it is rounded to E4M3. The steps have the same order as in
+    Transformer Engine's NVFP4QuantizerRef, because the same formulas in another order would result
+    in other codes. The operand has at most 6 significant bits, so BF16 represents it exactly. If x
+    contains NaN or an infinity, the tensor scale is not finite.
     """
     amax = (x.abs().amax() if amax is None else amax).float()
     blocks = Blocks.of(x, NVFP4_BLOCK, two_dimensional=two_dimensional)
@@ -202,13 +245,14 @@ def quantize_nvfp4(
 
     tensor_encode = scale_from_amax(amax, NVFP4_MAXIMUM)
     exact_scale = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
-    # Zero for a block far below the tensor's amax. Its values are lost, whatever the codes.
+    # The scale of a block is rounded to zero if its values are far below the amax of the tensor.
+    # All values of the block then become zero.
     block_scale = round_to_grid(exact_scale, E4M3)
-    # Not infinity, but the largest FP32 number, so that zeros are encoded as zeros.
+    # Clamp an infinite scale to the largest FP32 number, because zero times infinity would be NaN.
     encode_scale = decode_scale(block_scale * decode_scale(tensor_encode)).clamp(max=FP32_MAX)
 
     scaled = split.float() * encode_scale
-    # -0.0 becomes 0.0. A value that rounds to zero keeps its sign.
+    # Replace -0.0 by 0.0. Other values that are rounded to zero keep their sign.
     scaled = torch.where(scaled == 0, 0.0, scaled)
     return blocks.quantized(
         scaled, block_scale, E2M1, uniform, tensor_scale=(amax.double() / NVFP4_MAXIMUM).float()
@@ -218,24 +262,26 @@ def quantize_nvfp4(
 def hadamard(x: Tensor) -> Tensor:
     """Multiply each block of 16 values along the last dimension of x by `hadamard_matrix`.
 
-    Shape and dtype stay. An outlier is spread over its block, so it no longer sets the scale for 15
-    small neighbours. The transform is orthogonal: if both operands are transformed, their product
-    stays the same up to rounding. BF16 is summed in FP32 and rounded once, as in Transformer
-    Engine's reference and kernels. Raise RuntimeError if n is no multiple of 16.
+    The result has the shape and dtype of x. The transform spreads an outlier over the 16 values of
+    its block. Without the transform, the outlier would determine the scale of 15 small values. The
+    transform is orthogonal, so the product of two transformed operands is the same as before, up to
+    rounding. BF16 products are summed in FP32 and rounded once, as in Transformer Engine's
+    reference and kernels. Raise RuntimeError if the last dimension is not a multiple of 16.
     """
     orthogonal = hadamard_matrix(x.dtype, x.device)
-    # A transposed x, such as x.t(), is multiplied from the left, which needs no copy.
+    # If x is a transposed view, multiply the underlying tensor from the left, which needs no copy.
     if x.dim() > 1 and x.stride(-1) != 1:
         return (orthogonal.t() @ x.mT.unflatten(-2, (-1, HADAMARD_BLOCK))).reshape(x.mT.shape).mT
     return (x.unflatten(-1, (-1, HADAMARD_BLOCK)) @ orthogonal).reshape(x.shape)
 
 
 def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the transform's matrix [16, 16], exact in any dtype.
+    """Return the matrix [16, 16] of the Hadamard transform. It is exact in any dtype.
 
-    It is a diagonal of signs, times Sylvester's Hadamard matrix, times 1/4. Entry (i, j) of
-    Sylvester's matrix is -1 if i and j share an odd number of bits. The matrix is computed on the
-    device, because a compiled function would copy a constant there at each call.
+    It is the product of a diagonal matrix of signs (NEGATIVE), Sylvester's Hadamard matrix, and
+    1/4. The entry (i, j) of Sylvester's matrix is -1 if the bitwise AND of i and j has an odd
+    number of ones, and 1 otherwise. The matrix is computed on the device, because a compiled
+    function would copy a constant to the device in each call.
     """
     index = torch.arange(HADAMARD_BLOCK, device=device)
     odd = index[:, None] & index

@@ -1,15 +1,16 @@
-"""Rounding to a format's grid, and FP8 with one scale a tensor: current and delayed scaling.
+"""Rounding to a format's grid, and FP8 with one scale per tensor: current and delayed scaling.
 
-Rounded values are FP32. A torch.float8 cast is not used, because its result beyond the maximum
-changed between versions.
+Rounded values are returned in FP32. Values are not cast to torch's float8 dtypes, because the
+result of such a cast for values beyond the maximum changed between versions of torch.
 
-Between two powers of two, the values of a format lie one quantum apart. The quantum is a power of
-two that follows from the exponent bits of x. Below the smallest normal value the quantum stays
-constant: these values are the subnormals.
+Between two neighbouring powers of two, the values of a format have a constant distance, the
+quantum. The quantum is a power of two, which can be computed from the exponent bits of x. Below the
+smallest normal value, for subnormals, the quantum stays constant.
 
-Divisions are made in FP64 and rounded to FP32. For a quotient of two FP32 values this gives the
-bits of an FP32 division rounded to nearest (53 bits are more than twice 24). It does so in compiled
-GPU kernels too, where FP32 division is approximate.
+Divisions are computed in FP64 and rounded to FP32. For two FP32 operands, the result has the same
+bits as an FP32 division that rounds to nearest, because FP64 has more than twice as many mantissa
+bits (53) as FP32 (24). This is also true in compiled GPU kernels, where FP32 division is only
+approximate.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor
 from pretrain.precision.quantizers import Grid, Quantized
 
 FP32_MANTISSA_BITS = 23
-FP32_EXPONENT = 0xFF << FP32_MANTISSA_BITS
-# Minus the bits of a power of two, this gives the bits of its reciprocal.
+FP32_EXPONENT = 0xFF << FP32_MANTISSA_BITS  # mask of the exponent bits
+# This integer minus the bits of a power of two is equal to the bits of its reciprocal.
 TWICE_THE_BIAS = 2 * 127 << FP32_MANTISSA_BITS
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -31,23 +32,27 @@ FP32_MAX = torch.finfo(torch.float32).max
 def round_to_grid(x: Tensor, grid: Grid) -> Tensor:
     """Round x, FP32 of any shape, to the nearest value of `grid`, ties to even. Return FP32.
 
-    Values beyond the maximum, and infinities, become the maximum, as in the GPU's saturating
-    conversions (PTX cvt.satfinite). NaN stays NaN, even if the format has none. The sign of zero is
-    kept.
+    Values beyond the maximum of the grid, and infinities, become the maximum with their sign, as in
+    the GPU's saturating conversions (PTX cvt.satfinite). NaN stays NaN, even if the format has no
+    NaN. Zeros keep their sign.
     """
     x, quantum, per_quantum = _in_quanta(x, grid)
     return torch.round(x * per_quantum) * quantum
 
 
 def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
-    """Round x, FP32, to one of the two values of `grid` around it, so that the expectation is x.
+    """Round x, FP32 of any shape, stochastically to `grid`. Return FP32.
 
-    Take the value farther from zero where `uniform`, FP32 in [0, 1) of x's shape, is below the
-    position of x between the two values. Values of the grid, NaN and values beyond the maximum are
-    rounded as by `round_to_grid`. Return FP32.
+    A value between two neighbours in the grid is rounded to one of them. Its expectation is the
+    value itself. It is rounded away from zero if its random number in `uniform` is below its
+    relative distance from the neighbour that is closer to zero. Values of the grid, NaN, and values
+    beyond the maximum have the same results as in `round_to_grid`.
+
+    uniform: random numbers in [0, 1), FP32, in the shape of x.
     """
     x, quantum, per_quantum = _in_quanta(x, grid)
-    # Round the magnitude: for a tiny negative x, 1 - tiny would be 1.
+    # Round magnitudes instead of signed values. The floor of a tiny negative value would be -1, and
+    # its distance from -1 would be rounded to 1, so the value could never be rounded to -1.
     magnitude = x.abs() * per_quantum
     lower = magnitude.floor()
     rounded = lower + (uniform < magnitude - lower).float()
@@ -55,11 +60,11 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
 
 
 def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """Return saturated x, the quantum at each x, and its reciprocal.
+    """Return three FP32 tensors: saturated x, the quantum at each x, and the quanta's reciprocals.
 
-    Quantum and reciprocal are powers of two, so multiplying by them is exact. Both are computed
-    from the bits of x, because compilers for GPUs approximate FP32 divisions. They are infinite for
-    NaN.
+    Quanta and reciprocals are powers of two, so multiplying by them is exact. They are computed
+    from the bits of x, because compilers for GPUs approximate FP32 divisions. If x is NaN, they are
+    not finite.
     """
     x = x.float().clamp(-grid.maximum, grid.maximum)
     power = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)
@@ -68,9 +73,9 @@ def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def absolute_maximum(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -> Tensor:
-    """Return the amax over `dim`, or of all of x, FP32.
+    """Return the largest absolute value of x, in FP32, along `dim` or over all dimensions.
 
-    NaN does not count: TE's kernels use fmaxf.
+    NaN is ignored, as in TE's kernels, which use fmaxf.
     """
     return x.abs().nan_to_num(0.0, torch.inf).amax(dim, keepdim).float()
 
@@ -78,11 +83,14 @@ def absolute_maximum(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool =
 def scale_from_amax(
     amax: Tensor, maximum: float, *, power_of_two: bool = False, overflow: float = FP32_MAX
 ) -> Tensor:
-    """Return the factor that brings `amax`, FP32 of any shape, to the format's `maximum`.
+    """Return maximum / amax: the factor that maps the largest value of a tensor to `maximum`.
 
-    It is 1 for an amax of zero, infinity or NaN, and `overflow` if the quotient overflows FP32.
-    With `power_of_two` it is rounded down to one. The rule is compute_scale_from_amax in TE's
-    common/recipe/recipe_common.cuh.
+    amax: FP32 of any shape. If an amax is zero, infinity or NaN, its factor is 1.
+    maximum: the maximum of the format.
+    power_of_two: whether the factor is rounded down to a power of two.
+    overflow: the factor if the quotient overflows FP32.
+
+    This is compute_scale_from_amax in TE's common/recipe/recipe_common.cuh.
     """
     scale = (torch.full_like(amax, maximum, dtype=torch.float64) / amax).float()
     scale = scale.masked_fill(scale.isinf(), overflow)
@@ -92,14 +100,17 @@ def scale_from_amax(
 
 
 def decode_scale(scale: Tensor) -> Tensor:
-    """Return 1 / scale rounded to nearest, FP32, as TE's scale_inv. It may be subnormal."""
+    """Return 1 / scale, rounded to the nearest FP32 value, which may be subnormal.
+
+    TE calls it scale_inv.
+    """
     return scale.double().reciprocal().float()
 
 
 def quantize(x: Tensor, scale: Tensor, grid: Grid) -> Quantized:
-    """Multiply x [rows, columns], of any float dtype, by `scale` in FP32 and round it to `grid`.
+    """Multiply x [rows, columns] by `scale` in FP32, and round the product to `grid`.
 
-    `scale`: FP32, one element.
+    x has any float dtype. `scale` is an FP32 tensor with one element.
     """
     scale = scale.reshape(())
     return Quantized(
@@ -108,9 +119,9 @@ def quantize(x: Tensor, scale: Tensor, grid: Grid) -> Quantized:
 
 
 def quantize_by_amax(x: Tensor, amax: Tensor | None, grid: Grid) -> Quantized:
-    """Quantize x with the scale that brings `amax` to the grid's maximum: current scaling.
+    """Quantize x with current scaling: the scale maps `amax` to the maximum of the grid.
 
-    `amax`: a scalar; by default the amax of x.
+    `amax` is a scalar. If it is None, it is computed from x.
     """
     amax = absolute_maximum(x) if amax is None else amax.float()
     return quantize(x, scale_from_amax(amax, grid.maximum), grid)
@@ -123,17 +134,23 @@ def update_scale(
     margin: int,
     algorithm: Literal["max", "most_recent"],
 ) -> tuple[Tensor, Tensor]:
-    """Return the new history and the scale of the next step, for delayed scaling.
+    """Update the history and the scale of delayed scaling after a microbatch. Return both.
 
-    `amax_history` [length, n] FP32 has the amax of the step that ends in row 0, and that of the
-    step before in the last row. `scale` is [n] FP32. Row 0 moves to the end, all other rows up by
-    one, and row 0 becomes zero. The new scale is `maximum` / 2**margin over the history's largest
-    value, or over row 0 (`most_recent`). If that value is zero or not finite, the scale stays. A
-    column with a zero in row 0 belongs to a tensor that the step did not quantize, and stays as it
-    is.
+    amax_history: [length, n] FP32, one column for each tensor. Row 0 contains the amaxes of the
+        microbatch that ends. The last row contains the amaxes of the previous microbatch.
+    scale: [n] FP32, the scales that the microbatch used.
+    maximum: the maximum of the format.
+    margin: the number of times that a scale is halved.
+    algorithm: whether the amax of a column is its largest value (`max`) or its value in row 0
+        (`most_recent`).
 
-    This is the fused kernel of TE's common/recipe/delayed_scaling.cu. TE's fallback in Python moves
-    idle columns too.
+    In the returned history, row 0 has moved to the end, all other rows have moved up by one row,
+    and row 0 is zero. The returned scale is maximum / 2**margin / amax, or the old scale if the
+    amax is zero or not finite. A column with a zero in row 0 belongs to a tensor that was not
+    quantized in the microbatch. Its history and its scale are returned unchanged.
+
+    This is the fused kernel in TE's common/recipe/delayed_scaling.cu. In contrast, TE's fallback in
+    Python also moves the rows of tensors that were not quantized.
     """
     newest = amax_history[0]
     seen = newest != 0

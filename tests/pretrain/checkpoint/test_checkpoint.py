@@ -101,9 +101,9 @@ def test_mismatches_are_named_and_nothing_is_copied(tmp_path):
     for part in (
         str(path),
         "lacks lm_head.weight",
-        "only it has norm.weight",
-        "embed.weight is BF16 [40, 16] there and F32 [41, 16] here",
-        "scale is F32 [] there and I64 [] here",
+        "only the checkpoint has norm.weight",
+        "embed.weight is BF16 [40, 16] in the checkpoint and F32 [41, 16] in this run",
+        "scale is F32 [] in the checkpoint and I64 [] in this run",
     ):
         assert part in str(error.value)
     assert all(torch.equal(targets[name], before[name]) for name in targets)
@@ -151,7 +151,7 @@ def test_a_manifest_with_missing_pieces_is_rejected(tmp_path, forge):
     forge(content["model"]["embed.weight"]["pieces"][0])
     del content["sha256"]
     (path / "manifest.json").write_text(json.dumps({**content, "sha256": hash_of(content)}))
-    with pytest.raises(InputError, match=r"the pieces of embed\.weight in its files"):
+    with pytest.raises(InputError, match=r"the pieces of embed\.weight in the listed files"):
         Checkpoints(tmp_path, keep=1).load(path, *map(blank, tensors_of(1)))
 
 

@@ -49,7 +49,7 @@ def test_a_cell_sees_the_visible_gpus_of_its_slot(matrix, monkeypatch: pytest.Mo
     loaded = matrix(axes={"weights": ["fp32"]}, gpus=3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert [visible_gpus(loaded, slot) for slot in (None, 0, 1)] == ["3,5", "3", "5"]
-    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES names only 2"):
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES lists only 2"):
         environment_on(loaded, 2)
 
 
@@ -106,7 +106,7 @@ def test_finished_cells_are_ranked_by_held_out_loss(matrix):
             "seed": [1],
         }
     )
-    assert "nothing to report" in write_report(loaded)
+    assert "there is no report yet" in write_report(loaded)
     for cell, held_out in zip(loaded.cells[:4], (2.5, 2.258, 2.25, None), strict=True):
         leave_behind(cell, held_out=held_out)
     leave_behind(loaded.cells[4], 5, held_out=1.0, done=False)
@@ -123,8 +123,8 @@ def test_another_seed_replaces_a_baseline_that_is_not_finished(matrix):
     for cell in loaded.cells[1:]:
         leave_behind(cell)
     report = write_report(loaded)
-    assert report.startswith("Against fp32 over 3 seeds") and "takes its place" not in report
+    assert report.startswith("Against fp32 over 3 seeds") and "is not finished" not in report
     for cell in loaded.cells[2::2]:
         (cell.run_dir / "summary.json").unlink()
     report = write_report(loaded)
-    assert "The baseline seed=1-fp32 is not finished: seed=1-bf16 takes its place." in report
+    assert "The baseline seed=1-fp32 is not finished, so this report uses seed=1-bf16" in report

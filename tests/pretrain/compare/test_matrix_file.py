@@ -85,7 +85,7 @@ def test_only_selects_cells_that_match_every_key(matrix):
     assert [cell.name for cell in cells] == ["bf16-bf16", "mxfp8-bf16"]
     with pytest.raises(InputError, match=r"--only precison=bf16"):
         loaded.only(["precison=bf16"])
-    with pytest.raises(InputError, match=r"matches none of the cells bf16-fp32"):
+    with pytest.raises(InputError, match=r"selects none of the cells bf16-fp32"):
         loaded.only(["precision=fp16"])
 
 
@@ -134,18 +134,24 @@ def test_cells_of_a_group_are_combined_with_its_axes_in_order(matrix):
         ({"axes": {"weights": []}}, r"m\.yaml: `axes\.weights`"),
         ({"axes": {"weights": ["fp32", "fp33"]}}, r"m\.yaml, cell fp33: .*`weights`: .*'fp33'"),
         ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: .*`trian`: unknown key"),
-        ({"axes": None}, r"m\.yaml: describes no cell"),
+        ({"axes": None}, r"m\.yaml: this file has no cell"),
         (
             {"axes": {"batch.tokens": [100]}},
             r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100` is not a multiple",
         ),
         (
             {"groups": [{"cells": {"a b": {"seed": 1}, "a_b": {"seed": 2}}}]},
-            r"cell a_b: would share a run folder with a_b",
+            r"cell a_b: this cell has the same run folder as cell a_b",
         ),
         ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: .*No such file"),
-        ({"run_dir": "runs/all"}, r"cell bf16-bf16: would share a run folder with bf16-fp32"),
-        ({"run_dir": "runs/{name}"}, r"`run_dir`: 'runs/\{name\}' cannot be filled in"),
+        (
+            {"run_dir": "runs/all"},
+            r"cell bf16-bf16: this cell has the same run folder as cell bf16-fp32",
+        ),
+        (
+            {"run_dir": "runs/{name}"},
+            r"`run_dir`: the braces in 'runs/\{name\}' cannot be replaced",
+        ),
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir`"),
         (
             {"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1},

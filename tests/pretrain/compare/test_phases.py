@@ -97,7 +97,7 @@ def test_phases_build_on_the_best_cell_until_one_gains_nothing(
     best = rows["microbatch=4-gradient_checkpointing=full"]
     assert rows["microbatch=8"][2] == "200" and best[2] == "300"
     assert best[-1] == "**best**"
-    assert "the fastest of phase loss gains +0.3%" in out
+    assert "the gain of the fastest cell of phase loss is +0.3%" in out
     _, _, arguments = out.partition("train_accelerate.py ")
     expected = f"{tmp_path}/recipe.yaml batch.microbatch=4 model.gradient_checkpointing=full\n"
     assert arguments.startswith(expected), (

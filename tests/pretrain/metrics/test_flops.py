@@ -210,4 +210,4 @@ def test_a_model_without_equal_attention_layers_is_refused(
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     assert main(["flops", str(tmp_path)]) == 2
     message = capsys.readouterr().err
-    assert re.search(f"does not have equal layers with attention: .*{missing}", message)
+    assert re.search(f"does not define one value of .*{missing}.* for all layers", message)

@@ -97,7 +97,7 @@ def test_flash_attention_passes_torchs_operator_checks(
 
 def test_attention_without_document_boundaries_raises() -> None:
     states = torch.randn(1, 2, LENGTH, 8)
-    with pytest.raises(InputError, match="where documents end"):
+    with pytest.raises(InputError, match="document boundaries"):
         AttentionInterface()["packed_sdpa"](torch.nn.Linear(1, 1), states, states, states, None)
 
 

@@ -399,8 +399,8 @@ def test_an_entry_that_the_rotary_embedding_reads_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("llama4_text", "does not say which of its modules is its base model"),
-        ("modernbert-decoder", "has other modules than a base model .*: lm_head;"),
+        ("llama4_text", "does not define which of its modules is the base model"),
+        ("modernbert-decoder", "has modules besides the base model .*: lm_head;"),
     ],
 )
 def test_a_model_with_other_modules_is_rejected(kind: str, message: str) -> None:

@@ -43,6 +43,6 @@ def test_a_stream_needs_steps_or_tokens_and_disk_for_four_parts() -> None:
         check_settings(recipe(data=data), "bf16", 1)
     small = data | {"streaming": {"disk_gb": 0.5, "window": 64e6}}
     with pytest.raises(
-        InputError, match=r"disk_gb: 0\.5` does not hold .* four parts .*; set it to 1\.1 or more"
+        InputError, match=r"disk_gb: 0\.5` does not suffice .* four parts .* at least 1\.1"
     ):
         check_settings(recipe(data=small, train={"steps": 1000}), "bf16", 1)

@@ -50,8 +50,8 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
         ("H200", "mxfp8", {}, "needs a GPU of compute capability 10.0"),
         ("B200", "mxfp8", {}, None),
         ("B200", "block", {}, None),
-        ("A100", "current", {}, "no current peak"),
-        ("8xB200", "bf16", {"batch": {"tokens": 4 * 4096}}, "`batch.tokens: 32768` at least"),
+        ("A100", "current", {}, "the current peak"),
+        ("8xB200", "bf16", {"batch": {"tokens": 4 * 4096}}, "set `batch.tokens` to at least 32768"),
     ],
 )
 def test_a_device_without_the_precision_is_named(

@@ -186,7 +186,7 @@ def test_a_folder_that_would_encode_differently_is_rejected(
 ) -> None:
     """AutoTokenizer ignores the folder and loads Qwen2Tokenizer for qwen2."""
     write(tmp_path / "given")
-    with pytest.raises(InputError, match=r"AutoTokenizer .* otherwise; .*save_pretrained\(NEW\)"):
+    with pytest.raises(InputError, match=r"AutoTokenizer .* differently; .*save_pretrained\(NEW\)"):
         load_for(tmp_path / "given", kind, **config)
 
 

@@ -148,12 +148,12 @@ def test_nvfp4_keeps_15_percent_rounded_up_but_not_all_layers(layers: int, first
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["layers.12.*"], "'layers.12.*' matches no linear of Qwen3ForCausalLM"),
-        (["down_proj", "dwon_proj"], "'dwon_proj' matches no linear of Qwen3ForCausalLM"),
+        (["layers.12.*"], "'layers.12.*' matches no linear layer of Qwen3ForCausalLM"),
+        (["down_proj", "dwon_proj"], "'dwon_proj' matches no linear layer of Qwen3ForCausalLM"),
         (
             ["layers.*"],
-            "`precision: delayed`: no linear of Qwen3ForCausalLM can compute in it "
-            "(keep_bf16: layers.*; scope linear",
+            "`precision: delayed`: no linear layer of Qwen3ForCausalLM can compute in this "
+            "precision (keep_bf16: layers.*; scope linear",
         ),
     ],
 )

@@ -100,9 +100,7 @@ def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
     assert last_steps([], 10) == []
     assert last_steps([0.206, 50, None], 100) == [21, 50, 100]
     for untils in ([0.8, 50, None], [100, None], [0.001, None]):
-        with pytest.raises(
-            InputError, match=r"`precision`: of 100 steps, phase \d of \d would end"
-        ):
+        with pytest.raises(InputError, match=r"`precision`: phase \d of \d would begin after"):
             last_steps(untils, 100)
 
 
@@ -167,7 +165,7 @@ def test_a_longer_horizon_moves_shares_and_not_steps() -> None:
 
 def test_a_horizon_that_leaves_a_phase_without_a_step_is_rejected() -> None:
     schedule = PrecisionSchedule([(50, NVFP4), (None, BF16)], 50)
-    with pytest.raises(InputError, match="phase 1 of 2 would end with step 50"):
+    with pytest.raises(InputError, match="would begin after step 0 and end after step 50"):
         schedule.at(1)
 
 
