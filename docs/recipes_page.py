@@ -15,17 +15,17 @@ HEAD = """\
 # Recipes
 
 This page lists the recipes of this repository. `make docs` writes it from `recipes/`. The comment
-at the top of each file says how to prepare and start it, and where its figures come from.
+at the top of each file describes how to start the training, and the source of its figures.
 
 * `base: other.yaml` at the top of a recipe includes another recipe, whose keys the recipe can
   override. [settings.md](settings.md) has all keys.
 * `--plan` at the end of the launch command predicts the time and memory of a recipe on this
   machine. `python -m pretrain plan RECIPE` predicts them for other devices
   ([planning.md](planning.md)).
-* `source` is the title of the published document that has the figures of the recipe. If a comment
-  calls such a figure wrong, we have checked it by arithmetic.
-* Only `smoke` and `tinyshakespeare` have been trained to their end here, because most datasets and
-  models are on the hub. Tests load each recipe, and train each kind in a tiny form.
+* `source` is the title of the published document from which the recipe's figures are taken. If a
+  comment calls a figure of the document wrong, we have checked the figure by arithmetic.
+* In this project, only `smoke` and `tinyshakespeare` have been trained to their end, because most
+  datasets and models are on the hub. Tests load each recipe, and train a tiny model of each kind.
 * Gated models, such as Llama, need `hf auth login` and their licence.
 """
 SUBFOLDERS = {

@@ -386,11 +386,12 @@ def page(scales: Mapping[str, Scale]) -> str:
         "`python -m benchmarks.evidence.tables` makes this page from `benchmarks/results/loss/`. "
         "[design.md](design.md) describes the cells, and "
         "[docs/evidence.md](../../docs/evidence.md) discusses the results. "
-        "Differences are percentages of the baseline's loss. They are means over seeds, "
-        "with a 95 % interval by Student's t. Verdicts are those of two one-sided t "
-        f"tests at 5 % against a margin of {100 * MARGIN:g} %, after Holm's correction over the "
-        f"{len(served.verdicts)} tests of an endpoint. KL is the KL divergence from the baseline, "
-        "divided by that between baselines of two seeds."
+        "A difference is the loss of the cell minus the loss of the baseline with the same seed, "
+        "in percent of the baseline's loss. Each figure is a mean over seeds with a 95 % interval "
+        "by Student's t. A verdict is the result of two one-sided t tests at 5 % with a margin of "
+        f"{100 * MARGIN:g} %, corrected by Holm's method for the {len(served.verdicts)} tests of "
+        "an endpoint. The column KL is the KL divergence between the cell and the baseline, "
+        "divided by the KL divergence between baselines of two seeds."
     )
     parts = ["# Evidence: the tables", textwrap.fill(introduction, 100)]
     for scale in scales.values():
