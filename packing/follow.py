@@ -216,7 +216,7 @@ def write_part(
 def make_first_part(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Make the first part of one source of a stream, and return the manifest of the part.
 
-    `part` has the settings of the source, and `settings` those of the whole stream.
+    `part` has the settings of the source, and `settings` has the settings of the whole stream.
     """
     check_disk(settings)
     with (

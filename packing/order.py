@@ -213,7 +213,7 @@ class MixedPacks(JoinedPacks):
 
 
 def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
-    """Return the order in which a training reads prepared `packs`. Arguments are as in `Order`."""
+    """Return the reading order of prepared `packs`. Arguments are as in `Order`."""
     mixture = packs.mixture() if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
     return Order(mixture, packs_per_step, seed, shift)
 

@@ -70,7 +70,7 @@ def _make_alone(
 ) -> dict[str, Any] | None:
     """Make the packs of `part` under a lock. Return their manifest, or None if they exist.
 
-    `part` has the settings of one source, and `settings` those of the whole data section.
+    `part` has the settings of one source, and `settings` has the whole data section.
     """
     lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
 

@@ -319,7 +319,7 @@ class StreamedPacks(Packs):
         )
 
     def order(self, packs_per_step: int, seed: int, shift: int = 0) -> StreamOrder:
-        """Return the order in which a training reads these packs. Arguments are as in `Order`."""
+        """Return the reading order of these packs. Arguments are as in `Order`."""
         return StreamOrder(self.mixture, packs_per_step, seed, shift, packs=self)
 
     def __len__(self) -> int:

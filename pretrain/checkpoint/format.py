@@ -116,7 +116,7 @@ def newest_in(source: Path) -> Path:
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the folder in which the checkpoint `final` is written until it is complete."""
+    """Return the temporary folder of the checkpoint `final`, which is renamed when complete."""
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
 
 

@@ -167,7 +167,7 @@ class RunComparison:
 
     @property
     def baseline(self) -> ComparedRun:
-        """Return the run with which all other runs are compared."""
+        """Return the baseline of the comparison, a run."""
         return self.compared_runs[0]
 
     @property

@@ -288,7 +288,7 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     Args:
         path: The matrix file.
         overrides: key=value arguments. They override the recipe and the `overrides` in the file.
-        changes: Keys of the matrix file with values that replace those in the file. Values that are
+        changes: New values for keys of the matrix file. Values that are
             None are ignored.
     """
     return make_matrix(str(path), read_settings(MatrixSettings, path, changes), overrides)
@@ -297,7 +297,7 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
 def read_settings(cls: type[S], path: str | Path, changes: Mapping[str, Any]) -> S:
     """Read the YAML file at `path` and return its content as an object of `cls`.
 
-    `changes` maps keys of the file to values that replace those in the file. Values that are None
+    `changes` maps keys of the file to new values. Values that are None
     are ignored. Raises InputError for a mistake. The message names the file and the key.
     """
     replaced = {key: value for key, value in changes.items() if value is not None}

@@ -242,7 +242,7 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
     Args:
         path: The phases file.
         overrides: Settings from the command line that override the recipe, as key=value.
-        changes: Keys of the phases file with values that replace those in the file. Values that are
+        changes: New values for keys of the phases file. Values that are
             None are ignored.
     """
     return Search(path, read_settings(PhasesSettings, path, changes), tuple(overrides))

@@ -166,7 +166,7 @@ class SeedComparison:
 
     @property
     def baseline(self) -> GroupResult:
-        """Return the group with which all other groups are compared."""
+        """Return the baseline of the comparison, a group of runs."""
         return self.results[0]
 
     @property
@@ -241,7 +241,7 @@ class SeedComparison:
         return [name, *map(seed_column, seeds)]
 
     def notes(self) -> list[str]:
-        """Return a note for each reason for which runs are excluded."""
+        """Return a note for each reason to exclude runs."""
         return [
             f"Excluded, {reason}: {', '.join(names)}." for reason, names in self.excluded.items()
         ]

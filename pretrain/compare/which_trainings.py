@@ -54,7 +54,7 @@ FIXED_SETTINGS: Values = {
 
 @dataclass(frozen=True)
 class Question:
-    """The training for which `which` searches the best precision. Builds the matrices to train."""
+    """The training whose best precision `which` searches. Builds the matrices to train."""
 
     # The recipe, with the overrides applied.
     recipe: Recipe

@@ -181,7 +181,7 @@ class RunRecord:
     def source_config(self) -> dict[str, Any]:
         """Return the content of the config.json of `model.source` at the last start.
 
-        The keys are those of a run's identity (`pretrain.settings.config.identity_of`).
+        The keys are the same as in a run's identity (`pretrain.settings.config.identity_of`).
         """
         return self.environment.get("source_config", {})
 

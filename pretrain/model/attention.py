@@ -507,7 +507,7 @@ def _flash() -> ModuleType:
 
 
 def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
-    """Return the keyword arguments by which FlashAttention-4 gets the documents."""
+    """Return the keyword arguments of FlashAttention-4 that describe the documents."""
     return {
         "cu_seqlens_q": ends,
         "cu_seqlens_k": ends,

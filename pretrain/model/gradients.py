@@ -100,7 +100,7 @@ def attach_sums(
         trained: The parameters, without repetition.
         dtype: FP32 or BF16.
         stacks: As in `attach_main_gradients`.
-        memory: 1-D tensor of `dtype` with at least `values_of_sums(trained)` values, in which the
+        memory: 1-D tensor of `dtype` with at least `values_of_sums(trained)` values. It stores the
             main gradients are stored. Sets of parameters that never accumulate gradients at the
             same time may share this tensor. By default a new tensor is allocated.
 

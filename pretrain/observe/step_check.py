@@ -281,7 +281,7 @@ class TorchUpdate:
         return lines
 
     def _clip_coefficient(self) -> Tensor | float:
-        """Return the factor by which clipping multiplies the gradients.
+        """Return the clipping factor of the gradients.
 
         It is computed independently of the function that training uses, because the check covers
         that function.

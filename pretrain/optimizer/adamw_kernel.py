@@ -138,7 +138,7 @@ def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tenso
 
     Args:
         updates: Pairs of `ParameterTensors` and `Hyperparameters`.
-        clip_coefficient: FP32 scalar by which the gradients are multiplied. None means 1.0.
+        clip_coefficient: FP32 scalar, a factor of the gradients. None means 1.0.
     """
     device = updates[0][0].weight.device
     coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
@@ -175,7 +175,7 @@ def _launch(
         hyper: `Hyperparameters` of all these parameters.
         kind: Arguments of the kernel: the dtypes of weights, gradients and moments, True if the
             weights are exact, and True if all tensors are aligned.
-        coefficient: FP32 scalar by which the gradients are multiplied.
+        coefficient: FP32 scalar, a factor of the gradients.
     """
     rows = []
     programs = 0

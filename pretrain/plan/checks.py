@@ -56,7 +56,7 @@ def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
     """Check a recipe without knowing the device, the model and the data.
 
-    recipe: a recipe in which `precision` is set.
+    recipe: a recipe that sets `precision`.
     world_size: number of devices, or None if it is not known before the launch.
     """
     names = [name for _, name in phases_of(recipe.precision)]

@@ -419,7 +419,7 @@ def compiled_layer(
     """Return the memory of a compiled layer, as a mean over all layers of the model.
 
     flops: the FLOPs and sizes of the model.
-    layouts: number of layouts in which a quantized weight is stored.
+    layouts: number of stored layouts of a quantized weight.
     experts_left_out: see `LayerMemory.experts_left_out`.
     """
     shape = flops.shape

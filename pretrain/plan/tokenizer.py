@@ -64,7 +64,7 @@ class Data(Protocol):
 def with_tokens(
     model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False
 ) -> ModelSettings:
-    """Return a copy of `model` in which missing vocabulary keys are set from the tokenizer.
+    """Return a copy of `model` with missing vocabulary keys set from the tokenizer.
 
     The tokenizer is the one in the recipe's `data.tokenizer`, or otherwise the tokenizer of the
     packs. `model` is returned unchanged if there is no tokenizer, and if the model has weights or

@@ -104,7 +104,7 @@ class DelayedState:
             self._state_of("forward").amax_history[0].zero_()
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which backward recomputes a layer.
+        """Return a context manager for the recomputation of a layer in backward.
 
         Inside, operands are quantized with `forward_scales`, the scales of the original forward,
         and no amax is recorded.

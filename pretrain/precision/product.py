@@ -163,7 +163,7 @@ class LinearState:
         self.gemms: dict[GemmEngine | None, Gemm] = {}
 
     def add(self, engine: GemmEngine, *features: int, bias: bool = False) -> None:
-        """Add the Gemm with which `engine` computes the layer.
+        """Add the Gemm that computes the layer in `engine`.
 
         The layer uses this Gemm while `engine` is the current engine of the context. `features` are
         in_features and out_features.

@@ -98,7 +98,7 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
 
     This is the case if a pattern of `fp8_config.keep_bf16` matches no linear layer, and if no
     linear layer would be quantized: the model would train in BF16, although the recipe sets another
-    precision. The arguments are those of `decide`.
+    precision. The arguments are as in `decide`.
     """
     decisions = decide(hf, layers, active)
     model_class = type(hf).__name__

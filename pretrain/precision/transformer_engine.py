@@ -370,7 +370,7 @@ class TransformerEngine(GemmEngine):
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Return the histories and scales. Names and shapes are those of `DelayedState.state`."""
+        """Return the histories and scales. Names and shapes are as in `DelayedState.state`."""
         if not self.precision.keeps_history:
             return {}
         return {

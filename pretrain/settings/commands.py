@@ -76,7 +76,7 @@ def evaluate(add: Callable) -> None:
 
         python -m pretrain evaluate RUN_OR_RECIPE [FILE] [--resume CHECKPOINT] [key=value ...]
 
-    If the run has no checkpoint, evaluate the model from which the run would start. The command
+    If the run has no checkpoint, evaluate the model that the run would start from. The command
     writes nothing into the run folder. To evaluate on GPUs, start the command with
     accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate ...
     """

@@ -132,7 +132,7 @@ def _drop_horizon(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def run_dir_of(recipe: Recipe) -> Path:
-    """Return the path of the run folder, in which keys in braces are replaced by their values.
+    """Return the path of the run folder, after keys in braces are replaced by their values.
 
     Raises InputError if a key in braces does not exist.
     """
@@ -142,7 +142,7 @@ def run_dir_of(recipe: Recipe) -> Path:
 def branch_checkpoint(recipe: Recipe) -> Path | None:
     """Return the path of the checkpoint from which the run branches, or None without one.
 
-    It is `train.begin_with`, in which keys in braces are replaced by their values. Raises
+    It is `train.begin_with`, after keys in braces are replaced by their values. Raises
     InputError if a key in braces does not exist.
     """
     path = recipe.train.begin_with

@@ -105,7 +105,7 @@ class _File(Settings):
 
 
 def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
-    """Return a copy of `recipe` in which `precision` and `fp8_config` are resolved.
+    """Return a copy of `recipe` with resolved `precision` and `fp8_config`.
 
     The precision is the one in `recipe`, which includes the overrides of the command line. If
     `recipe` has no precision, it is the precision of the accelerate configuration.
@@ -437,7 +437,7 @@ def _correct_fsdp(
     Args:
         environ: The environment variables, which are modified.
         processes: Number of processes that train together.
-        ignored: List to which the texts about ignored settings are appended.
+        ignored: List that receives the texts about ignored settings.
         on_cpus: Whether the processes train on CPUs.
     """
     if environ.get("FSDP_VERSION", "1") == "1":
@@ -470,7 +470,7 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
     Args:
         environ: The environment variables, which are modified.
         has_gpu: Whether this process can use a GPU.
-        notices: List to which texts about corrections are appended.
+        notices: List that receives texts about corrections.
     """
     processes = int(environ.get("WORLD_SIZE", "1"))
     # accelerate sets MASTER_ADDR for several processes even if it then starts only one.

@@ -403,5 +403,5 @@ class Recipe(Settings):
 
     @property
     def moments_kept_in(self) -> Literal["fp32", "bf16"]:
-        """Return the dtype in which AdamW's two moments are stored."""
+        """Return the dtype of AdamW's two moments."""
         return self.optimizer.moments or ("bf16" if self.weights == "bf16" else "fp32")

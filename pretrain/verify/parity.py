@@ -321,7 +321,7 @@ def _reference(
         model: Model that is compared.
         accelerator: Accelerator of the run.
         microbatches: Documents of each microbatch of this rank.
-        step_tokens: Number of tokens by which gradients are divided.
+        step_tokens: Number of tokens, the divisor of gradients.
         tokens: Number of compared tokens over all ranks.
         head_factor: Factor of the LM head's input.
 

@@ -206,7 +206,7 @@ def reference_pass(
         plain: Reference model.
         microbatches: Documents of each microbatch.
         loss: Settings of the loss.
-        head_factor: Factor by which the input of the LM head is multiplied.
+        head_factor: Factor of the input of the LM head.
 
     Returns:
         The losses of all tokens with a label (nats, FP32), and a dict that maps the name of each

@@ -32,7 +32,7 @@ TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 @dataclass(frozen=True)
 class TensorScaled:
-    """Buffers to which a kernel writes an FP8 tensor [M, K] with one scale.
+    """Output buffers of a kernel for an FP8 tensor [M, K] with one scale.
 
     If `scale` is None, the kernel computes the scale of current scaling from `amax`. The kernel
     does not write buffers that are None. All tensors are on one device.

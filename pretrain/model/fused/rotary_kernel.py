@@ -494,7 +494,7 @@ def quantized_rotate_backward(
     The gradient of `qkv` is rounded to BF16 before it is quantized. It has codes by rows, by
     columns or both, as `rowwise_usage` and `columnwise_usage` of `quantizer` request. The gradients
     of the norms' weights equal those of `rotate_backward` bit for bit. `gradients` has the
-    gradients of queries, keys and values. The other arguments are those of `rotate_backward`.
+    gradients of queries, keys and values. The other arguments are as in `rotate_backward`.
     """
     dqkv, written = allocate(
         quantizer,

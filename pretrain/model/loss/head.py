@@ -275,7 +275,7 @@ class ChunkedLoss(torch.autograd.Function):
 def _differentiating(
     head: LossHead, low: Gemm | None, dtype: torch.dtype
 ) -> AbstractContextManager[Callable[..., Tensor]]:
-    """Return a context manager in which the chunks of one training forward are computed.
+    """Return a context manager for the chunks of one training forward.
 
     It yields a function `chunk_loss(hidden, labels, gradients, *, first)`, which returns the losses
     of a chunk and writes the gradients to the buffers `gradients`. `first` is True for the first
@@ -434,7 +434,7 @@ class Penalty:
     def _overwrite(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Overwrite FP32 `scores` with their gradient, and return cross-entropies and penalties.
 
-        The arguments and the result are those of `gradient_`.
+        The arguments and the result are as in `gradient_`.
         """
         ignored = labels == IGNORE
         counted = (~ignored)[:, None].float()

@@ -135,7 +135,7 @@ class Precision:
         return {"float32": 4, "bfloat16": 2}[self.compute_dtype]
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """Return the number of layouts in which a device stores a quantized operand.
+        """Return the number of layouts of a quantized operand that a device stores.
 
         It is 0 without quantization. `capability` is the CUDA compute capability of the device.
         """
@@ -231,7 +231,7 @@ class QuantizedPrecision(Precision):
         return None
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """Return the number of layouts in which a device stores a quantized operand: 1 or 2.
+        """Return the number of layouts of a quantized operand that a device stores: 1 or 2.
 
         The result is 1 if FP8 products of the device accept both layouts (Transformer Engine's
         nvte_is_non_tn_fp8_gemm_supported()) and the operand has no scales of blocks. Otherwise the
