@@ -280,7 +280,9 @@ def test_reset_restores_the_state_before_the_first_forward(recipe: str) -> None:
     layers.step(8, checkpointed=True)
     # A step that runs out of memory has a forward without a backward.
     with layers.engine.forward():
-        layers.engine.checkpoint(layers.layer, operands(9)[0].requires_grad_(), 0, True)
+        layers.engine.checkpoint(
+            layers.layer, operands(9)[0].requires_grad_(), 0, True, again=layers.recomputing
+        )
     layers.engine.reset()
     for pair, values in zip(layers.weights, fresh, strict=True):
         for weight, value in zip(pair, values, strict=True):
