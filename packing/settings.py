@@ -244,7 +244,8 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
     If `source` sets the kind of its records, keys of other kinds are not taken. If its key `source`
     differs from the one of `data`, `subset` and `split` are not taken.
     """
-    if not isinstance(source, dict) or source.get("source") is None:  # Its packs already exist.
+    # If a source has no key `source`, its packs already exist.
+    if not isinstance(source, dict) or source.get("source") is None:
         return source
     keys = {key for key in SourceSettings.model_fields if key in data and key != "source"}
     if data.get("source") not in (None, source["source"]):
