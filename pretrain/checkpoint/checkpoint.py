@@ -127,8 +127,8 @@ class Checkpoints:
     ) -> Path:
         """Save the checkpoint of step `step` and delete old checkpoints.
 
-        Return the path of the checkpoint. If the checkpoint of this step was saved or loaded last,
-        it is not written again.
+        Return the path of the checkpoint. If the checkpoint that was saved or loaded last is of the
+        same step, it is not written again.
 
         Args:
             step: Number of steps done.
@@ -154,7 +154,7 @@ class Checkpoints:
         self.wait()
         if final == self._complete:
             if self.rank == 0:
-                # `spared` may differ from the last call.
+                # Delete old checkpoints again, because `spared` may differ from the last call's.
                 self._prune(final, spared)
             return final
         partial = on_disk.partial_folder(final)
@@ -255,7 +255,7 @@ class Checkpoints:
         reasons = reasons or self._failures(pending.completed)
         if not reasons:
             self._complete = pending.final
-            # A damaged checkpoint of the same step has been replaced by this save.
+            # If there was a damaged checkpoint of the same step, this save has replaced it.
             self.damaged.discard(pending.final)
             return
         if self.rank == 0:
@@ -288,8 +288,9 @@ class Checkpoints:
         """Delete old checkpoints after `newest` was saved. Called on the first rank only.
 
         Keep the `keep` newest checkpoints, the checkpoint of step `spared`, and the newest
-        checkpoint that is not later than step `before`. Damaged checkpoints are not deleted, and
-        are not among the `keep` newest ones.
+        checkpoint that is not later than step `before`. Damaged checkpoints and checkpoints of
+        steps after `newest` are ignored: they are not deleted, and do not count as one of the
+        `keep` newest checkpoints.
         """
         candidates = [
             path
@@ -470,9 +471,9 @@ class Staging:
 def free_memory() -> int:
     """Return the number of bytes of memory that this process may still allocate.
 
-    This is the free memory of the machine, or the free memory within the limit of a Linux control
-    group of this process, whichever is the smallest. SLURM, Docker and Kubernetes limit jobs by
-    control groups, and kill a job that exceeds its limit.
+    This is the free memory of the machine. If the process belongs to Linux control groups with
+    memory limits, it is at most the free memory within each limit. SLURM, Docker and Kubernetes
+    limit jobs by control groups, and kill a job that exceeds its limit.
     """
     free = psutil.virtual_memory().available
     with suppress(OSError):  # the machine does not run Linux
@@ -550,7 +551,8 @@ def checksums(tensors: Tensors) -> dict[str, int]:
     does not depend on the number of shards of the first dimension. Replicas of a block are added
     once if their bits are equal. If their bits differ, both are added, so the checksum changes.
     """
-    # The sums of all ranks. The offset identifies the block of the tensor that a rank holds.
+    # For each rank, a dict that maps each tensor to the offset of the rank's block and the sum of
+    # the block's bits. Blocks with different offsets are different blocks.
     ranks = from_all_ranks(
         {
             name: (on_disk.block_of(tensor).offset, sum_of_bits(tensor))
@@ -627,11 +629,11 @@ def require_shared(folder: Path) -> None:
         if time.monotonic() >= deadline:
             break
         time.sleep(0.05)
-    blind_hosts = from_all_ranks(None if is_visible else socket.gethostname())
+    hosts_without_folder = from_all_ranks(None if is_visible else socket.gethostname())
     if is_first:
         token.unlink()
-    for host in filter(None, blind_hosts):
+    for host in filter(None, hosts_without_folder):
         raise InputError(
-            f"{folder}: {host} does not see the folder that the first machine has created; choose "
-            "a folder on a disk that all machines share"
+            f"{folder}: the first machine has created this folder, but {host} cannot find it; "
+            "choose a folder on a disk that all machines share"
         )
