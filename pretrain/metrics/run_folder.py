@@ -166,7 +166,7 @@ def version_of(package: str) -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """Return the commit of the code at `root`, and True under `dirty` if files have changed since.
+    """Return the commit of the code at `root`. `dirty` is True if files differ from this commit.
 
     Return None if `root` is not the top folder of a git checkout or git is not available.
     """
