@@ -179,8 +179,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         self._build = build
         self._numbers = iter(numbers)
         self._stop_waiting = stop_waiting
-        # Memory is pinned for the current device of the thread. Unless another device is set, this
-        # is the first device on every rank.
+        # Memory is pinned for the current device of the thread. By default, this is the first
+        # device on every rank. So the thread must select the device of its rank.
         setup = None
         if pin_memory:
             device = torch.accelerator.current_device_index()

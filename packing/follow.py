@@ -44,7 +44,7 @@ from packing.stream import (
 
 PACKER_LOCK = ".packer.lock"  # held by the process that makes parts
 _LEAST_CHUNK = 2**12  # smallest size of a chunk, in bytes
-_LOOK = 0.2  # seconds between two checks whether another part fits on the disk
+_POLL_SECONDS = 0.2  # seconds between two checks whether another part fits on the disk
 
 
 def follow(settings: DataSettings, parent: int | None = None) -> None:
@@ -55,7 +55,7 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
     packer ends, and then continues its work. A packer without `parent` raises InputError.
     """
 
-    def meet_another(holder: str) -> None:
+    def refuse_or_wait(holder: str) -> None:
         if parent is None:
             raise InputError(
                 f"{settings.packs}: {holder} already makes the parts of this stream, so a second "
@@ -64,7 +64,7 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
         say(f"waiting for {holder}, which makes the parts of this stream")
 
     run = ReadingRun(settings.packs, parent)
-    with locked(settings.packs / PACKER_LOCK, meet_another), ExitStack() as stack:
+    with locked(settings.packs / PACKER_LOCK, refuse_or_wait), ExitStack() as stack:
         parts = training_parts(settings)
         processes = usable_cores(2 * len(parts))  # The run needs the other half of the cores.
         makers = {
@@ -74,12 +74,12 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
             if run.has_ended():
                 return
             if not has_written:
-                time.sleep(_LOOK)
+                time.sleep(_POLL_SECONDS)
 
 
 @dataclass
 class ReadingRun:
-    """The run that reads a stream, as far as its packer can observe the run."""
+    """State of the run that reads a stream, as its packer observes it."""
 
     packs: Path
     parent: int | None = None  # id of the run's process if the run has started the packer

@@ -237,8 +237,8 @@ def spread(
     """Distribute packs over ranks and microbatches evenly, both by number and by cost.
 
     `costs` has one cost for each pack: the sum of its squared document lengths. The cost of
-    attention is proportional to it, and all other costs are equal for all packs. The result lists
-    the indices of the packs of each microbatch: result[rank][microbatch].
+    attention is proportional to this sum, and all other costs are equal for all packs. The result
+    has the indices of the packs in each microbatch, as result[rank][microbatch].
 
     The algorithm is "longest processing time first" (Graham 1969) with equal numbers of packs: the
     costliest remaining pack is assigned to the cheapest microbatch that is not full. Microbatches

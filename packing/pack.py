@@ -141,12 +141,12 @@ def materialise(
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the owner of each piece, and the number of each piece within its owner.
+    """Return the document of each piece, and the number of each piece within its document.
 
-    `counts` are the numbers of pieces of the owners. [2, 3] gives (0 0 1 1 1) and (0 1 0 1 2).
+    `counts` has the number of pieces of each document. [2, 3] gives (0 0 1 1 1) and (0 1 0 1 2).
     """
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    document = np.repeat(np.arange(len(counts)), counts)
+    return document, np.arange(len(document)) - (np.cumsum(counts) - counts)[document]
 
 
 def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs: int) -> Layout:
@@ -302,11 +302,12 @@ class Arranged:
             statistics["trained_tokens"] = counts.trained
         if counts.unknown:
             share = counts.unknown / counts.tokens
-            statistics["unknown_tokens"] = f"{share:.2%} of all"
+            unknown = f"{share:.2%} of all"
             if share > _MOST_UNKNOWN:
-                statistics["unknown_tokens"] += (
+                unknown += (
                     "; warning: the tokenizer lacks much of this text, choose another tokenizer"
                 )
+            statistics["unknown_tokens"] = unknown
         if counts.unread:
             statistics["columns_not_read"] = ", ".join(counts.unread)
         return statistics

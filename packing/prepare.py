@@ -32,7 +32,7 @@ from packing.records import records_of
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source
 from packing.store import all_parts, find_splits, folder_of, is_there
-from packing.stream import LOOK
+from packing.stream import POLL_SECONDS
 from packing.tokenizer import load_tokenizer
 
 _COMMIT_SECONDS = 5.0  # least number of seconds between two commits of tokens
@@ -88,15 +88,15 @@ def _make_alone(
 
 
 def _claim(part: DataSettings, claim: ExitStack) -> None:
-    """Replace the lock on the packs of `part` on a file system without locks.
+    """Reserve the packs of `part` for this process, on a file system without locks.
 
-    The first rank of a launch creates a folder, which succeeds in one process only. It removes the
-    folder when `claim` is closed. If the process is killed, the folder remains. The other ranks
-    return when the packs exist. Raises InputError if the folder exists already.
+    The first rank of a launch creates a folder, which only one process can create. When `claim` is
+    closed, the folder is removed. If the process is killed, the folder remains. On the other ranks,
+    this function waits until the packs exist. Raises InputError if the folder exists already.
     """
     if os.environ.get("RANK", "0") != "0":
         while not holds_packs_of(part):
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return
     folder = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
     with refusing(
@@ -164,8 +164,8 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """
     folder = settings.packs.absolute().parent / f".{settings.packs.name}.tokens"
     remedy = (
-        "correct the cause, and run the command again to continue with the tokens that are stored "
-        f"in {folder}"
+        "correct the cause and run the command again; the tokens that were made so far are kept in "
+        f"{folder}"
     )
     with (
         PackMaker(settings, usable_cores()) as maker,

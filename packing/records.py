@@ -268,7 +268,7 @@ class ChatColumns(Records):
         kept if the template compares the content with none.
         """
         column = self.columns[0]
-        takes_null = _NULL_CONTENT.search(self.template) is not None
+        accepts_null = _NULL_CONTENT.search(self.template) is not None
         messages = []
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
             raise ValueError(
@@ -277,7 +277,7 @@ class ChatColumns(Records):
         for message in value:
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
-            values: dict[str, Any] = {"content": None} if takes_null else {}
+            values: dict[str, Any] = {"content": None} if accepts_null else {}
             # NaN is the only value that does not equal itself. It is treated as null.
             values |= {
                 keys.get(key, key): without_nulls(item)

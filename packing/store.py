@@ -43,8 +43,8 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
     """Map the name of each training source to the settings of the source.
 
     The name is the setting `name`, or the last part of `source` without suffixes. A single source
-    has the name "". In a stream, each source gets its share of the window, so that the parts of all
-    sources last for the same number of steps.
+    has the name "". In a stream, each source gets its share of `data.streaming.window`, the number
+    of tokens in a part. So the parts of all sources last for the same number of steps.
     """
     if not settings.sources:
         return {"": settings.model_copy(update={"validation": None})}

@@ -48,7 +48,7 @@ from packing.settings import DataSettings
 POSITION = "position.json"
 RUN_LOCK = ".lock"  # held by the run that reads the stream
 ENDLESS = 2**62  # number of packs that a stream reports, because its real number is not known
-LOOK = 0.05  # seconds between two checks whether a part exists
+POLL_SECONDS = 0.05  # seconds between two checks whether a part exists
 LOG = "packer.log"
 _RECIPE = "packer.yaml"
 # Environment variables that make the processes of a launcher report their exit. The packer must not
@@ -392,8 +392,8 @@ class StreamOrder(Order):
         self._stopped.set()
 
     def _wait(self) -> None:
-        """Wait `LOOK` seconds. Raise InputError if waiting was stopped or the packer has ended."""
-        if self._stopped.wait(LOOK):
+        """Wait POLL_SECONDS. Raise InputError if waiting was stopped or the packer has ended."""
+        if self._stopped.wait(POLL_SECONDS):
             raise InputError(f"{self.packs.path}: the run has stopped waiting for packs")
         if self.packs.packer is not None:
             self.packs.packer.check()

@@ -62,7 +62,7 @@ PIECE = 2**24
 # Share of the free host memory that copies may use. The rest is for other processes on the machine.
 SHARE = 0.8
 # Seconds to wait for a new file to appear on all machines. A network disk may show it late.
-_SEEN_WITHIN = 5.0
+_VISIBILITY_TIMEOUT = 5.0
 _log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
@@ -441,7 +441,7 @@ class Staging:
     def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
         """Copy the tensors to host memory, wait for the device, and return the copies.
 
-        The next call overwrites the copies. Return None if the host has no memory for them.
+        The next call overwrites the copies. Return None if the host has too little free memory.
         """
         tensors = [tensor for group in files.values() for tensor in group.values()]
         needed = sum(_rounded(tensor.nbytes) for tensor in tensors)
@@ -620,7 +620,7 @@ def require_shared(folder: Path) -> None:
         return
     is_first = torch.distributed.get_rank() == 0
     token = folder / f".proof.0{PARTIAL}"
-    deadline = time.monotonic() + _SEEN_WITHIN
+    deadline = time.monotonic() + _VISIBILITY_TIMEOUT
     if is_first:
         token.touch()
     from_all_ranks(None)  # all ranks wait until the first rank has created the token
