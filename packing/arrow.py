@@ -277,6 +277,7 @@ class ArrowPacks(Packs):
 
     def __getitem__(self, index: int) -> Pack:
         number = bisect_right(self._starts, checked_index(index, len(self))) - 1
+        # `masks` has one array with the masks of all rows, or is empty.
         ids, lengths, offsets, first_positions, *masks = self._batches[number]
         row = index - self._starts[number]
         trained = None

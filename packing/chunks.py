@@ -112,8 +112,8 @@ class Counts:
     skipped: int = 0  # malformed records that were skipped (on_bad_line: skip)
     empty: int = 0  # records without text
     first_skipped: str | None = None  # place and error of the first skipped record
-    # Names of columns that have values but are not read, because no setting selects them. At most
-    # 30 names are recorded.
+    # Names of columns, and of keys of messages, that have values but are not read. At most 30 names
+    # are recorded.
     unread: tuple[str, ...] = ()
 
     def __add__(self, other: Counts) -> Counts:

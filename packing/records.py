@@ -313,9 +313,10 @@ class ChatColumns(Records):
         # changes when the content of the message is blank.
         blank = {"role": role, "content": content.replace(words, "")}
         try:
-            return self._render([*chat[:number], blank, *chat[number + 1 :]], tools)[0] != text
+            blank_text, _ = self._render([*chat[:number], blank, *chat[number + 1 :]], tools)
         except ValueError:
             return True  # The template rejects a blank message, so it does read the message.
+        return blank_text != text
 
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
@@ -335,7 +336,9 @@ class ChatColumns(Records):
                 with_answer, _ = self._render(chat[: number + 1], tools)
             if not with_answer.startswith(prompt):
                 other = [*chat[:number], {"role": "assistant", "content": _OTHER_ANSWER}]
-                prompt = self._render(other, tools)[0].rpartition(_OTHER_ANSWER)[0] or prompt
+                other_text, _ = self._render(other, tools)
+                before_placeholder, _, _ = other_text.rpartition(_OTHER_ANSWER)
+                prompt = before_placeholder or prompt
             if not (text.startswith(with_answer) and with_answer.startswith(prompt)):
                 raise ValueError(
                     f"the chat template writes message {number + 1} in another way if other "

@@ -119,9 +119,9 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 
     The held-out packs come from `data.validation`. If `data.validation` is not set, they are the
     held-out split of the packs. A stream has its held-out split in the first part. If the packs
-    have no held-out split, the share `settings.held_out` of the training packs is held out. In all
-    runs these are the same packs. A document that was cut between packs may then have pieces in
-    both splits, while `prepare` holds out complete documents.
+    have no held-out split, the share `settings.held_out` of the training packs is held out, and
+    every run holds out the same packs. In this case, a document that was cut between packs may have
+    pieces in both splits. (`prepare` holds out complete documents.)
 
     Raises InputError if there are no packs, if the packs are damaged, or if their length is not
     `settings.length`.

@@ -4,12 +4,13 @@ A folder with the name of a checkpoint is always complete. format.py describes t
 checkpoint. Disks may flip bits and a copied folder may lack files, so all files of a checkpoint are
 hashed and compared with the manifest before the checkpoint is used.
 
-A save first copies the tensors to host memory. Then a thread of each rank writes the copies while
-training continues. The thread must not call collectives, because all ranks must call collectives in
-the same order, and the training thread calls them too. The thread of a rank writes and flushes the
-files of this rank only. Between two steps, the ranks exchange the records of the files that they
-have written (`Checkpoints.settle`). When all ranks have written their files, the thread of the
-first rank writes the state, then writes the manifest, and then gives the folder its final name.
+A save in the background first copies the tensors to host memory. Then a thread of each rank writes
+the copies while training continues. The thread must not call collectives, because all ranks must
+call collectives in the same order, and the training thread calls them too. The thread of a rank
+writes and flushes the files of this rank only. Between two steps, the ranks exchange the records of
+the files that they have written (`Checkpoints.settle`). When all ranks have written their files,
+the thread of the first rank writes the state, then writes the manifest, and then gives the folder
+its final name.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ class Checkpoints:
             state: JSON object that is saved with the tensors.
             spared: Step of a checkpoint that is not deleted, even if it is old.
             behind: If True, return when the tensors are copied to host memory. A thread then writes
-                the copies. If the host has no memory for copies, return when the files of this
-                rank are written. If False, return when the checkpoint is complete.
+                the copies. If the host has too little memory for the copies, return when the files
+                of this rank are written. If False, return when the checkpoint is complete.
             say: Function that is called on the first rank with a message when the checkpoint is
                 complete.
 
