@@ -155,7 +155,7 @@ class Checkpoints:
         self.wait()
         if final == self._complete:
             if self.rank == 0:
-                # Delete old checkpoints again, because `spared` may differ from the last call's.
+                # Delete old checkpoints again, because `spared` may have changed.
                 self._prune(final, spared)
             return final
         partial = on_disk.partial_folder(final)

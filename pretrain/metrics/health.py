@@ -179,9 +179,10 @@ class Health:
     def judge_gap(
         self, step: int, precision: str, places: Mapping[str, Sequence[float]]
     ) -> tuple[StepDecision, dict[str, Any]]:
-        """Decide how to continue a step in low precision, from its gaps to the BF16 gradients.
+        """Decide how to continue after the backward of a step in low precision.
 
-        If the gradient of a matrix is farther than `health.gap_threshold` from its usual place, the
+        The gradients of the step are compared with BF16 gradients. If the gradient of a matrix is
+        farther than `health.gap_threshold` from its usual place relative to the BF16 gradient, the
         setting `health.on_gap` determines the decision. With `switch`, this step still updates the
         weights, and the caller must compute all later steps in BF16.
 
