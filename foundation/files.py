@@ -23,7 +23,7 @@ from foundation.errors import InputError
 from foundation.reading import refusing
 
 # Error numbers that a file system returns for a call that it does not implement.
-CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
+NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
 # Suffix of the hidden file that `replace_file` writes first. If the process is killed before it has
 # renamed this file, the file remains on the disk.
 PARTIAL = ".partial"
@@ -33,13 +33,14 @@ def fsync(path: Path) -> None:
     """Flush a file, or the list of names in a folder, to the disk.
 
     Flushing a file does not flush its name, so flush its folder as well. Raises OSError if flushing
-    fails. The error is ignored if `path` is a folder and its file system cannot flush folders.
+    fails. If `path` is a folder and its file system cannot flush folders, nothing is flushed, and
+    no error is raised.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in CANNOT):
+        if not (path.is_dir() and error.errno in NOT_IMPLEMENTED):
             raise
     finally:
         os.close(descriptor)
@@ -138,8 +139,8 @@ def hash_file(path: Path, algorithm: str = "sha256") -> str:
 def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = True) -> list[str]:
     """Compare the files in `folder` with their records. Return one line for each damaged file.
 
-    With `hashed`, compare the size of each file and all of its recorded hashes. Otherwise compare
-    only the sizes.
+    With `hashed`, compare the size of each file and all of its recorded hashes. Without `hashed`,
+    compare only the sizes.
     """
 
     def damage(record: FileRecord) -> str | None:
@@ -200,7 +201,7 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
             when_held(file.read() or "another process")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in CANNOT:
+            if error.errno not in NOT_IMPLEMENTED:
                 raise
             warnings.warn(
                 f"{path}: this file system has no locks; do not start a second command that uses "
@@ -228,7 +229,7 @@ def is_locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, *CANNOT):
+        if error.errno not in (errno.EWOULDBLOCK, *NOT_IMPLEMENTED):
             raise
         return True
     return False

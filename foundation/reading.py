@@ -15,7 +15,7 @@ import yaml
 from foundation.errors import InputError
 
 
-# The base class uses libyaml, which is fast: a report reads the settings of many runs.
+# The base class uses libyaml, which is faster than Python's parser. A report reads many YAML files.
 class _Loader(yaml.CSafeLoader):
     """YAML loader that rejects repeated keys and reads `1e6`, `1e-5` and `1.0e6` as numbers.
 

@@ -34,7 +34,8 @@ class Settings(BaseModel):
 def at_home(value: Any) -> Any:
     """Expand `~/` at the beginning of a text. Return a value of any other kind unchanged.
 
-    A shell does not expand `~/` after `data.packs=` on a command line, and never in a recipe.
+    A shell does not expand `~/` in an argument such as `data.packs=~/packs`. In a recipe, no shell
+    expands it.
     """
     if isinstance(value, str) and value.startswith("~") and "/" in value:
         return os.path.expanduser(value)
@@ -58,8 +59,8 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
 
     Raises one InputError with a line for each wrong key. Each line begins with `origin`, such as
     the name of a file. If the type of a key is a union, pydantic reports one mistake for each type
-    in the union. These mistakes are joined in one line. If the key is a section that contains a
-    wrong key, only the line of the wrong key inside of the section is kept.
+    in the union. These mistakes are joined in one line. If a section is wrong because of a key
+    inside of it, only the line of this key is kept.
     """
     try:
         return cls.model_validate(values)
@@ -70,7 +71,7 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
             by_key.setdefault(key, []).append(mistake)
         lines = []
         for key, mistakes in by_key.items():
-            # The mistake inside of this section is reported instead.
+            # Skip a section if the mistake in one of its keys is reported.
             if any(other.startswith(f"{key}.") for other in by_key):
                 continue
             subject = f"{origin}: `{key}`: " if key else f"{origin}: "

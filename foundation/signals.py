@@ -16,7 +16,8 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # SIGHUP means a lost ssh connection. SLURM can send SIGUSR1 as a warning before the time limit. If
-# the parent process ignores one of these signals, as nohup does with SIGHUP, it stays ignored.
+# the parent process ignores one of these signals, this process ignores it too. For example, nohup
+# ignores SIGHUP.
 IF_NOT_IGNORED = (signal.SIGHUP, signal.SIGUSR1)
 # One Ctrl-C may arrive twice, from the terminal and from the launcher. Two SIGINTs within this time
 # are therefore treated as one.

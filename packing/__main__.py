@@ -203,8 +203,8 @@ def _follow(options: argparse.Namespace) -> None:
 def _data_settings(arguments: Sequence[str]) -> DataSettings:
     """Return the settings in the data section of a recipe, overridden by key=value arguments.
 
-    The first argument is the path of the recipe, unless it is a key=value argument, too. Keys in
-    the recipe's data section override keys in the data sections of its `base` files.
+    The first argument is the path of the recipe, unless it contains "=". Keys in the recipe's data
+    section override keys in the data sections of its `base` files.
     """
     data: dict[str, Any] = {}
     recipe = None

@@ -46,7 +46,8 @@ class Pack:
     """One row of training data, always `length` tokens wide."""
 
     input_ids: np.ndarray  # [length] uint32; a read-only view into the file if possible
-    # [documents] int32: tokens of each document, in order. Tokens after the last one are padding.
+    # [documents] int32: number of tokens of each document, in order. The tokens after the last
+    # document are padding.
     lengths: np.ndarray
     # Position of the pack's first token in its document. It is above 0 if the document started in
     # another pack.
@@ -81,8 +82,8 @@ class Packs:
     def verify(self) -> None:
         """Compare the size and the hash of every file with the recorded values.
 
-        Raises InputError for the first file that differs. A format without recorded values does
-        nothing.
+        Raises InputError for the first file that differs. If the format does not record sizes and
+        hashes, this method does nothing.
         """
 
 
@@ -276,6 +277,7 @@ class ArrowPacks(Packs):
 
     def __getitem__(self, index: int) -> Pack:
         number = bisect_right(self._starts, checked_index(index, len(self))) - 1
+        # `masks` has one array with the masks of all rows, or is empty.
         ids, lengths, offsets, first_positions, *masks = self._batches[number]
         row = index - self._starts[number]
         trained = None

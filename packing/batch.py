@@ -62,7 +62,8 @@ class StepBatches:
 
     microbatches: list[Microbatch]  # microbatches of this rank
     tokens: int  # number of tokens over all ranks, including padding: packs * length
-    valid_tokens: int  # number of labels over all ranks, by which the loss is divided
+    # Number of labels that are not IGNORE, over all ranks. The sum of the losses is divided by it.
+    valid_tokens: int
     # Sum of squared document lengths over all ranks, from which the FLOPs of attention follow.
     # Padding is excluded, because attention over padding is not useful work.
     sum_squared_lengths: int
@@ -70,7 +71,7 @@ class StepBatches:
     # Metrics after this step (`Order.figures`): the epochs and the share of each of several
     # sources, and the current part of a stream.
     sources: dict[str, float] = field(default_factory=dict)
-    # Places of the step's packs over all ranks, in the endless stream of packs (see `Order`).
+    # Indices of the step's packs in the endless stream of packs (see `Order`), over all ranks.
     places: range = range(0)
 
 
@@ -80,17 +81,17 @@ def build_microbatch(
     """Return the microbatch of packs of equal length, laid end to end.
 
     The last token of a pack has no label. With `mask_boundaries`, the last token of each document
-    has no label either. Otherwise, it predicts the first token of the next document. Padding and
-    tokens without a loss (`Pack.trained`) are not used as labels. For attention, the padding at the
-    end of a pack is a separate document.
+    has no label either. Without it, the last token of a document predicts the first token of the
+    next document. Padding and tokens without a loss (`Pack.trained`) are not used as labels. For
+    attention, the padding at the end of a pack is a separate document.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
     # Documents and padding together cover the microbatch without a gap.
-    tails = [length - int(pack.lengths.sum()) for pack in packs]
+    paddings = [length - int(pack.lengths.sum()) for pack in packs]
     parts = [
-        np.append(pack.lengths, tail) if tail else pack.lengths
-        for pack, tail in zip(packs, tails, strict=True)
+        np.append(pack.lengths, padding) if padding else pack.lengths
+        for pack, padding in zip(packs, paddings, strict=True)
     ]
     sizes = np.concatenate(parts, dtype=np.int64)
     ends = np.cumsum(sizes)
@@ -102,12 +103,12 @@ def build_microbatch(
     labels = np.empty(total, dtype=np.int64)
     labels[:-1] = input_ids[1:]
     labels[(ends if mask_boundaries else np.arange(length, total + 1, length)) - 1] = IGNORE
-    for row, pack, tail in zip(labels.reshape(-1, length), packs, tails, strict=True):
+    for row, pack, padding in zip(labels.reshape(-1, length), packs, paddings, strict=True):
         if pack.trained is not None:
             row[:-1][~pack.trained[1:]] = IGNORE
-        # The last real token has no label either, because it would have to predict padding.
-        if tail:
-            row[-min(tail + 1, length) :] = IGNORE
+        # The token before padding has no label either, because it would have to predict padding.
+        if padding:
+            row[-min(padding + 1, length) :] = IGNORE
 
     unfilled = -(len(ends) + 1) % OFFSETS_MULTIPLE
     offsets = np.concatenate([[0], ends, np.full(unfilled, total)], dtype=np.int32)
@@ -135,27 +136,29 @@ def sum_of_squares(lengths: np.ndarray) -> int:
 def count_valid_tokens(
     lengths: np.ndarray, trained: np.ndarray | None = None, *, mask_boundaries: bool
 ) -> int:
-    """Return the number of labels of a pack whose documents have these lengths.
+    """Return the number of labels of one pack that are not IGNORE.
 
-    `trained` is the mask of the pack (`Pack.trained`). Every token with a loss is a label, except
-    the first token of each document. Without `mask_boundaries`, only the first token of the pack is
-    excepted.
+    `lengths` are the lengths of the pack's documents. `trained` is the mask `Pack.trained`: True
+    for tokens with a loss, or None if all tokens have a loss. Every token with a loss is a label,
+    except the first token of each document. Without `mask_boundaries`, every token with a loss is a
+    label, except the first token of the pack.
     """
-    real = int(lengths.sum())
-    firsts_count = len(lengths) if mask_boundaries else min(len(lengths), 1)
+    tokens = int(lengths.sum())
+    excluded_count = len(lengths) if mask_boundaries else min(len(lengths), 1)
     if trained is None:
-        return real - firsts_count
-    firsts = (np.cumsum(lengths) - lengths)[:firsts_count]
-    return int(np.count_nonzero(trained[:real]) - np.count_nonzero(trained[firsts]))
+        return tokens - excluded_count
+    excluded = (np.cumsum(lengths) - lengths)[:excluded_count]
+    return int(np.count_nonzero(trained[:tokens]) - np.count_nonzero(trained[excluded]))
 
 
 class Prefetch(AbstractContextManager, Iterator[T]):
-    """Iterator over build(n) for each n of `numbers`, in order, with results built in advance.
+    """Iterator over the results of `build(n)` for each n in `numbers`, in order.
 
-    A thread calls `build` while the caller computes, because NumPy releases the interpreter lock.
-    If `build` raises an exception, the call of `next` for this result raises it, and the iteration
-    ends. `close`, the end of the `with` block and the end of the iteration wait until the thread
-    has ended. Results that were not used are dropped.
+    A thread builds the next two results in advance, while the caller computes. NumPy releases the
+    interpreter lock, so both can run at the same time. If `build` raises an exception, the call of
+    `next` that would return the result raises the exception, and the iteration ends. `close`, the
+    end of the `with` block and the end of the iteration wait until the thread has ended. Unused
+    results are dropped.
     """
 
     def __init__(
@@ -169,14 +172,15 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 
         Set `pin_memory` if `build` pins memory.
         """
-        # Time that the last call of `next`, and the calls of `ready` before it, have waited.
+        # Time that the last call of `next` has waited. It includes the time that calls of `ready`
+        # have waited since the previous call of `next`.
         self.data_wait_ms = 0.0
         self._waited_ms = 0.0  # time that `ready` has waited since the last call of `next`
         self._build = build
         self._numbers = iter(numbers)
         self._stop_waiting = stop_waiting
-        # Memory is pinned for the current device of the thread. Unless another device is set, this
-        # is the first device on every rank.
+        # Memory is pinned for the current device of the thread. By default, this is the first
+        # device on every rank. So the thread must select the device of its rank.
         setup = None
         if pin_memory:
             device = torch.accelerator.current_device_index()
@@ -242,8 +246,8 @@ class Batching:
     # Number of the model's token ids. An id in a pack that is not below this number raises
     # InputError, because it would crash the device. None disables the check.
     vocab_size: int | None = None
-    # Number of the model's positions. If a document that was cut between packs reaches beyond it,
-    # InputError is raised. None disables the check.
+    # Number of positions that the model supports. InputError is raised if a document that was cut
+    # between packs reaches a later position. None disables the check.
     positions: int | None = None
 
     def build(self, packs: Packs, indices: Sequence[int]) -> Microbatch:
@@ -262,16 +266,17 @@ class Batching:
         """Return an iterator over this rank's microbatches of one pass over the packs.
 
         With `limit`, the pass ends after the first `limit` packs. Every rank gets the same number
-        of microbatches, so that no rank waits for the others in a collective operation.
+        of microbatches. Otherwise, a rank with more microbatches than the other ranks would wait
+        for them forever in a collective operation.
         """
         count = len(packs) if limit is None else min(limit, len(packs))
 
-        def build(turn: int) -> Microbatch:
-            first = (turn * self.world_size + self.rank) * self.microbatch
+        def build(number: int) -> Microbatch:
+            first = (number * self.world_size + self.rank) * self.microbatch
             return self.build(packs, range(min(first, count), min(first + self.microbatch, count)))
 
-        turns = -(-count // (self.world_size * self.microbatch))
-        return Prefetch(build, range(turns), self.pin_memory)
+        microbatches = -(-count // (self.world_size * self.microbatch))
+        return Prefetch(build, range(microbatches), self.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -296,7 +301,7 @@ class BatchStream(Batching):
         microbatches = -(-len(indices) // (self.world_size * self.microbatch))
         blanks = self.world_size * microbatches * self.microbatch - len(indices)
         # Blank packs have no cost. So `spread` assigns them last, and to the cheapest microbatches.
-        # A microbatch of blank packs only is the last microbatch of its rank.
+        # A microbatch that has only blank packs is the last microbatch of its rank.
         assigned = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
         return StepBatches(
             microbatches=[

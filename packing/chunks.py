@@ -50,8 +50,8 @@ def open_stream(path: Path) -> pa.NativeFile:
     """Open a file for reading, and decompress it if its suffix is .gz or .zst.
 
     Raises OSError if the file cannot be opened. Arrow's decompressors, unlike Python's, raise an
-    error for a truncated stream. They would read an empty file as an empty text, so an empty file
-    with such a suffix raises OSError here.
+    error for a truncated stream. Arrow's decompressors would read an empty file as an empty text,
+    so this function raises OSError for an empty file with such a suffix.
     """
     raw = pa.OSFile(str(path))
     compression = COMPRESSION.get(path.suffix.lower())
@@ -79,9 +79,10 @@ _USUAL_COLUMNS = {
 
 
 def lacking(records: Records, names: Collection[str]) -> str | None:
-    """Return an error message if `names` lacks a column that `records` requires, else None.
+    """Return an error message if a source lacks a column that `records` requires, else None.
 
-    The message suggests settings that read the columns in `names`.
+    `names` are the names of the columns that the source has. The message suggests settings that
+    read these columns.
     """
     absent = [column for column in records.columns if column not in names]
     if not absent:
@@ -111,7 +112,9 @@ class Counts:
     skipped: int = 0  # malformed records that were skipped (on_bad_line: skip)
     empty: int = 0  # records without text
     first_skipped: str | None = None  # place and error of the first skipped record
-    unread: tuple[str, ...] = ()  # names of columns that have values but no effect, at most 30
+    # Names of columns, and of keys of messages, that have values but are not read. At most 30 names
+    # are recorded.
+    unread: tuple[str, ...] = ()
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -122,7 +125,7 @@ class Counts:
             self.skipped + other.skipped,
             self.empty + other.empty,
             self.first_skipped or other.first_skipped,
-            # Some records use data as keys, so the number of different names is unbounded.
+            # Some datasets use data as the names of columns, so the number of names is unbounded.
             tuple(sorted({*self.unread, *other.unread})[:30]),
         )
 
@@ -171,7 +174,9 @@ def tokenize(
 
 
 def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
-    """Return the documents of `chunk`, as `records.fill` returns them, and counts of other records.
+    """Return the documents of `chunk`, and counts of the records without a document.
+
+    The documents have the form that `records.fill` returns.
 
     With `skip_bad`, malformed records are skipped and counted. Otherwise, the first malformed
     record raises InputError with its place.
@@ -225,10 +230,10 @@ def _decoded(data: bytes) -> str:
 
 
 def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:
-    """Yield each record of a chunk, after its place for error messages.
+    """Yield a pair (place, record) for each record of a chunk.
 
-    A record is a line of JSON that is not parsed yet, the path of a text file that is not read yet,
-    or the columns of a table's row.
+    The place is a text for error messages, such as "data.jsonl:12". A record is an unparsed line of
+    JSON, the path of a text file that is not read yet, or the columns of a table's row.
     """
     if chunk.kind == "jsonl":
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
@@ -244,7 +249,7 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
 
 
 def _listed(line: bytes) -> list[bytes]:
-    """Return the records of a line, each as JSON. A line has several records if it is a list."""
+    """Return the records of a line as JSON texts. A line that is a list has several records."""
     if line.lstrip().startswith(b"["):
         with suppress(ValueError):
             return [json.dumps(record).encode() for record in json.loads(line)]
@@ -252,7 +257,11 @@ def _listed(line: bytes) -> list[bytes]:
 
 
 def _parsed(line: bytes, records: Records) -> dict[str, Any]:
-    """Return the record in a line. Raise ValueError if it is no object or lacks a column."""
+    """Return the record in a line.
+
+    Raises ValueError if the line is not a JSON object, or if it lacks a column that `records`
+    requires.
+    """
     text = _decoded(line)
     try:
         value = json.loads(text)

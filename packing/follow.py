@@ -2,10 +2,10 @@
 
 The content of a part depends only on the settings, the source, and the place in the source where
 the part starts. It does not depend on when, how often or by which process the part is made. So
-parts that the run has read may be deleted. A run that returns to an earlier step, or that continues
-on another machine, has these parts made again from the place that is stored in its checkpoint. A
-file is opened at this place, a compressed file is decompressed up to it, and a dataset of the
-Hugging Face hub is read from the file that contains it.
+parts that the run has read may be deleted. If the run returns to an earlier step, or continues on
+another machine, these parts are made again from the place that is stored in its checkpoint. A file
+is opened at this place, a compressed file is decompressed up to this place, and a dataset of the
+Hugging Face hub is read from the file that contains this place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from packing.stream import (
 
 PACKER_LOCK = ".packer.lock"  # held by the process that makes parts
 _LEAST_CHUNK = 2**12  # smallest size of a chunk, in bytes
-_LOOK = 0.2  # seconds between two checks whether another part fits on the disk
+_POLL_SECONDS = 0.2  # seconds between two checks whether another part fits on the disk
 
 
 def follow(settings: DataSettings, parent: int | None = None) -> None:
@@ -55,7 +55,7 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
     packer ends, and then continues its work. A packer without `parent` raises InputError.
     """
 
-    def meet_another(holder: str) -> None:
+    def refuse_or_wait(holder: str) -> None:
         if parent is None:
             raise InputError(
                 f"{settings.packs}: {holder} already makes the parts of this stream, so a second "
@@ -64,22 +64,22 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
         say(f"waiting for {holder}, which makes the parts of this stream")
 
     run = ReadingRun(settings.packs, parent)
-    with locked(settings.packs / PACKER_LOCK, meet_another), ExitStack() as stack:
+    with locked(settings.packs / PACKER_LOCK, refuse_or_wait), ExitStack() as stack:
         parts = training_parts(settings)
         processes = usable_cores(2 * len(parts))  # The run needs the other half of the cores.
         makers = {
             name: stack.enter_context(PackMaker(part, processes)) for name, part in parts.items()
         }
-        for has_made in pack_ahead(settings, makers):
+        for has_written in pack_ahead(settings, makers):
             if run.has_ended():
                 return
-            if not has_made:
-                time.sleep(_LOOK)
+            if not has_written:
+                time.sleep(_POLL_SECONDS)
 
 
 @dataclass
 class ReadingRun:
-    """The run that reads a stream, as far as its packer can observe the run."""
+    """State of the run that reads a stream, as its packer observes it."""
 
     packs: Path
     parent: int | None = None  # id of the run's process if the run has started the packer
@@ -92,16 +92,16 @@ class ReadingRun:
         """
         if self.parent is not None:
             return os.getppid() != self.parent
-        reads = is_locked(self.packs / RUN_LOCK)
-        self.was_seen = self.was_seen or reads
-        return self.was_seen and not reads
+        is_running = is_locked(self.packs / RUN_LOCK)
+        self.was_seen = self.was_seen or is_running
+        return self.was_seen and not is_running
 
 
 def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Iterator[bool]:
     """Make parts in the order in which the run reads them, as many as fit in `disk_gb`.
 
-    `makers` maps the name of each source to its PackMaker. Yields True after each part, and False
-    while the next part has to wait until other parts are deleted. Parts that the run has read are
+    `makers` maps the name of each source to its PackMaker. Yields True after a part was written.
+    Yields False while the next part does not fit on the disk. Parts that the run has read are
     deleted.
 
     Raises InputError if `data.streaming.disk_gb` is too small for the packs of one step.
@@ -110,19 +110,19 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
     parts = {name: maker.settings for name, maker in makers.items()}
     shares = dict(zip(makers, StreamedPacks(settings, parts).mixture.share_of_packs, strict=True))
     starts: dict[str, list[PartStart]] = {name: [] for name in makers}
-    # Source and start of the part that is laid out, but not written yet.
-    made: tuple[str, PartStart] | None = None
+    # Source and start of the part in `arranged`. The part is written when it fits on the disk.
+    laid_out: tuple[str, PartStart] | None = None
     while True:
         position = read_position(settings.packs, makers)
         for name, start in position["starts"].items():
             starts[name] = keep_parts(parts[name].packs, PartStart(**start), starts[name])
         name = min(starts, key=lambda name: starts[name][-1].first / shares[name])
         start = starts[name][-1]
-        if made != (name, start):
+        if laid_out != (name, start):
             arranged, after = make_part(makers[name], start)
-            made = (name, start)
+            laid_out = (name, start)
             continue  # Read the position again, because the run has continued meanwhile.
-        # The margin is for the files beside the packs.
+        # The margin of 0.2 % and 64 KiB is for the other files of a part, such as its manifest.
         needed = bytes_below(settings.packs) + round(1.002 * arranged.bytes()) + 2**16
         if needed <= limit:
             manifest = write_part(makers[name], start, arranged, after)
@@ -157,7 +157,7 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
         with suppress(InputError):
             while part := read_part(folder, starts[-1]):
                 starts.append(part.after)
-    kept = {FIRST, *(part_folder(folder, made.number).name for made in starts[:-1])}
+    kept = {FIRST, *(part_folder(folder, kept_start.number).name for kept_start in starts[:-1])}
     # The pattern also finds the incomplete folder of a packer that was killed.
     for path in folder.glob("*part-*"):
         if path.name not in kept:
@@ -178,7 +178,7 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
     has no text.
     """
     tokens = _tokenize_window(maker, start.place)
-    # The previous part may have the last document of the source. Then this part has no documents.
+    # If the previous part ended with the last document of the source, `tokens` has no documents.
     begins_again = not tokens.counts.documents and start.number > 0
     if begins_again:
         tokens = _tokenize_window(maker, {})

@@ -136,8 +136,8 @@ class Shard(Packs):
 
         Raises InputError if the offsets do not fit the size of the file or the index.
         """
-        # Unlike Python's memory map, Arrow's does not keep the file open. A terabyte of data is
-        # 16,000 shards, and a process often may open only 1,024 files.
+        # Unlike Python's memory map, Arrow's memory map does not keep the file open. A terabyte of
+        # data is 16,000 shards, and many systems limit a process to 1,024 open files.
         file = self._decompressed() if self.is_compressed else pa.memory_map(str(self.path))
         data = memoryview(file.read_buffer())
         fits = data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(data)
@@ -164,9 +164,9 @@ class Shard(Packs):
         """Return the decoded columns of sample `index`. Arrays are views into the file."""
         data, offsets = self.content
         data = data[offsets[index] : offsets[index + 1]]
-        variable = sum(not size for _, size, _ in self._columns)
-        sizes = iter(np.frombuffer(data, "<u4", variable).tolist())
-        start = 4 * variable
+        stored_sizes = sum(1 for _, size, _ in self._columns if not size)
+        sizes = iter(np.frombuffer(data, "<u4", stored_sizes).tolist())
+        start = 4 * stored_sizes
         columns = {}
         for name, size, decode in self._columns:
             end = start + (size or next(sizes))
@@ -238,8 +238,8 @@ class MDSPacks(JoinedPacks):
     ) -> None:
         """Open the shards in `folders`. `path` names all folders in messages.
 
-        If `length` is None, it is taken from the first sample. If no column of the first sample
-        marks documents, the EOS token of `tokenizer` ends each document.
+        If `length` is None, a pack has the length of the first sample. If no column of the first
+        sample marks where documents end, each EOS token of `tokenizer` ends a document.
         """
         shards = [shard for folder in folders for shard in read_index(folder)]
         if not shards:
@@ -252,7 +252,7 @@ class MDSPacks(JoinedPacks):
         unread = [name for name in first_sample if name not in (LABELS, *TOKEN_COLUMNS)]
         is_first_rank = os.environ.get("RANK", "0") == "0"
         say(f"{path}: columns not read: {', '.join(unread)}", bool(unread) and is_first_rank)
-        # An attention mask that has no value for each token has the lengths of the documents.
+        # If the attention mask does not have one value per token, it has the lengths of documents.
         has_lengths = np.size(first_sample.get(MASK, tokens)) != np.size(tokens)
         end_token = None
         if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):

@@ -27,13 +27,13 @@ from packing.arrow import ArrowPacks, JoinedPacks, Packs
 _ROUNDS = 8
 _LEAST_BITS = 6
 _SAMPLED_PACKS = 1000  # number of packs in which tokens are counted to estimate their mean
-# Shares are rounded to multiples of 1 / _PARTS. Then a place times a share fits 64 bits for up to
-# 2^39 packs.
+# Shares are rounded to multiples of 1 / _PARTS and computed as integers. The product of a place and
+# such an integer fits into 64 bits for up to 2^39 packs.
 _PARTS = 1 << 24
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Return the indices 0 to count - 1, or `most` evenly spaced ones if `count` is larger."""
+    """Return the indices 0 to count - 1, or `most` of them at equal distances if there are more."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
 
 
@@ -58,11 +58,11 @@ class Mixture:
         A source's share of the packs is proportional to its share of the tokens, divided by its
         tokens per pack.
         """
-        packs = [
+        relative_packs = [
             weight / tokens
             for weight, tokens in zip(self.weights, self.tokens_per_pack, strict=True)
         ]
-        return [count / sum(packs) for count in packs]
+        return [packs / sum(relative_packs) for packs in relative_packs]
 
     def packs_before(self, places: np.ndarray | int) -> list[np.ndarray]:
         """Return, for each source, the number of its packs before each of `places`.
@@ -73,8 +73,8 @@ class Mixture:
         shares = self.share_of_packs
         packs = []
         for number, share in enumerate(shares):
-            # The rate is relative to the places that earlier sources leave. The last source gets
-            # all remaining places.
+            # The rate is the source's share of the places that do not belong to earlier sources.
+            # The last source gets all remaining places.
             rate = round(_PARTS * share / sum(shares[number:]))
             packs.append(remaining * rate // _PARTS)
             remaining = remaining - packs[-1]
@@ -129,8 +129,9 @@ class Order:
         after = self.mixture.packs_before(places + 1)
         packs = np.empty_like(places)
         for number in range(len(before)):
-            belongs = np.flatnonzero(after[number] > before[number])
-            packs[belongs] = self.packs_of_source(number, before[number][belongs])
+            # Indices in `places` of the places that belong to this source.
+            indices = np.flatnonzero(after[number] > before[number])
+            packs[indices] = self.packs_of_source(number, before[number][indices])
         return packs
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
@@ -236,8 +237,8 @@ def spread(
     """Distribute packs over ranks and microbatches evenly, both by number and by cost.
 
     `costs` has one cost for each pack: the sum of its squared document lengths. The cost of
-    attention is proportional to it, and all other costs are equal for all packs. The result lists
-    the indices of the packs of each microbatch: result[rank][microbatch].
+    attention is proportional to this sum, and all other costs are equal for all packs. The result
+    has the indices of the packs in each microbatch, as result[rank][microbatch].
 
     The algorithm is "longest processing time first" (Graham 1969) with equal numbers of packs: the
     costliest remaining pack is assigned to the cheapest microbatch that is not full. Microbatches
@@ -246,7 +247,7 @@ def spread(
     lowest cost so far. If costs are equal, the lower index comes first.
     """
     bins = ranks * microbatches
-    room = len(costs) // bins
+    packs_per_bin = len(costs) // bins
     members: list[list[int]] = [[] for _ in range(bins)]
     load = [0] * bins
     lightest = [(0, number) for number in range(bins)]
@@ -254,7 +255,7 @@ def spread(
         _, number = heapq.heappop(lightest)
         members[number].append(index)
         load[number] += int(costs[index])
-        if len(members[number]) < room:
+        if len(members[number]) < packs_per_bin:
             heapq.heappush(lightest, (load[number], number))
 
     costliest_first = iter(sorted(range(bins), key=lambda number: (-load[number], number)))

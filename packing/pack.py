@@ -107,16 +107,17 @@ def materialise(
     """Return packs `first` to `last` (exclusive) with their tokens.
 
     `tokens` is a flat integer array with the tokens of all documents. It may be memory-mapped.
-    `starts` [documents] int64 has the index in `tokens` of each document's first token. Its order
-    is that of the lengths from which the layout was made. `fill_id` is the token id of padding.
-    With `masked`, the bit `UNTRAINED` marks tokens without a loss, and packs get a mask instead.
-    The function needs about 12 bytes of memory for each token.
+    `starts` [documents] int64 has the index in `tokens` of each document's first token, in the
+    order of the lengths from which the layout was made. `fill_id` is the token id of padding.
+
+    With `masked`, tokens without a loss have the bit `UNTRAINED` in `tokens`. The packs have a mask
+    (`Pack.trained`) instead of this bit. The function needs about 12 bytes of memory per token.
     """
     pieces = slice(layout.offsets[first], layout.offsets[last])
     sizes = layout.stop[pieces] - layout.start[pieces]
     ends = np.cumsum(sizes)
     source = starts[layout.document[pieces]] + layout.start[pieces]
-    # Token i of the range is token i + (offset of its piece) in `tokens`. So one gather suffices.
+    # Index in `tokens` of each token of these packs, so that one gather copies all of them.
     index = np.repeat(source - (ends - sizes), sizes)
     index += np.arange(len(index))
     offsets = layout.offsets[first : last + 1] - layout.offsets[first]
@@ -127,7 +128,8 @@ def materialise(
     if len(ids) == shape[0] * shape[1]:
         rows = ids.astype(np.uint32, copy=False).reshape(shape)
     else:
-        rows = np.full(shape, fill_id | int(UNTRAINED) * masked, np.uint32)
+        padding = fill_id | int(UNTRAINED) if masked else fill_id
+        rows = np.full(shape, padding, np.uint32)
         rows[np.arange(layout.length) < filled[:, None]] = ids
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
     return [
@@ -139,12 +141,12 @@ def materialise(
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the owner of each piece, and the number of each piece within its owner.
+    """Return the document of each piece, and the number of each piece within its document.
 
-    `counts` are the numbers of pieces of the owners. [2, 3] gives (0 0 1 1 1) and (0 1 0 1 2).
+    `counts` has the number of pieces of each document. [2, 3] gives (0 0 1 1 1) and (0 1 0 1 2).
     """
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    document = np.repeat(np.arange(len(counts)), counts)
+    return document, np.arange(len(document)) - (np.cumsum(counts) - counts)[document]
 
 
 def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs: int) -> Layout:
@@ -166,8 +168,8 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
     """Return the number of each piece's pack, and the number of packs.
 
     Pieces of equal size are placed together. The fullest pack in which a piece fits remains the
-    fullest one until no further piece of this size fits. So it gets as many of these pieces as fit,
-    and so does every other pack with the same room. The result is the same as if the pieces were
+    fullest one until no further piece of this size fits. So this pack, and every other pack with
+    the same room, gets as many of these pieces as fit. The result is the same as if the pieces were
     placed one by one.
     """
     open_packs = _OpenPacks()
@@ -233,17 +235,17 @@ class _OpenPacks:
 class Arranged:
     """Tokenised documents that are laid out in the packs of each split."""
 
-    def __init__(self, tokens: Tokens, settings: DataSettings, *, one_file: bool = False) -> None:
+    def __init__(self, tokens: Tokens, settings: DataSettings, *, text_files: bool = False) -> None:
         """Divide the documents into splits and lay them out.
 
-        With `one_file`, each document is a text file. If there is only one file, its tail is held
-        out.
+        Set `text_files` if each document is a text file. If there is only one file, the end of the
+        file is held out.
         """
         self.tokens = tokens
         self.settings = settings
         self.masked = settings.masks or tokens.counts.trained < tokens.counts.tokens
         lengths = tokens.lengths
-        if one_file and len(lengths) == 1 and settings.held_out:
+        if text_files and len(lengths) == 1 and settings.held_out:
             tail = max(1, round(int(lengths[0]) * settings.held_out))
             lengths = np.array([lengths[0] - tail, tail])
             documents: dict[Split, np.ndarray] = {
@@ -263,8 +265,11 @@ class Arranged:
     def bytes(self) -> int:
         """Return the size of the packs on the disk in bytes, with an error of less than 0.1 %."""
         length = self.settings.length
-        pack = 4 * (length + 2) + self.masked * -(-length // 8)
-        return sum(len(part) * pack + 4 * len(part.document) for part in self.layouts.values())
+        mask_bytes = -(-length // 8) if self.masked else 0
+        pack_bytes = 4 * (length + 2) + mask_bytes
+        return sum(
+            len(layout) * pack_bytes + 4 * len(layout.document) for layout in self.layouts.values()
+        )
 
     def write(self, writer: PackWriter, split: Split, padding: int) -> None:
         """Write the packs of `split`. `padding` is the token id that fills short packs."""
@@ -297,8 +302,12 @@ class Arranged:
             statistics["trained_tokens"] = counts.trained
         if counts.unknown:
             share = counts.unknown / counts.tokens
-            warning = "; warning: the tokenizer lacks much of this text, choose another tokenizer"
-            statistics["unknown_tokens"] = f"{share:.2%} of all{warning * (share > _MOST_UNKNOWN)}"
+            unknown = f"{share:.2%} of all"
+            if share > _MOST_UNKNOWN:
+                unknown += (
+                    "; warning: the tokenizer lacks much of this text, choose another tokenizer"
+                )
+            statistics["unknown_tokens"] = unknown
         if counts.unread:
             statistics["columns_not_read"] = ", ".join(counts.unread)
         return statistics

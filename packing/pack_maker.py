@@ -52,9 +52,9 @@ def content_settings(settings: DataSettings) -> dict[str, Any]:
 class PackMaker(AbstractContextManager):
     """Make the packs of one source.
 
-    Worker processes tokenise the documents. They end with the `with` block, or with this process.
-    They are started by spawning, because a fork would copy everything that the caller has loaded
-    (torch, a CUDA context, threads).
+    Worker processes tokenise the documents. The workers end with the `with` block, or with this
+    process. The workers are spawned and not forked, because a fork would copy everything that the
+    caller has loaded (torch, a CUDA context, threads).
     """
 
     def __init__(self, settings: DataSettings, processes: int) -> None:
@@ -74,7 +74,8 @@ class PackMaker(AbstractContextManager):
     def __exit__(self, *exception: object) -> None:
         # Close the queue, so that `shutdown` does not wait for a result that is only partly sent.
         self._pool._result_queue._writer.close()  # type: ignore[attr-defined]  # in CPython
-        # Kill the workers, because their results are not needed. Python 3.14 has `kill_workers`.
+        # Kill the workers, because their results are not needed. From Python 3.14 on, the pool has
+        # a method `kill_workers` for this.
         for worker in list((self._pool._processes or {}).values()):
             worker.kill()
         self._pool.shutdown(cancel_futures=True)
@@ -82,9 +83,9 @@ class PackMaker(AbstractContextManager):
     def key(self) -> dict[str, Any]:
         """Return all values that determine the tokens of this source.
 
-        `on_bad_line` is not included. So a user can set it to `skip` after hours of work, and
-        continue from the bad line. The hash of the records includes the content of a chat
-        template's file.
+        The setting `on_bad_line` is not included. So if a record cannot be read after hours of
+        work, the user can set `on_bad_line` to `skip` and continue from this record. The hash of
+        the records includes the content of a chat template's file.
         """
         excluded = {"on_bad_line", "source", "tokenizer"}
         return self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - excluded) | {
@@ -117,7 +118,7 @@ class PackMaker(AbstractContextManager):
         """Lay out documents in packs. With `held_out`, hold out the share in the settings."""
         share = self.settings.held_out if held_out else 0.0
         settings = self.settings.model_copy(update={"held_out": share})
-        return Arranged(tokens, settings, one_file=self.source.kind == "text")
+        return Arranged(tokens, settings, text_files=self.source.kind == "text")
 
     def write(
         self, path: Path, arranged: Arranged, stream: dict[str, Any] | None = None

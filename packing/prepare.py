@@ -32,7 +32,7 @@ from packing.records import records_of
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source
 from packing.store import all_parts, find_splits, folder_of, is_there
-from packing.stream import LOOK
+from packing.stream import POLL_SECONDS
 from packing.tokenizer import load_tokenizer
 
 _COMMIT_SECONDS = 5.0  # least number of seconds between two commits of tokens
@@ -58,10 +58,10 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     for part in all_parts(settings):
         if part.source is None:  # Packs without a source already exist.
             continue
-        # Check this before a lock file is written, because packs may be on a read-only disk.
+        # Look for the packs before a lock file is written, because they may be on a read-only disk.
         manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
-        already = f"{part.packs}: already prepared with these settings"
-        say(summary(manifest) if manifest else already, progress)
+        exists_message = f"{part.packs}: already prepared with these settings"
+        say(summary(manifest) if manifest else exists_message, progress)
     return settings.packs
 
 
@@ -88,15 +88,15 @@ def _make_alone(
 
 
 def _claim(part: DataSettings, claim: ExitStack) -> None:
-    """Replace the lock on the packs of `part` on a file system without locks.
+    """Reserve the packs of `part` for this process, on a file system without locks.
 
-    The first rank of a launch creates a folder, which succeeds in one process only. It removes the
-    folder when `claim` is closed. If the process is killed, the folder remains. The other ranks
-    return when the packs exist. Raises InputError if the folder exists already.
+    The first rank of a launch creates a folder, which only one process can create. When `claim` is
+    closed, the folder is removed. If the process is killed, the folder remains. On the other ranks,
+    this function waits until the packs exist. Raises InputError if the folder exists already.
     """
     if os.environ.get("RANK", "0") != "0":
         while not holds_packs_of(part):
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return
     folder = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
     with refusing(
@@ -112,7 +112,8 @@ def _claim(part: DataSettings, claim: ExitStack) -> None:
 def holds_packs_of(settings: DataSettings) -> bool:
     """Return True if the packs of these settings exist, and False if there are no packs.
 
-    Raises InputError if there are packs of other settings, or other files.
+    Raises InputError if the folder has packs that were prepared with other settings, or if it has
+    other files.
     """
     packs = folder_of(settings)
     if not is_there(packs):
@@ -128,8 +129,9 @@ def holds_packs_of(settings: DataSettings) -> bool:
     # Different paths or names may mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
         requested["source"] = recorded["source"]
-    # Packs may be copied to a machine without their tokenizer. If there is a tokenizer to compare,
-    # compare its content instead of its name.
+    # If the tokenizer has the recorded name, and is no file or folder on this machine, the equal
+    # name suffices, because packs may be copied to a machine without their tokenizer. Otherwise,
+    # compare the fingerprints of the tokenizers instead of their names.
     if recorded["tokenizer"] != requested["tokenizer"] or Path(str(settings.tokenizer)).exists():
         recorded["tokenizer"] = manifest["tokenizer"]["fingerprint"]
         requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint
@@ -144,7 +146,8 @@ def holds_packs_of(settings: DataSettings) -> bool:
 def check_sources(settings: DataSettings) -> None:
     """Raise InputError unless the packs of each source exist, or the source itself exists.
 
-    The content of the sources is not read. Existing packs of other settings raise InputError, too.
+    The content of the sources is not read. Packs that were prepared with other settings also raise
+    InputError.
     """
     for part in all_parts(settings):
         if part.source is None:
@@ -157,10 +160,13 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise a source, pack it, and return the manifest of its packs.
 
     If an earlier call was interrupted, its tokens are used. Raises InputError if the source changes
-    meanwhile, or if memory or disk space is exhausted.
+    while it is read, or if memory or disk space is exhausted.
     """
     folder = settings.packs.absolute().parent / f".{settings.packs.name}.tokens"
-    remedy = f"correct this and run the command again; the tokens so far are kept in {folder}"
+    remedy = (
+        "correct the cause and run the command again; the tokens that were made so far are kept in "
+        f"{folder}"
+    )
     with (
         PackMaker(settings, usable_cores()) as maker,
         refusing((OSError, MemoryError), str(settings.packs), remedy),
@@ -197,10 +203,12 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
 
 
 class TokenLog(AbstractContextManager):
-    """Tokens of a source in `folder`: two files that grow, and a record of their valid sizes.
+    """Tokens of a source, stored in `folder` so that an interrupted tokenisation can continue.
 
-    Every few seconds, and at the end of the `with` block, the two files are flushed and the record
-    is replaced. When a log is opened, bytes beyond the recorded sizes are cut off.
+    `append` appends token ids to one file and the lengths of documents to another file. A third
+    file records the valid sizes of these two files. Every few seconds, and at the end of the `with`
+    block, the two files are flushed and the record is replaced. When a log is opened, bytes beyond
+    the recorded sizes are cut off.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:

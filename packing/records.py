@@ -1,6 +1,6 @@
 """Turn a record of a source into a document and its token ids.
 
-A record has a text, a chat, or token ids. A chat template writes the text of a chat. Templates are
+A record has a text, a chat, or token ids. A chat template turns a chat into text. Templates are
 written in Jinja, and transformers runs them in a sandbox (without importing torch). A template
 cannot read today's date, because packs would then differ from day to day. A template that first
 tests whether it can read the date, such as Llama's, uses a date from its own text instead.
@@ -65,7 +65,8 @@ _SYSTEM_COLUMNS = ("system", "system_prompt")  # columns that may have the first
 # Pattern that finds a comparison of a content with none. A template with such a comparison accepts
 # a message with null as its content, for example an answer that consists of tool calls.
 _NULL_CONTENT = re.compile(r"content\W*\s(is|==|!=)(\s+not)?\s+none\b", re.IGNORECASE)
-_OTHER_ANSWER = "PLACEHOLDER"
+_OTHER_ANSWER = "PLACEHOLDER"  # answer that replaces an answer to find where answers start
+# Pattern of the statement with which a template marks the beginning of an answer.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Exceptions of a template that rejects a chat, or that expects a chat of another form.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -110,7 +111,8 @@ class TextTemplate(Records):
     Lists, mappings and bytes raise ValueError, because they would be written in Python's notation.
     """
 
-    pieces: tuple[tuple[str, str | None], ...]  # pairs: a text, and the column after it or None
+    # Pairs: a literal text, and the name of the column whose value follows the text, or None.
+    pieces: tuple[tuple[str, str | None], ...]
     end: tuple[int, ...] = ()  # token ids that are appended to each text
 
     @classmethod
@@ -198,6 +200,8 @@ class ChatColumns(Records):
                     f"{message['role']}; either give the message another role, or set "
                     "data.chat_template to another template"
                 )
+        # `turns` has the indices of the assistant's messages, `answers` the indices of the turns
+        # that the template writes, and `trained` the indices of the answers that have a loss.
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
         if not answers:
@@ -264,7 +268,7 @@ class ChatColumns(Records):
         kept if the template compares the content with none.
         """
         column = self.columns[0]
-        takes_null = _NULL_CONTENT.search(self.template) is not None
+        accepts_null = _NULL_CONTENT.search(self.template) is not None
         messages = []
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
             raise ValueError(
@@ -273,7 +277,7 @@ class ChatColumns(Records):
         for message in value:
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
-            values: dict[str, Any] = {"content": None} if takes_null else {}
+            values: dict[str, Any] = {"content": None} if accepts_null else {}
             # NaN is the only value that does not equal itself. It is treated as null.
             values |= {
                 keys.get(key, key): without_nulls(item)
@@ -301,26 +305,28 @@ class ChatColumns(Records):
         role = chat[number]["role"]
         content = chat[number].get("content") or ""
         words = content.strip()
-        # Tool messages are not searched, because a tool's result, such as a number, may also be
-        # elsewhere in the chat.
+        # The content of a tool message is not searched in the text, because a tool's result, such
+        # as a number, may also be elsewhere in the chat.
         if role in ("system", "user", "assistant") and words and words in text:
             return True
-        # The template may change the content. Then test whether the chat differs if the content is
-        # blank.
+        # If the template changes the content, `words` are not in the text. So test whether the text
+        # changes when the content of the message is blank.
         blank = {"role": role, "content": content.replace(words, "")}
         try:
-            return self._render([*chat[:number], blank, *chat[number + 1 :]], tools)[0] != text
+            blank_text, _ = self._render([*chat[:number], blank, *chat[number + 1 :]], tools)
         except ValueError:
             return True  # The template rejects a blank message, so it does read the message.
+        return blank_text != text
 
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
     ) -> list[tuple[int, int]]:
         """Return the spans of the messages `answers` for a template that does not mark answers.
 
-        An answer starts where its prompt ends: the text that the template writes to generate the
-        answer. The prompt may start a thought that the answer does not have. Then the answer starts
-        where the template writes a placeholder instead of the answer.
+        An answer starts where its prompt ends. The prompt is the text that the template writes when
+        the model has to generate the answer. The prompt may begin a thought, while the recorded
+        answer has no thought. In this case, the answer starts at the place where the template would
+        write a placeholder instead of the answer.
         """
         spans = []
         for number in answers:
@@ -330,7 +336,9 @@ class ChatColumns(Records):
                 with_answer, _ = self._render(chat[: number + 1], tools)
             if not with_answer.startswith(prompt):
                 other = [*chat[:number], {"role": "assistant", "content": _OTHER_ANSWER}]
-                prompt = self._render(other, tools)[0].rpartition(_OTHER_ANSWER)[0] or prompt
+                other_text, _ = self._render(other, tools)
+                before_placeholder, _, _ = other_text.rpartition(_OTHER_ANSWER)
+                prompt = before_placeholder or prompt
             if not (text.startswith(with_answer) and with_answer.startswith(prompt)):
                 raise ValueError(
                     f"the chat template writes message {number + 1} in another way if other "
@@ -444,7 +452,10 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
 
 
 def _has_word(template: str, word: str) -> bool:
-    """Return True if a template has a word. A column or key that it does not name has no effect."""
+    """Return True if `template` contains `word`.
+
+    A column or a key has no effect if the template does not contain its name.
+    """
     return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
 

@@ -98,11 +98,14 @@ class WeightedSource(SourceSettings):
 
 
 class StreamingSettings(Settings):
-    """Settings of packs that are made while the run trains. At its end, the text is read again."""
+    """Settings of packs that are made while the run trains.
+
+    At the end of the text, reading continues at its beginning.
+    """
 
     disk_gb: float = Field(20.0, gt=0)  # largest size of all packs on the disk, in GB (10^9 bytes)
-    # Number of tokens in a part. Each part is packed and shuffled separately. Several sources share
-    # this number by weight.
+    # Number of tokens in a part. Each part is packed and shuffled separately. If there are several
+    # sources, the parts of a source have a share of this number, in proportion to its weight.
     window: PositiveCount = 2**26
 
 
@@ -117,8 +120,8 @@ class DataSettings(SourceSettings):
     # Folder of packs (Arrow, MDS), or a token .bin file. With `source`, packs are prepared in it.
     packs: FilePath
     length: PositiveCount = 4096  # number of tokens in a pack
-    # Share that is held out for evaluation: of the documents if packs are prepared, else of the
-    # packs.
+    # Share of the data that is held out for evaluation. If packs are prepared, it is a share of the
+    # documents. If existing packs are read, it is a share of the packs.
     held_out: Share = 0.0
     # true: the first token of a document is not used as a label, because it would be predicted from
     # another document.
@@ -130,16 +133,16 @@ class DataSettings(SourceSettings):
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
     # Text for evaluation instead of `held_out`: another `source`, or another `split` of the same
     # source, with the keys from `source` to `labels`. Keys that are not set are taken from `data`,
-    # except `subset` and `split` if the source is another one. The packs are beside `packs`, in a
-    # folder with the same name and `-validation` at its end.
+    # except `subset` and `split` if `validation` sets another `source`. The packs are beside
+    # `packs`, in a folder with the same name and `-validation` at its end.
     validation: SourceSettings | None = None
     # true: a Hugging Face dataset is read without a download, and all packs are made before the
     # run. A mapping, for any source: packs are made while the run trains, and their size on the
     # disk is limited.
     streaming: bool | StreamingSettings = False
     # Hub name, folder, or tokenizer.json. In a token .bin file, and in MDS packs without columns
-    # that mark documents, its EOS token ends each document. Without a tokenizer, each pack of such
-    # files is one document.
+    # that mark documents, each EOS token of this tokenizer ends a document. If no tokenizer is set,
+    # each pack of such files is one document.
     tokenizer: PathText | None = None
     # truncate: documents are concatenated and cut where a pack is full; best_fit: only documents
     # longer than a pack are cut.
@@ -244,7 +247,8 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
     If `source` sets the kind of its records, keys of other kinds are not taken. If its key `source`
     differs from the one of `data`, `subset` and `split` are not taken.
     """
-    if not isinstance(source, dict) or source.get("source") is None:  # Its packs already exist.
+    # If a source has no key `source`, its packs already exist.
+    if not isinstance(source, dict) or source.get("source") is None:
         return source
     keys = {key for key in SourceSettings.model_fields if key in data and key != "source"}
     if data.get("source") not in (None, source["source"]):

@@ -60,7 +60,7 @@ _READABLE = (
 
 
 def open_source(settings: DataSettings, records: Records) -> FileSource | DatasetSource:
-    """Return the source that `settings` name. Look only at the names and sizes of its files.
+    """Return the source that `settings` name. The content of its files is not read.
 
     Raises InputError if the source does not exist, if its format is not known, or if `settings` has
     a setting that this kind of source does not use.
@@ -164,7 +164,10 @@ class FileSource:
         return {"kind": self.kind, "files": hash_of(listing)}
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
-        """Yield chunks of about `size` bytes. A text file is one chunk. A worker reads it."""
+        """Yield chunks of about `size` bytes.
+
+        A text file is one chunk. The chunk has only the path, because a worker reads the file.
+        """
         size = size or CHUNK_BYTES
         begin = begin or {}
         first = begin.get("file", 0)
@@ -193,7 +196,7 @@ class FileSource:
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
-            # The last block is followed by an empty one, at which the rest of the file is yielded.
+            # An empty block follows the last block. When it is read, the rest is yielded.
             for block in chain(iter(partial(stream.read, size), b""), [b""]):
                 pending += block
                 cut = len(pending)

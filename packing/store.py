@@ -28,7 +28,7 @@ from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
-_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # how writers name the held-out split
+_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # usual names of the held-out split
 _DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
 _MAKE = (
     "either set `data.source` and `data.tokenizer` to prepare packs from text, "
@@ -43,8 +43,8 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
     """Map the name of each training source to the settings of the source.
 
     The name is the setting `name`, or the last part of `source` without suffixes. A single source
-    has the name "". In a stream, each source gets its share of the window, so that the parts of all
-    sources last for equally many steps.
+    has the name "". In a stream, each source gets its share of `data.streaming.window`, the number
+    of tokens in a part. So the parts of all sources last for the same number of steps.
     """
     if not settings.sources:
         return {"": settings.model_copy(update={"validation": None})}
@@ -73,8 +73,8 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     if validation is None:
         return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
-    # Validation text is packed before the run, even if the training text is streamed. Then a
-    # dataset of the hub is read without a download.
+    # Validation text is packed before the run, even if the training text is streamed. If the
+    # training text is streamed, a validation dataset of the hub is read without a download.
     is_remote = not Path(str(validation.source)).exists()
     streaming = is_remote if settings.stream else settings.streaming
     return _part(settings, validation, packs, held_out=0.0, streaming=streaming)
@@ -117,11 +117,11 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 
     Several sources are returned as `MixedPacks`, and a stream as `StreamedPacks`.
 
-    The held-out packs come from `data.validation`. If it is not set, they are the held-out split of
-    the packs, which a stream has in its first part. If there is no such split, the share
-    `settings.held_out` of the training packs is held out, which are always the same packs. Then a
-    document that was cut between packs may have parts in both splits. (Packs that `prepare` holds
-    out have complete documents.)
+    The held-out packs come from `data.validation`. If `data.validation` is not set, they are the
+    held-out split of the packs. A stream has its held-out split in the first part. If the packs
+    have no held-out split, the share `settings.held_out` of the training packs is held out, and
+    every run holds out the same packs. In this case, a document that was cut between packs may have
+    pieces in both splits. (`prepare` holds out complete documents.)
 
     Raises InputError if there are no packs, if the packs are damaged, or if their length is not
     `settings.length`.
@@ -146,16 +146,16 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     """Return the packs of one source, or None if the source has no packs of this split."""
     openers = find_splits(folder_of(settings), settings.length, settings.tokenizer)
-    is_carved = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
-    if split not in openers and not is_carved:
+    must_carve = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
+    if split not in openers and not must_carve:
         return None
-    packs = openers["train" if is_carved else split]()
+    packs = openers["train" if must_carve else split]()
     if packs.length != settings.length:
         raise InputError(
-            f"{packs.path}: the packs have {packs.length} tokens, but `data.length` is "
+            f"{packs.path}: each pack has {packs.length} tokens, but `data.length` is "
             f"{settings.length}; either set data.length={packs.length}, or prepare other packs"
         )
-    return carve(packs, settings.held_out, split) if is_carved else packs
+    return carve(packs, settings.held_out, split) if must_carve else packs
 
 
 def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None = None) -> None:
@@ -225,28 +225,31 @@ def find_splits(
 ) -> dict[Split, Callable[[], Packs]]:
     """Map each split of the packs at `path` to a function that opens it.
 
-    `length` is the length of a pack, for formats that do not record it. If it is None, MDS packs
-    have the length of their first sample, and token files the default of `data.length`. In packs
-    that do not mark documents, the EOS token of `tokenizer` ends each document. Raises InputError
-    if there are no training packs.
+    `length` is the length of a pack, for formats that do not record it. If `length` is None, MDS
+    packs have the length of their first sample, and packs of a token file have the default of
+    `data.length`. If packs do not mark where documents end, each EOS token of `tokenizer` ends a
+    document. Raises InputError if there are no training packs.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
 
-    def first_of(*places: Path) -> Callable[[], Packs] | None:
-        """Return a function that opens the first place with a token file or with MDS folders."""
-        for place in places:
-            if place.suffix == ".bin" and place.is_file():
+    def first_of(*candidates: Path) -> Callable[[], Packs] | None:
+        """Return a function that opens the first of `candidates` that has packs, or None.
+
+        A candidate has packs if it is a token file or an MDS folder, or if it contains MDS folders.
+        """
+        for candidate in candidates:
+            if candidate.suffix == ".bin" and candidate.is_file():
                 end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
-                return partial(TokenBin, place, length or _DEFAULT_LENGTH, end_token)
+                return partial(TokenBin, candidate, length or _DEFAULT_LENGTH, end_token)
             inside = sorted(
                 index.parent
-                for index in place.glob(f"*/{INDEX}")
+                for index in candidate.glob(f"*/{INDEX}")
                 if index.parent.name not in _HELD_OUT_NAMES
             )
-            if folders := [place] if (place / INDEX).is_file() else inside:
+            if folders := [candidate] if (candidate / INDEX).is_file() else inside:
                 return partial(MDSPacks, folders, path, length, tokenizer)
         return None
 

@@ -1,10 +1,11 @@
 """Read packs that are made while a run trains, from more text than fits on the disk.
 
-This is the run's side of a stream: the position at which the run reads, and its packer process.
+This module is the part of a stream that belongs to the run: it reads packs, publishes the position
+at which the run reads, and starts the packer process.
 
     packs/
       part-00000000/    first part, which stays on the disk because it has the held-out documents
-      part-00000003/    packs as `prepare` writes them, and the place in the source of their start
+      part-00000003/    packs as `prepare` writes them; the manifest has the part's start
       part-00000004/
       position.json     position at which the run reads, written by the run
       packer.log        output of the packer process, if the run has started it
@@ -47,7 +48,7 @@ from packing.settings import DataSettings
 POSITION = "position.json"
 RUN_LOCK = ".lock"  # held by the run that reads the stream
 ENDLESS = 2**62  # number of packs that a stream reports, because its real number is not known
-LOOK = 0.05  # seconds between two checks whether a part exists
+POLL_SECONDS = 0.05  # seconds between two checks whether a part exists
 LOG = "packer.log"
 _RECIPE = "packer.yaml"
 # Environment variables that make the processes of a launcher report their exit. The packer must not
@@ -60,11 +61,11 @@ _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 
 @dataclass(frozen=True)
 class PartStart:
-    """Start of a part: its place in the source, and counts of earlier parts."""
+    """Start of a part: a place in the source, and the number of earlier parts, epochs and packs."""
 
-    number: int = 0
+    number: int = 0  # number of the part, counted from 0
     epoch: int = 0  # number of times that the source has ended before this part
-    # Place in the source: the argument `begin` of the source's `chunks`.
+    # Place in the source at which the part starts. `chunks(place)` of the source continues there.
     place: dict[str, Any] = field(default_factory=dict)
     first: int = 0  # number of packs in all earlier parts
 
@@ -74,7 +75,8 @@ class Part:
     """An opened part of a stream on the disk."""
 
     start: PartStart
-    after: PartStart  # start of the next part; its `epoch` is also that of this part's documents
+    # Start of the next part. Its `epoch` is also the epoch of the documents in this part.
+    after: PartStart
     packs: ArrowPacks
 
 
@@ -96,11 +98,11 @@ def read_part(folder: Path, start: PartStart) -> Part | None:
     except InputError:
         if (path / MANIFEST).exists():
             raise
-        return None  # The packer has deleted it meanwhile.
-    places = packs.manifest["statistics"]["stream"]
-    if PartStart(**places["start"]) != start:
+        return None  # The packer has deleted the part meanwhile.
+    recorded = packs.manifest["statistics"]["stream"]
+    if PartStart(**recorded["start"]) != start:
         return None
-    return Part(start, PartStart(**places["after"]), packs)
+    return Part(start, PartStart(**recorded["after"]), packs)
 
 
 def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -126,7 +128,10 @@ def bytes_below(folder: Path) -> int:
 
 
 def check_disk(settings: DataSettings) -> None:
-    """Raise InputError if the disk has less space than `data.streaming.disk_gb`."""
+    """Raise InputError if the disk has less space for packs than `data.streaming.disk_gb`.
+
+    The space for packs is the free space and the space of the existing packs of this stream.
+    """
     limit = settings.streamed.disk_gb
     room = (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
     if limit > room:
@@ -143,7 +148,7 @@ class PackerProcess(ExitStack):
     """Process of `python -m packing follow` that makes the parts of a stream for this run.
 
     The process ends when the run ends, even if the run is killed. If another packer already makes
-    the parts, this packer waits until the other one ends, and then continues its work.
+    the parts, this packer waits until the other packer ends, and then makes the following parts.
     """
 
     def __init__(self, settings: DataSettings, position: dict[str, Any]) -> None:
@@ -176,7 +181,8 @@ class PackerProcess(ExitStack):
                 # The run handles Ctrl-C and stops the packer. So the packer must not receive it.
                 start_new_session=True,
             )
-        # Callbacks run in reverse order: kill the packer, even in the midst of its work, then wait.
+        # Callbacks run in reverse order. So the packer is first killed, even in the midst of its
+        # work, and then this process waits for the packer to end.
         self.callback(self.process.wait)
         self.callback(self.process.kill)
 
@@ -237,8 +243,8 @@ class SourceStream:
     def start_at(self, record: dict[str, Any] | None) -> None:
         """Close all parts, and read from the part of `record` on. None means the first part.
 
-        `record` has the start and the fingerprint of a part, and checkpoints store it. With it, a
-        resumed run checks that a part that is made again has the same content.
+        `record` has the start and the fingerprint of a part. Checkpoints store the record. If the
+        part is made again for a resumed run, its fingerprint must equal the one in the record.
         """
         first = {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         with self._lock:
@@ -284,8 +290,8 @@ class SourceStream:
 class StreamedPacks(Packs):
     """The packs of one or several streamed sources. Pack n of source s has index n * sources + s.
 
-    `order` returns a `StreamOrder`, whose `packs_of_step` waits until the packs of a step exist.
-    After this, the packs can be read.
+    `order` returns a `StreamOrder`. Its `packs_of_step` waits until the packs of a step exist. Call
+    it before these packs are read.
     """
 
     def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
@@ -348,7 +354,7 @@ class StreamedPacks(Packs):
     def advance_to(self, places: range) -> None:
         """Close the parts that the run has read, and publish the new position.
 
-        `places` are the places in the stream of all packs that the next step reads.
+        `places` is the range of places that the next step reads, in the stream of all packs.
         """
         starts = self.mixture.packs_before(places.start)
         ends = self.mixture.packs_before(places.stop)
@@ -359,10 +365,11 @@ class StreamedPacks(Packs):
 
     @property
     def position(self) -> dict[str, dict[str, Any]]:
-        """Position of the run for the packer: two dicts, each with a value for every source's name.
+        """Position of the run for the packer. It consists of two dicts by the names of the sources.
 
-        `starts`: start of the first part that the run may still read, as a dict of PartStart.
-        `ends`: place after the last pack that the current step reads from the source.
+        `starts` maps each source to the start of the first part that the run may still read, as a
+        dict of PartStart. `ends` maps each source to the place after the last pack that the current
+        step reads from this source.
         """
         starts = {name: record["start"] for name, record in self.record.items()}
         return {"starts": starts, "ends": dict(self._ends)}
@@ -385,8 +392,8 @@ class StreamOrder(Order):
         self._stopped.set()
 
     def _wait(self) -> None:
-        """Wait `LOOK` seconds. Raise InputError if waiting was stopped or the packer has ended."""
-        if self._stopped.wait(LOOK):
+        """Wait POLL_SECONDS. Raise InputError if waiting was stopped or the packer has ended."""
+        if self._stopped.wait(POLL_SECONDS):
             raise InputError(f"{self.packs.path}: the run has stopped waiting for packs")
         if self.packs.packer is not None:
             self.packs.packer.check()

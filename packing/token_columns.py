@@ -48,7 +48,8 @@ BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         lambda positions: positions + np.arange(len(positions), 0, -1),
     ),
 }
-# All columns except the labels, whose column may have another name.
+# All columns with a fixed name. The column of labels is missing, because a setting (`data.labels`)
+# may select a column with another name.
 TOKEN_COLUMNS = (MASK, *LOSS_MASKS, *BOUNDARIES)
 
 
@@ -74,7 +75,8 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
 def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the number of each token's document, or -1 for padding: [width] int64.
 
-    `width` is the number of tokens. Raises ValueError if `columns` describe another number.
+    `width` is the number of tokens, and `columns` maps names of columns to their values. Raises
+    ValueError if a column is for another number of tokens.
     """
     mask = columns.get(MASK)
     is_real = np.ones(width, bool)
@@ -107,12 +109,13 @@ def trained_tokens(
     trained = None
     for name in [name for name in (labels, *LOSS_MASKS) if name in columns]:
         row = columns[name]
-        off, on = (IGNORE, tokens) if name == labels else (0, 1)
-        if len(row) != len(tokens) or not ((row == off) | (row == on)).all():
+        without_loss, with_loss = (IGNORE, tokens) if name == labels else (0, 1)
+        if len(row) != len(tokens) or not ((row == without_loss) | (row == with_loss)).all():
             value = "the token" if name == labels else "1"
             raise ValueError(
-                f"column `{name}` must have {value} or {off} for each token; either write it "
-                "without a shift, or remove it"
+                f"column `{name}` must have {value} or {without_loss} for each token; either write "
+                "the column without a shift, or remove it"
             )
-        trained = (row != off) if trained is None else trained & (row != off)
+        has_loss = row != without_loss
+        trained = has_loss if trained is None else trained & has_loss
     return trained

@@ -53,7 +53,7 @@ class TextTokenizer:
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the token ids of a text.
 
-        It does not depend on the formatting of tokenizer.json or on the order of its keys.
+        The hash does not depend on the formatting of tokenizer.json or on the order of its keys.
         """
         values = json.loads(self.tokenizer.to_str())
         content = {key: values[key] for key in values.keys() - _NOT_PART_OF_THE_FINGERPRINT}
@@ -64,21 +64,22 @@ class TextTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Largest id plus one, with added tokens. A model needs at least this many embeddings."""
+        """Largest token id plus one. A model needs at least this number of embeddings."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def unknown(self) -> int | None:
-        """Id of the token that replaces text outside of the vocabulary, or None.
+        """Id of the unknown token, which replaces text outside of the vocabulary, or None.
 
-        It is None if there is no such token, or if the token also begins or ends documents. Such a
-        token does not show that text is missing. A padding token does, because documents have no
-        padding.
+        The id is None if the tokenizer has no unknown token, or if the unknown token also begins or
+        ends documents. In the latter case, the number of these tokens does not show how much text
+        was replaced. If the unknown token is the padding token, its id is returned, because
+        documents contain no padding.
         """
         model = json.loads(self.tokenizer.to_str())["model"]
         unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
-        frame = (self.special.get("bos"), self.special.get("eos"))
-        return None if unknown in frame else unknown
+        document_marks = (self.special.get("bos"), self.special.get("eos"))
+        return None if unknown in document_marks else unknown
 
     @property
     def padding(self) -> int:
@@ -96,7 +97,7 @@ class TextTokenizer:
         return self.special["eos"]
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the tokenizer that packs record in their manifest."""
+        """Return the tokenizer's description, which is stored in the manifest of the packs."""
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
@@ -111,7 +112,7 @@ class TextTokenizer:
 def load_tokenizer(name: str) -> TextTokenizer:
     """Load a tokenizer from a tokenizer.json, a folder with one, or a hub model (`name@revision`).
 
-    Raises InputError if it cannot be found or read.
+    Raises InputError if the tokenizer cannot be found or read.
     """
     file = Path(name) if Path(name).is_file() else find_file(name, "tokenizer.json")
     if file is None:
@@ -145,10 +146,12 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
 
 def find_file(tokenizer: str, name: str) -> Path | None:
-    """Return the path of a tokenizer's file, from its folder, its hub repository or the cache.
+    """Return the local path of the file `name` of a tokenizer.
 
-    Returns None if it is certain that the tokenizer has no such file. Raises InputError if the hub
-    cannot be reached, because token ids must not depend on the network.
+    `tokenizer` is a folder, the path of a tokenizer.json, or the name of a hub repository. A file
+    of a hub repository is downloaded, or found in the cache of earlier downloads. Returns None if
+    it is certain that the tokenizer has no such file. Raises InputError if the hub cannot be
+    reached, because token ids must not depend on the network.
     """
     path = Path(tokenizer)
     if path.exists():
@@ -195,7 +198,7 @@ def train_tokenizer(
 
     Its tokens are the end-of-text token (id 0), the tokens of `special`, the 256 bytes, and merges
     of bytes. The same texts in the same order give the same tokenizer. If there is little text, the
-    tokenizer may have fewer tokens.
+    tokenizer may have fewer tokens than `vocabulary`.
     """
     tokenizer = ByteLevelBPETokenizer()
     special_tokens = [END_OF_TEXT, *special]

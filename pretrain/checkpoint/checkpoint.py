@@ -4,12 +4,13 @@ A folder with the name of a checkpoint is always complete. format.py describes t
 checkpoint. Disks may flip bits and a copied folder may lack files, so all files of a checkpoint are
 hashed and compared with the manifest before the checkpoint is used.
 
-A save first copies the tensors to host memory. Then a thread of each rank writes the copies while
-training continues. The thread must not call collectives, because all ranks must call collectives in
-the same order, and the training thread calls them too. The thread of a rank writes and flushes the
-files of this rank only. Between two steps, the ranks exchange the records of the files that they
-have written (`Checkpoints.settle`). When all ranks have written their files, the thread of the
-first rank writes the state, then writes the manifest, and then gives the folder its final name.
+A save in the background first copies the tensors to host memory. Then a thread of each rank writes
+the copies while training continues. The thread must not call collectives, because all ranks must
+call collectives in the same order, and the training thread calls them too. The thread of a rank
+writes and flushes the files of this rank only. Between two steps, the ranks exchange the records of
+the files that they have written (`Checkpoints.settle`). When all ranks have written their files,
+the thread of the first rank writes the state, then writes the manifest, and then gives the folder
+its final name.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ PIECE = 2**24
 # Share of the free host memory that copies may use. The rest is for other processes on the machine.
 SHARE = 0.8
 # Seconds to wait for a new file to appear on all machines. A network disk may show it late.
-_SEEN_WITHIN = 5.0
+_VISIBILITY_TIMEOUT = 5.0
 _log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
@@ -127,8 +128,8 @@ class Checkpoints:
     ) -> Path:
         """Save the checkpoint of step `step` and delete old checkpoints.
 
-        Return the path of the checkpoint. If the checkpoint of this step was saved or loaded last,
-        it is not written again.
+        Return the path of the checkpoint. If the checkpoint that was saved or loaded last is of the
+        same step, it is not written again.
 
         Args:
             step: Number of steps done.
@@ -138,8 +139,8 @@ class Checkpoints:
             state: JSON object that is saved with the tensors.
             spared: Step of a checkpoint that is not deleted, even if it is old.
             behind: If True, return when the tensors are copied to host memory. A thread then writes
-                the copies. If the host has no memory for copies, return when the files of this
-                rank are written. If False, return when the checkpoint is complete.
+                the copies. If the host has too little memory for the copies, return when the files
+                of this rank are written. If False, return when the checkpoint is complete.
             say: Function that is called on the first rank with a message when the checkpoint is
                 complete.
 
@@ -154,7 +155,7 @@ class Checkpoints:
         self.wait()
         if final == self._complete:
             if self.rank == 0:
-                # `spared` may differ from the last call.
+                # Delete old checkpoints again, because `spared` may have changed.
                 self._prune(final, spared)
             return final
         partial = on_disk.partial_folder(final)
@@ -255,7 +256,7 @@ class Checkpoints:
         reasons = reasons or self._failures(pending.completed)
         if not reasons:
             self._complete = pending.final
-            # A damaged checkpoint of the same step has been replaced by this save.
+            # If there was a damaged checkpoint of the same step, this save has replaced it.
             self.damaged.discard(pending.final)
             return
         if self.rank == 0:
@@ -288,8 +289,9 @@ class Checkpoints:
         """Delete old checkpoints after `newest` was saved. Called on the first rank only.
 
         Keep the `keep` newest checkpoints, the checkpoint of step `spared`, and the newest
-        checkpoint that is not later than step `before`. Damaged checkpoints are not deleted, and
-        are not among the `keep` newest ones.
+        checkpoint that is not later than step `before`. Damaged checkpoints and checkpoints of
+        steps after `newest` are ignored: they are not deleted, and do not count as one of the
+        `keep` newest checkpoints.
         """
         candidates = [
             path
@@ -440,7 +442,7 @@ class Staging:
     def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
         """Copy the tensors to host memory, wait for the device, and return the copies.
 
-        The next call overwrites the copies. Return None if the host has no memory for them.
+        The next call overwrites the copies. Return None if the host has too little free memory.
         """
         tensors = [tensor for group in files.values() for tensor in group.values()]
         needed = sum(_rounded(tensor.nbytes) for tensor in tensors)
@@ -470,9 +472,9 @@ class Staging:
 def free_memory() -> int:
     """Return the number of bytes of memory that this process may still allocate.
 
-    This is the free memory of the machine, or the free memory within the limit of a Linux control
-    group of this process, whichever is the smallest. SLURM, Docker and Kubernetes limit jobs by
-    control groups, and kill a job that exceeds its limit.
+    This is the free memory of the machine. If the process belongs to Linux control groups with
+    memory limits, it is at most the free memory within each limit. SLURM, Docker and Kubernetes
+    limit jobs by control groups, and kill a job that exceeds its limit.
     """
     free = psutil.virtual_memory().available
     with suppress(OSError):  # the machine does not run Linux
@@ -550,7 +552,8 @@ def checksums(tensors: Tensors) -> dict[str, int]:
     does not depend on the number of shards of the first dimension. Replicas of a block are added
     once if their bits are equal. If their bits differ, both are added, so the checksum changes.
     """
-    # The sums of all ranks. The offset identifies the block of the tensor that a rank holds.
+    # For each rank, a dict that maps each tensor to the offset of the rank's block and the sum of
+    # the block's bits. Blocks with different offsets are different blocks.
     ranks = from_all_ranks(
         {
             name: (on_disk.block_of(tensor).offset, sum_of_bits(tensor))
@@ -618,7 +621,7 @@ def require_shared(folder: Path) -> None:
         return
     is_first = torch.distributed.get_rank() == 0
     token = folder / f".proof.0{PARTIAL}"
-    deadline = time.monotonic() + _SEEN_WITHIN
+    deadline = time.monotonic() + _VISIBILITY_TIMEOUT
     if is_first:
         token.touch()
     from_all_ranks(None)  # all ranks wait until the first rank has created the token
@@ -627,11 +630,11 @@ def require_shared(folder: Path) -> None:
         if time.monotonic() >= deadline:
             break
         time.sleep(0.05)
-    blind_hosts = from_all_ranks(None if is_visible else socket.gethostname())
+    hosts_without_folder = from_all_ranks(None if is_visible else socket.gethostname())
     if is_first:
         token.unlink()
-    for host in filter(None, blind_hosts):
+    for host in filter(None, hosts_without_folder):
         raise InputError(
-            f"{folder}: {host} does not see the folder that the first machine has created; choose "
-            "a folder on a disk that all machines share"
+            f"{folder}: the first machine has created this folder, but {host} cannot find it; "
+            "choose a folder on a disk that all machines share"
         )

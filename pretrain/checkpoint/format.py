@@ -20,16 +20,18 @@
      "optimizer": {...},
      "sha256": "of everything above, to detect a flipped bit in the manifest"}
 
-A checkpoint is set aside in three cases: the run went back to an earlier step, the checkpoint was
-written again, or the checkpoint is older than the checkpoints that the run keeps.
+A checkpoint is set aside (its folder is renamed to abandoned-*) in three cases: the run went back
+to an earlier step, a new checkpoint of the same step replaces it, or it is older than the
+checkpoints that the run keeps.
 
 Each file is flushed to the disk. The manifest is written after all other files, and only then is
 the folder renamed to step-*. Therefore a folder with this name is complete, even if a process or
 the machine stops during a save.
 
 Each process holds one block of each tensor. The block is the full tensor (plain tensors, Replicate)
-or a part of the tensor (DTensor, Shard). If several processes hold the same block, one of them
-writes it. The blocks are distributed, so that data-parallel replicas share the work of writing.
+or a part of the tensor (DTensor, Shard). If several processes hold the same block, as data-parallel
+replicas do, one of them writes the block. `lay_out` selects this process for each block, so that
+all replicas write about the same number of bytes.
 docs/log.md explains why torch.distributed.checkpoint is not used.
 """
 
@@ -65,8 +67,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 PARTIAL_STEP = ".partial-"
 ABANDONED_STEP = "abandoned-"
-# Bytes after which a rank starts a new file. The last block of a file may exceed this size. Smaller
-# files are not needed, because a large checkpoint has enough files for all hashing threads.
+# Bytes after which a rank starts a new file. A file is larger if its last block crosses this limit.
+# Smaller files are not needed, because a large checkpoint has enough files for all hashing threads.
 PART_BYTES = 2 * 2**30
 # Map the dtype names of safetensors to torch dtypes.
 DTYPES = {
@@ -116,7 +118,10 @@ def newest_in(source: Path) -> Path:
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the temporary folder of the checkpoint `final`, which is renamed when complete."""
+    """Return the folder in which the checkpoint `final` is written.
+
+    When the checkpoint is complete, this folder is renamed to `final`.
+    """
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
 
 
@@ -160,9 +165,9 @@ def set_aside(folder: Path) -> Path:
 def remove(parent: Path, folders: list[Path]) -> None:
     """Delete checkpoints that are not needed any more.
 
-    Delete the checkpoints in `folders`. Also delete all folders in `parent` of checkpoints that
-    were set aside, and of checkpoints that ended processes have not completed. If a deletion fails,
-    only a warning is logged, because the remaining files only occupy disk space.
+    Delete the checkpoints in `folders`. Also delete all checkpoints in `parent` that were set
+    aside, and all incomplete checkpoints of processes that ended during a save. If a deletion
+    fails, log a warning and raise no error, because the remaining files only occupy disk space.
     """
     try:
         for folder in folders:
@@ -268,7 +273,7 @@ class ShardBlock:
 def block_of(tensor: Tensor) -> ShardBlock:
     """Return a description of the block that this process holds of `tensor`.
 
-    Raises ValueError if `tensor` is a DTensor of which this process does not hold one block.
+    Raises ValueError if `tensor` is a DTensor and this process holds several blocks of it, or none.
     """
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
@@ -306,8 +311,9 @@ def lay_out(
 
     Args:
         kind: "model" or "optimizer".
-        offers: For each rank, a dict that maps each tensor to the block that the rank holds.
-        checksums: Map each tensor to its checksum.
+        offers: For each rank, a dict that maps the name of each tensor to the block that this rank
+            holds.
+        checksums: Map the name of each tensor to its checksum.
     """
     any_block = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(any_block)}

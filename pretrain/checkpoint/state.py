@@ -28,12 +28,12 @@ class TrainState:
     valid_tokens: int = 0
     # Number of steps whose update was skipped by the health checks.
     skipped_steps: int = 0
-    # Number of steps whose packs were skipped by rollbacks.
+    # Number of steps that rollbacks have discarded. Their packs are not used again.
     left_out: int = 0
     # Offset of the data in packs, relative to step * packs_per_step. It is not zero if the number
     # of packs per step has changed in the history of the run. It may be negative.
     shift: int = 0
-    # Position of the next step in the stream of packs.
+    # Place of the next step's first pack in the endless stream of packs (see `packing.order`).
     place: int = 0
 
     @property
@@ -56,7 +56,7 @@ class TrainState:
         Args:
             tokens: Number of tokens of the step over all ranks, including padding.
             valid_tokens: Number of these tokens that have a label.
-            place: Position in the stream of packs after the packs of the step.
+            place: Place in the stream of packs after the last pack of the step.
             skipped: True if the step has not updated the weights.
         """
         self.step += 1

@@ -38,8 +38,8 @@ class Console:
         self.enabled = enabled
         self.stream = stream or sys.stdout
         # Number of the first step of this process, and the time at which this step ended. The value
-        # is (0, 0.0) until this step has ended.
-        self._first_end: tuple[int, float] = (0, 0.0)
+        # is None until this step has ended.
+        self._first_end: tuple[int, float] | None = None
         # Metrics of the steps since the last printed step line.
         self._since_line: list[Mapping[str, Any]] = []
 
@@ -66,7 +66,7 @@ class Console:
             show: If False, no line is printed. The step is still part of the means in the next
                 line, and of the estimate of the time left.
         """
-        if not self._first_end[0]:
+        if self._first_end is None:
             self._first_end = (record["step"], time.monotonic())
         self._since_line.append(record)
         if show:
@@ -164,6 +164,8 @@ class Console:
         includes the time between steps. It excludes the first step of this process, because that
         step compiles the model.
         """
+        if self._first_end is None:
+            return "…"
         first, ended = self._first_end
         if step <= first:
             return "…"

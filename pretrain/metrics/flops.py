@@ -121,7 +121,8 @@ class ModelFlops:
     # For a mixture of experts: number of expert weights that one token is multiplied by, summed
     # over the layers.
     expert_weights: int = 0
-    # Number of all other expert weights, which do not take part in the products of this token.
+    # Number of all other expert weights, summed over the layers. They belong to the experts that
+    # the token does not choose.
     idle_weights: int = 0
     # Number of experts that a token chooses in each layer, or 0 without experts.
     choices: int = 0
@@ -160,7 +161,8 @@ class ModelFlops:
         if type(choices) is not int:  # the setting is missing, or it differs between layers
             choices = 0
         experts, routers = _split_experts(remaining) if choices else ({}, {})
-        # The stacked biases of experts have two dimensions.
+        # Select the weights of the experts, which have three dimensions: expert, row and column.
+        # The biases of the experts have two dimensions, and no matrix product uses them.
         products = [parameter for parameter in experts.values() if parameter.ndim == 3]
         active = sum(choices * product[0].numel() for product in products)
         return cls(

@@ -1,4 +1,4 @@
-"""Check the loss and the gradient norm of each step, and decide whether it may update the weights.
+"""Check the loss and gradient norm of each step, and decide if the step may update the weights.
 
 A spike is a loss far above the losses of the last hundred steps. The usual loss and its noise are
 measured by the median and the median absolute deviation, because a single spike hardly changes
@@ -26,7 +26,7 @@ from pretrain.settings.recipe import HealthSettings
 WINDOW = 100
 # Number of losses that must be recorded before the first spike can be detected. Fewer losses do not
 # suffice to measure the noise.
-QUIET_START = 20
+FEWEST_LOSSES = 20
 # A spike exceeds the median loss by more than this number of robust standard deviations.
 SPIKE_DEVIATIONS = 6.0
 # A spike also exceeds the median loss by more than this difference. Late in a run the loss is so
@@ -41,7 +41,7 @@ MOST_ROLLBACKS = 3
 # 1 / Phi^-1(3/4).
 MAD_TO_SD = 1.4826
 # Weight of the current measurement in the moving average of the gap to BF16.
-USUAL_FOLLOWS = 0.25
+GAP_AVERAGE_WEIGHT = 0.25
 # The run warns if rounding loses more than this share of all updates.
 FROZEN_SHARE = 0.05
 # The run warns if more than this share of the experts is starved. A starved expert gets less than a
@@ -65,10 +65,11 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def further_off(place: Sequence[float], usual: Sequence[float]) -> float:
-    """Return the distance of a gradient from its usual place relative to the BF16 gradient.
+def distance_from_usual(place: Sequence[float], usual: Sequence[float]) -> float:
+    """Return the distance between the place of a gradient and its usual place.
 
-    Return 0 if the gradient is not farther from the BF16 gradient than usual.
+    A place describes a gradient relative to the BF16 gradient (see `place` below). Return 0 if the
+    gradient is not farther from the BF16 gradient than usual.
 
     Args:
         place: Two components of the gradient: the component along the BF16 gradient, and the norm
@@ -112,7 +113,7 @@ class HealthState:
     # Number of rollbacks of the run. The function that rolls back increments it.
     rollbacks: int = 0
     # Map each precision and each matrix to the moving average of the place of the matrix's gradient
-    # relative to the BF16 gradient (see `further_off`).
+    # relative to the BF16 gradient (see `distance_from_usual`).
     usual_gap: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     # The last step in low precision if `health.on_gap: switch` has switched the run to BF16, else
     # None.
@@ -178,25 +179,29 @@ class Health:
     def judge_gap(
         self, step: int, precision: str, places: Mapping[str, Sequence[float]]
     ) -> tuple[StepDecision, dict[str, Any]]:
-        """Decide about a step in low precision from the gap between its gradients and BF16's.
+        """Decide how to continue after the backward of a step in low precision.
 
-        If the gap is too large, `health.on_gap` determines the decision. With `switch`, this step
-        still updates the weights, and the caller must compute all later steps in BF16.
+        The gradients of the step are compared with BF16 gradients. If the gradient of a matrix is
+        farther than `health.gap_threshold` from its usual place relative to the BF16 gradient, the
+        setting `health.on_gap` determines the decision. With `switch`, this step still updates the
+        weights, and the caller must compute all later steps in BF16.
 
         Args:
             step: Number of the step.
             precision: Name of the low precision.
             places: Map each matrix to the place of its gradient relative to the BF16 gradient (see
-                `further_off`).
+                `distance_from_usual`).
 
         Returns:
-            The decision, and a dict for the metrics. The dict has the matrix whose gradient is
-            farthest from its usual place, and the distance. It is empty if no matrix has a usual
-            place yet.
+            The decision, and a dict for the metrics. The dict has the name of the matrix whose
+            gradient is farthest from its usual place, and this distance. The dict is empty if no
+            matrix has a usual place yet.
         """
         usual = self.state.usual_gap.setdefault(precision, {})
         moved = {
-            name: further_off(place, usual[name]) for name, place in places.items() if name in usual
+            name: distance_from_usual(place, usual[name])
+            for name, place in places.items()
+            if name in usual
         }
         worst = max(
             moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name], default=""
@@ -205,7 +210,7 @@ class Health:
         if not moved or moved[worst] <= self.settings.gap_threshold:
             for name, place in places.items():
                 usual[name] = [
-                    old + USUAL_FOLLOWS * (new - old)
+                    old + GAP_AVERAGE_WEIGHT * (new - old)
                     for old, new in zip(usual.get(name, place), place, strict=True)
                 ]
             return StepDecision(), figures
@@ -349,7 +354,7 @@ class Health:
         recorded.
         """
         losses = self.state.losses
-        if len(losses) < QUIET_START:
+        if len(losses) < FEWEST_LOSSES:
             return None
         median = statistics.median(losses)
         deviation = MAD_TO_SD * statistics.median(abs(recent - median) for recent in losses)

@@ -128,9 +128,10 @@ def check_ours(path: Path) -> None:
     foreign = sorted(name for name in names - _BEFORE_CONFIG if not name.startswith("."))
     config = path / "config.yaml"
     if foreign and not (config.is_file() and load_yaml(config).keys() >= _CONFIG_KEYS):
+        example = foreign[0]
         raise InputError(
-            f"{path}: holds {foreign[0]} and no config.yaml of a run; either set another "
-            f"`run_dir`, or move {foreign[0]} out of the folder"
+            f"{path}: holds {example} and no config.yaml of a run; either set another "
+            f"`run_dir`, or move {example} out of the folder"
         )
 
 
@@ -166,7 +167,7 @@ def version_of(package: str) -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """Return the commit of the code at `root`, and True under `dirty` if files have changed since.
+    """Return the commit of the code at `root`. `dirty` is True if files differ from this commit.
 
     Return None if `root` is not the top folder of a git checkout or git is not available.
     """

@@ -50,7 +50,8 @@ MEDIANS = (
 
 # Keys of an evaluation that identify the held-out packs.
 HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")
-# Keys of an evaluation that must have equal values in two evaluations whose losses are compared.
+# Keys of an evaluation that identify how its loss was measured. The losses of two evaluations may
+# be compared only if the evaluations have equal values of these keys.
 MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")
 
 # A line of metrics.jsonl.
@@ -72,8 +73,9 @@ def at_the_end(steps: np.ndarray) -> np.ndarray:
 
     `steps` contains the step numbers of the run in ascending order. With N as the last step number,
     the end consists of the last N / 5 step numbers, rounded up, or of the last FEWEST_STEPS if that
-    is more. A branch has no steps before its first one, but its step numbers continue those of the
-    earlier run. Its end therefore has the same length as the end of a run that was not branched.
+    is more. A branch has only the steps after the checkpoint from which it started. But its step
+    numbers continue the numbers of the earlier run, so its end has the same length as the end of a
+    run that is not a branch.
 
     Summaries, tables, plots and gates use this definition.
     """
@@ -117,7 +119,7 @@ class RunRecord:
     metrics: list[dict[str, Any]]
     # Summary of `metrics`.
     summary: dict[str, Any]
-    # Content of audit.json, or empty if the run has not written it yet.
+    # Content of audit.json, or an empty dict if the run has not written the file yet.
     audit: dict[str, Any] = field(default_factory=dict)
     # True if the run temporarily shared its machine with other runs of a matrix. The speed of such
     # a run cannot be compared.
@@ -382,7 +384,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     last = steps[-1]
     steady = steps[WARM_UP_STEPS:] or steps
     end = list(itertools.compress(steps, at_the_end(np.array([step["step"] for step in steps]))))
-    *_, evaluation = [{}, *own_evaluations(records)]
+    evaluations = list(own_evaluations(records))
+    evaluation = evaluations[-1] if evaluations else {}
     milliseconds = sum(_finite(steady, "step_ms"))
     rollbacks = [record["rollbacks"] for record in records if kind(record) == "rollback"]
     halts = [record["reason"] for record in records if kind(record) == "halted"]

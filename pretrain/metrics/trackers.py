@@ -169,7 +169,7 @@ class Trackers:
         title = self._run_dir.name
         resumed_step = self.file.resumed_step
         by_name: dict[str, dict[str, Any]] = {
-            # TensorBoard then hides the steps that were logged after the resumed checkpoint.
+            # For a resumed run, TensorBoard hides steps that were logged after the checkpoint.
             "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},
             "wandb": {"dir": str(self._run_dir), "name": title},
             # trackio identifies the run that it resumes by the run's name.
@@ -238,7 +238,7 @@ class Trackers:
 
 
 def check_trackers(log: LogSettings) -> None:
-    """Raise InputError if accelerate does not support a tracker, or if it is not installed."""
+    """Raise InputError if a tracker is not installed, or if accelerate does not support it."""
     for name in sorted({*log.trackers} - {"jsonl"}):
         if name not in LOGGER_TYPE_TO_CLASS:
             raise InputError(

@@ -77,7 +77,7 @@ class InProcessPacker(ExitStack):
 def quick() -> Iterator[None]:
     """Skip waits and flushes, which the in-process packer does not need."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "LOOK", 0)
+        patch.setattr(stream, "POLL_SECONDS", 0)
         for name in ("fsync", "fsync_tree"):
             patch.setattr(arrow, name, lambda path: None)
         yield
@@ -250,7 +250,7 @@ def streamed_settings(
     The current folder has a file numpy.py that raises if it is imported.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stream, "LOOK", 0.02)
+    monkeypatch.setattr(stream, "POLL_SECONDS", 0.02)
     Path("numpy.py").write_text("raise SystemExit('imported from the current folder')")
     return streamed(two_sources(values, folder) | {"text": "{text}."}, tmp_path / "packs")
 
