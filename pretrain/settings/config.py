@@ -179,7 +179,8 @@ def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
                 "remove all braces"
             )
         similar = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
-        hint = f"did you mean {{{similar[0]}}}?" if similar else "choose another name"
+        example = next(iter(fields))
+        hint = f"did you mean {{{similar[0]}}}?" if similar else f"use a name such as {{{example}}}"
         raise InputError(
             f"`{key}`: the name {{{name}}} in {path!r} has no value to replace it; {hint}"
         )
