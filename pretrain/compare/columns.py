@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from foundation.units import UNKNOWN, count, markdown, memory, percent
-from pretrain.compare.comparison import ComparedRun, RunComparison, own_speed
+from pretrain.compare.comparison import ComparedRun, RunComparison, hardware_speed
 from pretrain.compare.differences import CONFIDENCE
 from pretrain.compare.fairness import distinguishing_keys, option
 from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord
@@ -38,7 +38,7 @@ class Column:
     is_text: bool = False
 
     def text(self, row: Any) -> str:
-        """Return the text of a row in this column. It is a dash if the value is not known."""
+        """Return the text of this column in a row, or a dash if the value is not known."""
         value = self.value(row)
         return UNKNOWN if value is None else self.form(value) + self.suffix(row)
 
@@ -47,7 +47,8 @@ def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Return a Markdown table with one line for each row."""
     header = [column.title for column in columns]
     cells = [[column.text(row) for column in columns] for row in rows]
-    # The columns of text are left of all other columns.
+    # All columns of text are left of the columns of numbers, so `names` is the number of columns
+    # that are aligned to the left.
     return markdown(header, cells, names=sum(column.is_text for column in columns))
 
 
@@ -106,7 +107,7 @@ def _summary_column(
     meaning: str,
     key: str,
     form: Callable[[Any], str],
-    counts: Callable[[RunRecord], Any] = bool,
+    is_shown: Callable[[RunRecord], Any] = bool,
     **options: Any,
 ) -> Column:
     """Return a column with the value of `key` in each run's summary. The rows are ComparedRuns.
@@ -116,26 +117,29 @@ def _summary_column(
         meaning: Explanation of the column, or "".
         key: Key of the summary.
         form: Function that formats the value as text.
-        counts: Function of a run. If its result is false, the value of the run is not shown. With
-            `own_speed`, only speeds of the hardware are shown.
-        options: Other fields of Column.
+        is_shown: Function of a run. If its result is false or None, the value of the run is not
+            shown. For example, `hardware_speed` is None for emulated precisions.
+        options: Values for other fields of Column.
     """
 
     def value(compared: ComparedRun) -> Any:
-        return compared.run.summary.get(key) if counts(compared.run) else None
+        return compared.run.summary.get(key) if is_shown(compared.run) else None
 
     return Column(title, meaning, value, form, **options)
 
 
 def _end_suffix(compared: ComparedRun) -> str:
-    """Return ", halted" or ", not finished" if the run has not reached its last step, else ""."""
+    """Return the suffix ", halted" or ", not finished", or "" for a finished run.
+
+    A run is not finished if it has not reached its last step.
+    """
     if "halted" in compared.run.summary:
         return ", halted"
     return ", not finished" if compared.run.is_unfinished else ""
 
 
 AT_END = (
-    f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if they are more"
+    f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if that is more"
 )
 RUN = Column("run", "", lambda compared: compared.label, is_text=True)
 
@@ -145,8 +149,9 @@ def figures_of(comparison: RunComparison) -> list[Column]:
 
     Columns without a value for any run are omitted.
     """
-    # The suffix of the loss shows the number of averaged steps if it differs between runs. A run
-    # that branched from a checkpoint may have fewer steps at its end than the other runs.
+    # The loss at the end is a mean over steps. If the number of averaged steps differs between the
+    # runs, the suffix of the loss shows this number. A run that has branched from a checkpoint may
+    # have fewer of these steps.
     is_same_end = len({run.summary.get(END_KEY) for run in comparison.runs}) == 1
     columns = [
         RUN,
@@ -199,7 +204,7 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             "tokens per second, including padding: median over all steps except the first two",
             "tokens_per_second",
             "{:,.0f}".format,
-            counts=lambda run: not run.side_by_side,
+            is_shown=lambda run: not run.side_by_side,
             suffix=lambda compared: " (emulated)" if compared.run.emulated else "",
         ),
         Column(
@@ -213,14 +218,14 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             "model FLOPs utilization: the model's FLOP/s divided by the device's BF16 peak",
             "mfu_bf16_peak",
             percent,
-            counts=own_speed,
+            is_shown=hardware_speed,
         ),
         _summary_column(
             "MFU, nanoGPT's",
             "model FLOPs utilization with the number of FLOPs that nanoGPT counts",
             "mfu_nanogpt",
             percent,
-            counts=own_speed,
+            is_shown=hardware_speed,
         ),
         _summary_column(
             "memory",
@@ -239,7 +244,7 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             "share of the steps' time spent waiting for data",
             "data_wait_share",
             percent,
-            counts=own_speed,
+            is_shown=hardware_speed,
         ),
     ]
     rows = comparison.compared_runs

@@ -42,11 +42,11 @@ class ComparedRun:
     label: str
     # Colour of the curves of `run`, such as "#1F77B4".
     colour: str
-    # Dash of the curves of `run`: "solid" or another name of plotly.
+    # Dash of the curves of `run`, an element of DASHES.
     dash: str
     # Loss difference within which `run` counts as equal to the baseline, in nats per token.
     tolerance: float
-    # Number of runs that are compared with the baseline, including `run`.
+    # Number of runs that are compared with the same baseline. `run` is one of them.
     comparisons: int
 
     @property
@@ -89,7 +89,8 @@ class ComparedRun:
     def gap(self) -> Gap | None:
         """Return the mean loss difference between the run and the baseline at the end of training.
 
-        Return None if the run is the baseline, or if there is no difference (`not_paired`).
+        Return None if the run is the baseline, or if there is no difference for the reason that
+        `not_paired` returns.
         """
         if self.is_baseline or self.not_paired or self.differences is None:
             return None
@@ -147,8 +148,8 @@ class RunComparison:
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """Compare each of `runs` with the first run.
 
-        Call `check_comparable` first. `tolerance` is the loss difference within
-        which a run counts as equal to the first one, in nats per token.
+        Call `check_comparable` first. `tolerance` is the loss difference within which a run counts
+        as equal to the first run, in nats per token.
         """
         labels = unique_names([run.name for run in runs], runs)
         compared_runs = [
@@ -156,18 +157,18 @@ class RunComparison:
                 run,
                 base=runs[0],
                 label=label,
-                colour=COLOURS[place % len(COLOURS)],
-                dash=DASHES[place // len(COLOURS) % len(DASHES)],
+                colour=COLOURS[index % len(COLOURS)],
+                dash=DASHES[index // len(COLOURS) % len(DASHES)],
                 tolerance=tolerance,
                 comparisons=len(runs) - 1,
             )
-            for place, (run, label) in enumerate(zip(runs, labels, strict=True))
+            for index, (run, label) in enumerate(zip(runs, labels, strict=True))
         ]
         return cls(compared_runs, tolerance)
 
     @property
     def baseline(self) -> ComparedRun:
-        """Return the baseline of the comparison, a run."""
+        """Return the baseline run."""
         return self.compared_runs[0]
 
     @property
@@ -189,8 +190,8 @@ class RunComparison:
     def notes(self, *, over_seeds: bool = False) -> list[str]:
         """Return notes that explain the tables of the report.
 
-        If `over_seeds` is true, the report compares groups of seeds. Then it does not compare
-        single runs step by step, and the notes about runs that cannot be paired are omitted.
+        `over_seeds` is true if the report compares groups of seeds. Such a report does not compare
+        single runs step by step, so it has no notes about runs that cannot be paired.
         """
         notes = []
         for compared in self.compared_runs:
@@ -222,7 +223,8 @@ class RunComparison:
 def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
     """Return a unique name for each run.
 
-    It is the run's entry in `names`, or the path of the run if several runs have the same entry.
+    `names` has one name for each run. If several runs have the same name, the path of each of these
+    runs is returned instead.
     """
     return [
         name if names.count(name) == 1 else str(run.path)
@@ -241,7 +243,7 @@ def by_verdict(verdicts: Mapping[str, str]) -> str:
     return "; ".join(f"{verdict}: {', '.join(group)}" for verdict, group in names.items())
 
 
-def own_speed(run: RunRecord) -> float | None:
+def hardware_speed(run: RunRecord) -> float | None:
     """Return the median speed of a run in tokens/s, if it is the speed of the hardware.
 
     Return None if the precision was emulated, or if the run shared its machine with other runs.
@@ -254,10 +256,10 @@ def own_speed(run: RunRecord) -> float | None:
 def speed_ratio(base: RunRecord, run: RunRecord) -> float | None:
     """Return the speed of `run` divided by the speed of `base`.
 
-    Return None if `own_speed` returns None for one of them.
+    Return None if `hardware_speed` returns None for one of them.
     """
-    base_speed = own_speed(base)
-    speed = own_speed(run)
+    base_speed = hardware_speed(base)
+    speed = hardware_speed(run)
     return speed / base_speed if speed and base_speed else None
 
 

@@ -5,8 +5,8 @@ There are two kinds of samples:
 * `Gap` compares a single pair of runs. The sample has one loss difference per step, and the
   differences of neighbouring steps are correlated.
 * `SeedDifference` compares several pairs of runs. The sample has one loss difference per seed. A
-  seed determines the initialization and the order of the data. The effect of the seed drops out,
-  because both runs of a pair have the same seed.
+  seed determines the initialization and the order of the data. Both runs of a pair have the same
+  seed, so the effect of the seed cancels out of their difference.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MARGIN = 0.003
 # Confidence of the interval for the verdict "equivalent". If this interval lies within the margin,
 # two one-sided tests at 5 % each show that the difference is smaller than the margin.
 EQUIVALENCE = 0.90
-# Parameter of the sequential test in `anytime_half_width`: the variance of the normal distribution
-# of assumed true means, in units of the squared standard deviation. The value 10 makes the
-# intervals narrowest at five to eight seeds.
+# Parameter v of the sequential test in `anytime_half_width`. The test averages over true means with
+# a normal distribution. v is the variance of this distribution, divided by the variance of the
+# differences. The value 10 makes the intervals narrowest for five to eight seeds.
 MIXED_OVER = 10.0
 # Resolution of the quantiles of Student's t.
 _STEP = 2.0**-40
-# Verdicts over seeds, and the endings that "worse" and "better" may have.
+# Verdicts over seeds. The last two texts may be appended to "worse" and "better".
 EQUIVALENT = "equivalent"
 WORSE = "worse"
 BETTER = "better"
@@ -67,10 +67,10 @@ def t_probability(t: float, freedom: int) -> float:
 
 
 def t_quantile(freedom: int, confidence: float) -> float:
-    """Return the bound within which a Student's t variable lies with probability `confidence`.
+    """Return the bound b such that a Student's t variable lies within ±b with a probability.
 
-    The variable lies between minus the bound and the bound. `freedom` is the number of degrees of
-    freedom, and `confidence` is below 1. For 4 degrees of freedom and 0.95 the bound is 2.776.
+    `freedom` is the number of degrees of freedom. `confidence` is the probability, which is below
+    1. For 4 degrees of freedom and a probability of 0.95, the bound is 2.776.
     """
     steps = bisect_left(
         range(2**62), confidence, key=lambda steps: t_probability(_STEP * steps, freedom)
@@ -81,17 +81,18 @@ def t_quantile(freedom: int, confidence: float) -> float:
 def half_width(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
     """Return the half-width of the confidence interval of the mean of correlated values.
 
-    `values` is an array [step] with at least FEWEST_STEPS elements. If the values have a trend, the
-    interval becomes wide, because the mean depends on the length of the run then.
+    `values` is an array [step] with at least FEWEST_STEPS elements. If the values rise or fall over
+    the steps, the interval is wide, because the mean of such values depends on the length of the
+    run.
 
     The values of neighbouring steps are correlated, so n values contain less information than n
     independent values. The interval is computed in these steps:
 
     1. Cut the n values into N batches of about n^(1/3) consecutive values, and compute the mean of
        each batch. The batch means are modelled as a first-order autoregression.
-    2. Estimate the correlation r of neighbouring batch means. This estimate is too low by
-       (1 + 3r) / N on average (Kendall 1954), and a low estimate would make the interval too
-       narrow. So add this bias and the standard error of the estimate to r.
+    2. Estimate the correlation r of neighbouring batch means. The estimate is too low by
+       (1 + 3r) / N on average (Kendall 1954), which would make the interval too narrow. So add
+       (1 + 3r) / N and the standard error of the estimate to r.
     3. The mean is as uncertain as the mean of N / k independent batch means, where
        k = (1 + r) / (1 - r) - 2r (1 - r^N) / (N (1 - r)^2). Compute the interval by Student's t
        with N / k - 1 degrees of freedom.
@@ -123,7 +124,7 @@ class Gap:
     half_width: float | None
     # Half-width of the wider interval that is corrected for the number of comparisons (Bonferroni).
     # 0 for fewer than FEWEST_STEPS steps.
-    cautious: float
+    widened_half_width: float
     # Number of steps.
     steps: int
 
@@ -131,19 +132,22 @@ class Gap:
     def over(cls, differences: np.ndarray, comparisons: int = 1) -> Gap:
         """Summarise the loss differences of at least one step.
 
-        `differences` is an array [step], in nats per token. `comparisons` is the number of pairs of
-        runs that are compared together. The Bonferroni correction depends on it.
+        `differences` is an array [step], in nats per token. `comparisons` is the number of runs
+        that are compared with the same baseline, for the Bonferroni correction.
         """
         steps = len(differences)
         mean = float(differences.mean())
         if steps < FEWEST_STEPS:
             return cls(mean, None, 0.0, steps)
-        cautious = half_width(differences, 1 - (1 - CONFIDENCE) / comparisons)
-        return cls(mean, half_width(differences), cautious, steps)
+        widened = half_width(differences, 1 - (1 - CONFIDENCE) / comparisons)
+        return cls(mean, half_width(differences), widened, steps)
 
     @property
     def upper(self) -> float:
-        """Return the upper end of the interval at CONFIDENCE, or the mean without an interval."""
+        """Return the upper end of the interval at CONFIDENCE.
+
+        If there is no interval, return the mean.
+        """
         return self.mean + (self.half_width or 0.0)
 
     def verdict(self, tolerance: float) -> str:
@@ -156,7 +160,7 @@ class Gap:
         distance = abs(self.mean)
         if distance + (self.half_width or 0.0) <= tolerance:
             return "within"
-        if distance - self.cautious <= tolerance:
+        if distance - self.widened_half_width <= tolerance:
             return "cannot tell"
         return "above" if self.mean > 0 else "below"
 
@@ -174,15 +178,16 @@ class SeedDifference:
     def of(
         cls, losses: Mapping[int, float], baseline: Mapping[int, float]
     ) -> SeedDifference | None:
-        """Return the difference between `losses` and `baseline`, which map seeds to finite losses.
+        """Compare the losses of a group of runs with the losses of the baseline's runs.
 
-        Only seeds that both mappings have are included. Return None if there is no such seed.
+        `losses` and `baseline` map each seed to the finite loss of its run. Only seeds that both
+        mappings contain are included. Return None if there is no such seed.
         """
         seeds = sorted(losses.keys() & baseline.keys())
         if not seeds:
             return None
-        level = statistics.fmean(baseline[seed] for seed in seeds)
-        return cls({seed: losses[seed] - baseline[seed] for seed in seeds}, level)
+        baseline_mean = statistics.fmean(baseline[seed] for seed in seeds)
+        return cls({seed: losses[seed] - baseline[seed] for seed in seeds}, baseline_mean)
 
     @property
     def mean(self) -> float:
@@ -206,7 +211,7 @@ class SeedDifference:
         return t_quantile(number - 1, confidence) * error
 
     def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str:
-        """Return the verdict if the number of seeds was fixed before the first result.
+        """Return the verdict for a number of seeds that was fixed before the first result.
 
         The interval at EQUIVALENCE is compared with the margin. The interval at CONFIDENCE,
         corrected for the number of comparisons (Bonferroni), is compared with zero and the margin.
@@ -214,7 +219,7 @@ class SeedDifference:
 
         Args:
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
-            comparisons: Number of differences that are compared together.
+            comparisons: Number of groups of runs that are compared with the same baseline.
         """
         zero_half = self.half_width(1 - (1 - CONFIDENCE) / comparisons)
         return self._verdict_of(self.half_width(EQUIVALENCE), zero_half, margin)
@@ -222,10 +227,10 @@ class SeedDifference:
     def anytime_half_width(self, error: float) -> float | None:
         """Return the half-width of an interval that stays valid if seeds are added one by one.
 
-        With a probability of at least 1 - `error`, the intervals after all numbers of seeds contain
-        the true mean. So it is valid to look at the interval after each seed, and to train no more
-        seeds once the interval is narrow enough. Return None if the interval is unbounded, or for
-        fewer than FEWEST_SEEDS seeds.
+        There is one interval after each seed. With a probability of at least 1 - `error`, all these
+        intervals contain the true mean. So it is valid to look at the interval after each seed, and
+        to train no more seeds once the interval is narrow enough. Return None if the interval is
+        unbounded, or if there are fewer than FEWEST_SEEDS seeds.
 
         The interval after n seeds consists of all means m for which the statistic
 
@@ -242,7 +247,10 @@ class SeedDifference:
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
             return None
+        # 1 + nv in the formula of the statistic.
         spread = 1 + number * MIXED_OVER
+        # Largest value of (S + n d²) / (S + n d² / (1 + nv)) for which the statistic is at most
+        # 1 / error.
         bound = (math.sqrt(spread) / error) ** (2 / number)
         if bound >= spread:
             return None
@@ -251,10 +259,11 @@ class SeedDifference:
     def anytime_verdict(self, margin: float, error: float) -> str:
         """Return a verdict that stays valid if seeds are added one by one.
 
-        The intervals come from `anytime_half_width`. The interval that excludes zero or the margin
-        has the error probability `error`. The interval that must lie within the margin has twice
-        this probability, because equivalence consists of two one-sided tests at `error` each. The
-        verdict is "cannot tell" as long as an interval is unbounded.
+        The verdict is computed from two intervals of `anytime_half_width`. The interval that is
+        compared with zero has the error probability `error`. The interval for equivalence has the
+        error probability 2 * `error`, because equivalence consists of two one-sided tests, each
+        with the error probability `error`. The verdict is "cannot tell" if one of the intervals is
+        unbounded.
 
         Args:
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
@@ -268,15 +277,22 @@ class SeedDifference:
     ) -> str:
         """Return the verdict from the half-widths of two intervals of the mean.
 
-        * "equivalent": the first interval lies within the margin.
-        * "worse" or "better": the second interval excludes zero.
-        * "worse, within the margin": both are true.
-        * "worse by more than the margin": the second interval lies completely beyond the margin.
-        * "cannot tell": none of these is true, or a half-width is None.
+        The equivalence interval is compared with the margin. The zero interval is compared with
+        zero and with the margin. The verdict is
+
+        * "equivalent" if the equivalence interval lies within the margin and the zero interval
+          includes zero,
+        * "worse" or "better", with the suffix ", within the margin", if the equivalence interval
+          lies within the margin and the zero interval excludes zero,
+        * "worse" or "better", with the suffix " by more than the margin", if the whole zero
+          interval lies beyond the margin,
+        * "worse" or "better" without a suffix in all other cases in which the zero interval
+          excludes zero, and
+        * "cannot tell" otherwise, and if a half-width is None.
 
         Args:
-            equivalence_half: Half-width of the first interval, or None.
-            zero_half: Half-width of the second interval, or None.
+            equivalence_half: Half-width of the equivalence interval, or None.
+            zero_half: Half-width of the zero interval, or None.
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
         """
         if equivalence_half is None or zero_half is None:

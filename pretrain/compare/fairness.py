@@ -1,4 +1,4 @@
-"""Rules for a fair comparison: runs that may be compared or paired, and the loss differences.
+"""Check that runs can be compared fairly, and compute the loss differences of two runs.
 
 Two runs are comparable if all settings that affect the training are equal, except for the settings
 in COMPARED and the keys that the user names with `--vary`. Two comparable runs are paired step by
@@ -29,14 +29,16 @@ from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import SOURCE, identity_of
 from pretrain.settings.recipe import Recipe
 
+# Keys, and prefixes of keys, that tables show only if their values differ between the runs.
+_SHOWN_IF_DIFFERENT = ("fp8_config.", "optimizer.moments", "optimizer.gradients")
 # Keys, and prefixes of keys, that are the subject of every comparison: the dtypes of matrix
 # products, weights, moments and gradients. They may differ between comparable runs.
-COMPARED = ("precision", "weights", "fp8_config.", "optimizer.moments", "optimizer.gradients")
+COMPARED = ("precision", "weights", *_SHOWN_IF_DIFFERENT)
 # Keys, and prefixes of keys, that determine the tokens of each step and their order. Runs that
 # differ in one of these keys cannot be paired.
 SAME_TEXT = ("data.", "batch.", "seed")
-# Keys of `fp8_config` that choose the engine and change no arithmetic. Reports show the engine that
-# the audit has observed.
+# Keys of `fp8_config` that choose the engine and change no arithmetic. Tables do not show these
+# keys, because they show the engine that the audit has observed.
 _ENGINE = ("fp8_config.backend", "fp8_config.on_unsupported")
 
 
@@ -48,9 +50,9 @@ def recipe_of(run: RunRecord) -> Recipe:
 def settings_of(run: RunRecord) -> dict[str, Any]:
     """Map the dotted key of each setting of a run to its value.
 
-    The result also has the config.json of `model.source` and the fingerprint of the data. If a
-    resume has changed a setting (`--accept-changes`), its value is a text with all values in order,
-    for example "42 to step 6, then 7".
+    The result also has the keys in the config.json of `model.source` and the fingerprint of the
+    data. If a setting was changed when the run was resumed (`--accept-changes`), the value is a
+    text with all values of the setting in order, for example "42 to step 6, then 7".
     """
     return run.settings | run.changed_settings
 
@@ -71,8 +73,9 @@ def training_of(run: RunRecord) -> dict[str, Any]:
     identity = identity_of(recipe, run.data_fingerprint) | run.source_config
     identity |= {"evaluate.packs": recipe.evaluate.packs}
     training = {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
-    # Add every setting that a resume has changed, even if it is in COMPARED: a run that changed its
-    # precision is comparable neither with runs of the old precision nor with runs of the new one.
+    # Add every setting that was changed when the run was resumed, even if the setting is in
+    # COMPARED: a run whose precision has changed is comparable neither with runs in the earlier
+    # precision nor with runs in the later one.
     return training | run.changed_settings
 
 
@@ -113,10 +116,10 @@ def is_varied(key: str, vary: Sequence[str]) -> bool:
 
 
 def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> None:
-    """Raise InputError if one of `runs` cannot be compared fairly with the first of them.
+    """Raise InputError if one of `runs` cannot be compared fairly with the first run.
 
-    `vary` has keys and sections that may differ between the runs. The message names all other keys
-    in which the two runs differ. Also raise InputError if `vary` has a name that is neither a key
+    `vary` has keys and sections in which the runs may differ. The message lists the other keys in
+    which the two runs differ. Also raise InputError if `vary` has a name that is neither a key
     nor a section of a recipe.
     """
     keys = {key for run in runs for key in settings_of(run)}
@@ -129,14 +132,14 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
     base, *compared = runs
     for run in compared:
         differences = differing(base, run)
-        unfair = {key: both for key, both in differences.items() if not is_varied(key, vary)}
+        unfair = {key: values for key, values in differences.items() if not is_varied(key, vary)}
         if unfair:
             options = " ".join(f"--vary {key}" for key in unfair)
             raise InputError(
                 f"{base.path} and {run.path} differ in more than precision and weights: "
-                f"{in_words(unfair)}; either report each run alone, or train one of them again "
-                f"with the settings of the other, or, if you want to compare these settings, add "
-                f"{options}"
+                f"{in_words(unfair)}; either report each run alone, or train one of the two runs "
+                f"again with the settings of the other run, or, if you want to compare these "
+                f"settings, add {options}"
             )
 
 
@@ -153,7 +156,7 @@ def distinguishing_keys(runs: Sequence[RunRecord]) -> list[str]:
         key
         for run in runs
         for key in settings_of(run)
-        if key.startswith(COMPARED[2:]) and key not in _ENGINE
+        if key.startswith(_SHOWN_IF_DIFFERENT) and key not in _ENGINE
     )
     keys = [key for key in candidates if _distinguishes(key, runs)]
     for run in runs[1:]:
@@ -176,7 +179,8 @@ def _distinguishes(key: str, runs: Sequence[RunRecord]) -> bool:
 def option(run: RunRecord, key: str) -> Any:
     """Return the value of the setting `key` in a run.
 
-    Return None for a key of `fp8_config` if the run is not quantized, because it has no effect.
+    Return None for a key of `fp8_config` if the run is not quantized, because the key has no effect
+    on such a run.
     """
     if key.startswith("fp8_config.") and not is_quantized(run.config.get("precision")):
         return None
@@ -189,13 +193,13 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     Return None if they can be compared, because each step trains both runs on the same data.
     """
     differences = differing(first, second).items()
-    if data_keys := {key: both for key, both in differences if key.startswith(SAME_TEXT)}:
+    if data_keys := {key: values for key, values in differences if key.startswith(SAME_TEXT)}:
         return f"their steps are trained on different data: {in_words(data_keys)}"
     steps, first_tokens, second_tokens = _common_steps(first, second, "tokens")
     if (first_tokens != second_tokens).any():
         return (
             "their steps are trained on different data: one run has continued from a checkpoint "
-            "with another `batch.tokens`"
+            "whose steps were trained with a different value of `batch.tokens`"
         )
     if len(steps) and _skipped_packs(first, steps[0]) != _skipped_packs(second, steps[0]):
         return "their steps are trained on different data: a rollback of one run has skipped packs"

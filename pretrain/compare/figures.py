@@ -19,8 +19,8 @@ from pretrain.metrics.run_record import RunRecord
 SMOOTHED_SHARE = 1 / 50
 # Colour of all curves in the plot: blue.
 COLOUR = "#1F77B4"
-# Share of a run's first steps that are ignored when the range of the vertical axis is computed,
-# because the loss falls steeply in these steps.
+# When the range of the vertical axis is computed, this share of a run's steps is ignored, counted
+# from the first step, because the loss falls steeply in these steps.
 FALL_SHARE = 1 / 30
 
 
@@ -57,12 +57,12 @@ def range_after_the_fall(
 ) -> tuple[float, float] | None:
     """Return the lower and upper end of the vertical axis, or None if no value is finite.
 
-    The first values of a loss curve fall steeply. They are ignored, because the rest of the curve
-    would look flat otherwise.
+    The first values of a loss curve fall steeply. If the axis included these values, the rest of
+    the curve would look flat, so they are ignored.
 
     Args:
         curves: Values of curves [step]. The first FALL_SHARE of each curve is ignored.
-        points: Values that are all considered, for example held-out losses.
+        points: Values of which none is ignored, for example held-out losses [evaluation].
     """
     tails = [curve[int(len(curve) * FALL_SHARE) :] for curve in curves]
     values = np.concatenate([*tails, *points, []])
@@ -103,23 +103,24 @@ def picture_of_run(run: RunRecord) -> bytes:
 
 
 def _title_of(run: RunRecord) -> str:
-    """Return the plot's title: a line with the run's name, and one with model, precision, tokens.
+    """Return the plot's title, which has two lines.
 
-    If the run has failed, the reason follows its name.
+    The first line has the name of the run, followed by the reason if the run has failed. The second
+    line has the model, the precision and the numbers of tokens.
     """
     precision = f"{run.precision}, weights {run.config.get('weights')}"
     if run.emulated:
         precision += " (emulated)"
     tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} per step"
-    name = f"{run.name} {run.broke_off}".strip()
-    return f"{name}\n{model_name(run)} · {precision} · {tokens}"
+    failure = f" {run.broke_off}" if run.broke_off else ""
+    return f"{run.name}{failure}\n{model_name(run)} · {precision} · {tokens}"
 
 
 def model_name(run: RunRecord) -> str:
     """Return a short name of the run's model.
 
-    It is the last part of `model.source`. If `model.source` is the `final` folder of another run,
-    it is the name of that run. Without `model.source`, it is the architecture.
+    The name is the last part of `model.source`. If `model.source` is the `final` folder of another
+    run, the name of that run is returned. If `model.source` is not set, the model type is returned.
     """
     model = run.config.get("model") or {}
     model_type = (model.get("config") or {}).get("model_type", "model")

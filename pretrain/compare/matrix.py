@@ -30,14 +30,19 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
 
 def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
-    """Sort the runs of all cells that have at least one step, the best run first.
+    """Return the runs of the cells, the best run first. A run without a step is omitted.
 
-    Finished runs are placed before unfinished runs. Among both, runs with a held-out loss are
-    placed before runs without one, which are sorted by their training loss. Within each of these
-    four classes, lower losses are placed first, but small differences are ignored: the best run and
-    all runs within TOLERANCE of its loss have the same rank. The next worse run and all runs within
-    TOLERANCE of that run's loss have the next rank. Runs of the same rank are in the order of
-    `cells`.
+    The runs are divided into four classes, in this order:
+
+    1. finished runs with a held-out loss,
+    2. finished runs without a held-out loss,
+    3. unfinished runs with a held-out loss,
+    4. unfinished runs without a held-out loss.
+
+    Within a class, runs are sorted by their held-out loss, or by their training loss if they have
+    no held-out loss. Small differences of the loss are ignored: the run with the lowest loss, and
+    all runs whose loss is higher by at most TOLERANCE, have the same rank. The lowest loss among
+    the remaining runs begins the next rank. Runs of the same rank are in the order of `cells`.
     """
     entries = []
     for cell in cells:
@@ -47,44 +52,50 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
             entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
     # Map the path of each run to its rank: its class and the lowest loss of the runs of that rank.
     ranks = {}
-    best: tuple[Any, float] = (None, 0.0)
+    rank_class: Any = None
+    lowest_loss = 0.0
     for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):
-        if run_class != best[0] or loss - best[1] > TOLERANCE:
-            best = (run_class, loss)
-        ranks[run.path] = best
+        if run_class != rank_class or loss - lowest_loss > TOLERANCE:
+            rank_class = run_class
+            lowest_loss = loss
+        ranks[run.path] = (rank_class, lowest_loss)
     return sorted((run for *_, run in entries), key=lambda run: ranks[run.path])
 
 
 def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
 
-    The report has the baseline first, and then all finished and halted cells, the best first.
-    Halted cells are included, because the mean over the other seeds of a halted cell would look too
-    good.
+    The first run in the report is the baseline. All other finished cells and all halted cells
+    follow, the best cell first. If a halted cell were omitted, the mean over the other seeds with
+    the same settings would look better than it is.
     """
     finished = [cell for cell in matrix.cells if cell.is_finished()]
     if not finished:
         return "No cell is finished, so there is no report yet."
-    # If the baseline is not finished, the cell with the same settings and another seed replaces it,
-    # or else the first finished cell.
-    seeds = [cell for cell in finished if cell.but_for_seed == matrix.baseline.but_for_seed]
-    baseline = matrix.baseline if matrix.baseline in finished else (seeds or finished)[0]
+    # Finished cells with the baseline's settings and any seed.
+    like_baseline = [cell for cell in finished if cell.but_for_seed == matrix.baseline.but_for_seed]
+    # If the baseline is not finished, use a finished cell that differs from it only in the seed. If
+    # there is no such cell, use the first finished cell.
+    baseline = matrix.baseline if matrix.baseline in finished else (like_baseline or finished)[0]
     folders = {cell.run_dir for cell in finished}
     runs = [run for run in ranked(matrix.cells) if run.path in folders or "halted" in run.summary]
+    # The cells may differ in every setting that a cell overrides. Such a setting may change the
+    # data, so the fingerprint of the data may differ too.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
     vary.add("data.fingerprint")
     report = Report.over(sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary])
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
-    if not seeds:
+    if not like_baseline:
         parts.append(
             f"The baseline {matrix.baseline.name} is not finished, so this report uses "
             f"{baseline.name} as the baseline."
         )
     if missing := len(matrix.cells) - len(runs):
         parts.append(
-            f"{missing} of {len(matrix.cells)} cells are not finished and are not included."
+            f"{missing} of {len(matrix.cells)} cells are not finished, so this report does not "
+            "include them."
         )
     return "\n\n".join(parts)
 
@@ -129,12 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     """Run `cells` of the matrix, print their results and the report, and return the exit status.
 
-    `single` is true if `cells` has only the cell that `--cell` selects. Then no report is written,
-    because other jobs of the same job array may still run the other cells.
+    `single` is true if `cells` has only the cell that `--cell` selects. In this case no report is
+    written, because other jobs of the same job array may still run the other cells.
     """
-    # The lock of the matrix folder prevents two commands from starting the same runs. `--cell` does
-    # not lock it, so that several jobs can each run one cell. The run of the cell locks its own
-    # folder.
+    # The lock of the matrix folder prevents two commands from starting the same runs. With
+    # `--cell`, the matrix folder is not locked, so that several jobs can run one cell each. Every
+    # run also locks its run folder.
     lock = contextlib.nullcontext() if single else RunFolder(matrix.folder)
     with lock, StopRequest(passed_on=True) as stop:
         if not single:

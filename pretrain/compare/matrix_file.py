@@ -57,13 +57,13 @@ from pretrain.settings.recipe import Recipe
 Values = dict[str, Any]
 # Map keys of a recipe to lists of values.
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
-# Key of `Cell.values` under which a cell of a group stores the cell's name in the group.
+# Key under which `Cell.values` stores the name that a cell has in its group.
 CELL = "cell"
 # Keys that are omitted in the names of cells: `bf16` instead of `precision=bf16`.
 _WITHOUT_KEY = (CELL, "precision", "weights", "fp8_config.scope")
-# Keys, and prefixes of keys, that have no effect on the training, its speed or its evaluation. A
-# finished run in the run folder remains valid if only these keys have changed.
-_IDLE = (
+# Keys, and prefixes of keys, that have no effect on the training, its speed or its evaluation. If
+# only these keys have changed, a finished run in the run folder is still the run of the cell.
+_WITHOUT_EFFECT = (
     "name",
     "run_dir",
     "log.",
@@ -112,7 +112,7 @@ class CellSettings(Settings):
 
     # Map keys of a recipe to the list of their values. Every combination of the values is a cell.
     axes: Axes = Field(default_factory=dict)
-    # Settings of more cells, in addition to the combinations of `axes`.
+    # Cells in addition to the combinations of `axes`. Each element has the settings of one cell.
     cells: list[Values] = Field(default_factory=list)
 
 
@@ -126,9 +126,9 @@ class MatrixSettings(LaunchSettings, CellSettings):
     baseline: Values | None = None
     # Run folder of each cell. {matrix} is replaced by `name`, and {cell} by the name of the cell.
     run_dir: PathText = "runs/{matrix}/{cell}"
-    # Maximum number of runs at the same time. null: with `gpus`, as many as there are groups of
-    # `processes` GPUs, and one run otherwise. Runs that share a device have comparable losses, but
-    # no comparable speeds.
+    # Maximum number of runs at the same time. null: if `gpus` is set, `gpus` divided by the number
+    # of processes of a run, and one run otherwise. If runs share a device, their losses are
+    # comparable, but their speeds are not.
     at_once: PositiveCount | None = None
 
 
@@ -138,12 +138,12 @@ class Cell:
 
     # Name of the cell, which is also the last part of its run folder's path by default.
     name: str
-    # Values that distinguish the cell from the other cells, by dotted key. A cell of a group has
-    # its name in the group under the key CELL, and the values of the axes. Any other cell has its
-    # settings from `axes` or `cells`.
+    # Values that distinguish the cell from the other cells, by dotted key. For a cell of a group,
+    # these are the name in the group under the key CELL, and the values of the axes. For any other
+    # cell, these are its settings in `axes` or `cells`.
     values: Values
-    # Settings that override the recipe, as key=value arguments of the command line. They include
-    # `run_dir`.
+    # Settings that override the recipe, as key=value arguments of the command line. `run_dir` is
+    # one of them.
     overrides: tuple[str, ...]
     # The recipe with all overrides and the resolved precision.
     recipe: Recipe
@@ -177,7 +177,7 @@ class Cell:
         """Return the settings that affect the training, its data, its evaluation or its speed."""
         # If the run prepares its packs, their path is determined by other settings.
         packs = ("data.packs",) if self.recipe.data.prepares else ()
-        return settings_without(self.recipe, _IDLE + packs)
+        return settings_without(self.recipe, _WITHOUT_EFFECT + packs)
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
@@ -212,14 +212,15 @@ class Cell:
     def check_folder(self) -> None:
         """Raise InputError if the run folder contains a finished run with other settings.
 
-        Otherwise the launcher might report that run as the run of this cell.
+        Without this check, that run might be reported as the run of this cell.
         """
         if self.differences and read_finished(self.run_dir) is not None:
             raise InputError(
-                f"{self.run_dir}: the finished run in this folder had other settings (current "
-                f"value and value of the run): {in_words(self.differences)}; either set the "
-                "values of the run again, or choose another `run_dir`, or remove "
-                f"{self.run_dir} to train the cell again"
+                f"{self.run_dir}: this folder contains a finished run whose settings differ from "
+                "the settings of the cell (value of the cell and value of the run): "
+                f"{in_words(self.differences)}; either change the settings of the cell to the "
+                "values of the run, or choose another `run_dir`, or remove the folder to train the "
+                "cell again"
             )
 
 
@@ -261,9 +262,9 @@ class Matrix:
     def only(self, filters: Sequence[str]) -> list[Cell]:
         """Return the cells that `filters`, a list of key=value arguments, selects.
 
-        A key may occur several times. A cell is selected if, for every key in `filters`, the cell
-        has one of the values that `filters` has for this key. Raises InputError if no cell is
-        selected.
+        A key may occur several times, with different values. A cell is selected if, for every key
+        in `filters`, the value of the cell is one of the values that `filters` lists for the key.
+        Raises InputError if no cell is selected.
         """
         keys = {key_of(text) for text in filters}
         chosen = [
@@ -288,8 +289,8 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     Args:
         path: The matrix file.
         overrides: key=value arguments. They override the recipe and the `overrides` in the file.
-        changes: New values for keys of the matrix file. Values that are
-            None are ignored.
+        changes: Map keys of the matrix file to values that replace the values in the file. A None
+            is ignored.
     """
     return make_matrix(str(path), read_settings(MatrixSettings, path, changes), overrides)
 
@@ -297,8 +298,8 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
 def read_settings(cls: type[S], path: str | Path, changes: Mapping[str, Any]) -> S:
     """Read the YAML file at `path` and return its content as an object of `cls`.
 
-    `changes` maps keys of the file to new values. Values that are None
-    are ignored. Raises InputError for a mistake. The message names the file and the key.
+    `changes` maps keys of the file to values that replace the values in the file. A None is
+    ignored. Raises InputError for a mistake. The message names the file and the key.
     """
     replaced = {key: value for key, value in changes.items() if value is not None}
     return parse(cls, load_yaml(path) | replaced, str(path))
@@ -327,9 +328,9 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
     for key in itertools.chain.from_iterable(values for values, _ in combinations):
         if key in overridden:
             raise InputError(
-                f"{path}: the cells differ in `{key}`, so it cannot be overridden on the command "
-                f"line; to run only some of the cells, use `--only {key}=VALUE`, once for each "
-                "value"
+                f"{path}: the cells differ in `{key}`, so `{key}` cannot be overridden on the "
+                f"command line; to run only the cells with one value, use `--only {key}=VALUE`; to "
+                "run the cells with several values, repeat this option"
             )
     environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
@@ -453,8 +454,9 @@ def _crossed(axes: Axes) -> list[Values]:
 def _find_baseline(path: str, baseline: Values | None, cells: Sequence[Cell]) -> Cell:
     """Return the baseline: the first cell that has the values in `baseline`.
 
-    If `baseline` is None, return the first cell. Raises InputError if no cell has these values, or
-    if the cells with these values differ in more than their seed. Messages begin with `path`.
+    If `baseline` is None, return the first cell. Raises InputError if no cell has the values in
+    `baseline`, or if the cells with these values differ in more than their seed. The message begins
+    with `path`.
     """
     values = flatten(baseline) if baseline else cells[0].values
     matching = [cell for cell in cells if values.items() <= cell.values.items()]
@@ -463,7 +465,7 @@ def _find_baseline(path: str, baseline: Values | None, cells: Sequence[Cell]) ->
         number = "several" if matching else "none"
         raise InputError(
             f"{path}: `baseline`: {values} matches {number} of the cells {names}; set `baseline` "
-            "to values that only one cell has, apart from its seeds"
+            "to values that match exactly one cell, or only cells that differ in nothing but `seed`"
         )
     return matching[0]
 
@@ -491,7 +493,7 @@ def as_overrides(values: Values) -> list[str]:
 
 
 def _text(key: str, value: Any) -> str:
-    """Return a text from which the command line reads `value` for the setting `key`.
+    """Return the text that sets `key` to `value` on the command line, without the key.
 
     A string is returned unchanged if the command line reads it as the same string. Any other value
     is returned as JSON.

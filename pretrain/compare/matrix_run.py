@@ -1,9 +1,9 @@
 """Run the cells of a matrix, several at a time, until all cells have ended or a signal arrives.
 
-The processes of each cell form a separate session. So the terminal does not deliver Ctrl-C to them.
-The matrix process receives it and passes it on, and each cell receives it only once. The processes
-of a cell survive if the matrix process is killed. Then the lock of the run folder prevents another
-start of the cell until these processes have ended.
+The processes of each cell form a separate session, so the terminal delivers Ctrl-C only to the
+matrix process. The matrix process passes the signal on, and each cell receives the signal once. If
+the matrix process is killed, the processes of the cells continue. The lock of a run folder prevents
+a second start of its cell until the processes of the cell have ended.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Outcome:
     """Result of a cell after one call of `run_all`."""
 
     cell: Cell
-    # "finished", "failed", "halted" or "stopped" if the call has started the cell. "finished
-    # before" or "not started" otherwise.
+    # "finished", "failed", "halted" or "stopped" if this call of `run_all` has started the cell.
+    # "finished before" if an earlier call has finished the cell. "not started" otherwise.
     status: str
     # Seconds from the start of the cell to its end. 0 if the call has not started the cell.
     seconds: float = 0.0
@@ -78,6 +78,8 @@ class StartedCell:
         self.slot = slot
         self.started = time.monotonic()
         with cell.log.open("ab") as log:
+            # The log may contain the output of earlier starts. The output of this start begins at
+            # this position.
             self.log_begins = log.tell()
             self.process = subprocess.Popen(
                 command, start_new_session=True, env=environment, stdout=log, stderr=log
@@ -86,8 +88,8 @@ class StartedCell:
     def signal(self, number: int) -> None:
         """Send the signal `number` to all processes of the cell.
 
-        Sending it to the launcher alone is not enough, because accelerate's launcher of a single
-        process does not pass signals on.
+        If accelerate launches a single process, its launcher does not pass signals on, so it is not
+        enough to send the signal to the launcher.
         """
         # ProcessLookupError means that all processes have just ended.
         with contextlib.suppress(ProcessLookupError):
@@ -96,8 +98,8 @@ class StartedCell:
     def has_ended(self) -> bool:
         """Return True if no process of the cell is running.
 
-        The end of the launcher is not enough: after a signal, it ends while the training processes
-        still save a checkpoint.
+        Both the launcher and the training processes are checked: after a signal, the launcher ends
+        while the training processes still save a checkpoint.
         """
         launcher_has_ended = self.process.poll() is not None
         return launcher_has_ended and not any(map(self._is_running, psutil.process_iter()))
@@ -127,9 +129,9 @@ class StartedCell:
 def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Outcome]:
     """Run the cells that are not finished, until all cells have ended or a signal arrives.
 
-    Cells are started in order, and at most `matrix.at_once` of them run at the same time. Before
-    the first start, raise InputError if the data of a cell is missing, or if the folder of a cell
-    contains another finished training.
+    Cells are started in order, and at most `matrix.at_once` of them run at the same time. If the
+    data of a cell is missing, or if the folder of a cell contains a finished run with other
+    settings, raise InputError before any cell is started.
 
     Return the result of each cell in `cells`, in the same order.
     """
@@ -166,15 +168,15 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
                     _report_end(started, outcome, list(outcomes.values()))
             time.sleep(POLL_SECONDS)
     finally:
-        # Cells are still running here only after an exception in this function. Stop them, because
-        # nothing watches them any longer.
+        # If cells are still running at this point, an exception has ended the loop. Stop these
+        # cells, because no other code would wait for their end.
         for started in running:
             started.signal(signal.SIGTERM)
     return list(outcomes.values())
 
 
 def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
-    """Send all signals that the matrix process has received since the last call to the cells."""
+    """Send the running cells all signals that have arrived since the last call of this function."""
     while stop.received:
         received = stop.received.pop(0)
         names = ", ".join(started.cell.name for started in running)
@@ -188,7 +190,7 @@ def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
 def _report_end(started: StartedCell, outcome: Outcome, outcomes: Sequence[Outcome]) -> None:
     """Print the result of a cell. If the cell failed or halted, also print the end of its log.
 
-    `outcomes` are the results of all cells, for the number of finished cells.
+    `outcomes` are the results of all cells. They are used to print the number of finished cells.
     """
     done = sum(outcome.is_finished for outcome in outcomes)
     progress = f", {done} of {len(outcomes)} cells finished" if len(outcomes) > 1 else ""
@@ -218,8 +220,9 @@ def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
     """Return the first cell of `waiting` that may be started, or None if all must wait.
 
     A cell that branches from a checkpoint must wait until the checkpoint exists, because a running
-    cell may still write it. If no cell is running (`alone`), nothing can write the checkpoint. Then
-    the first cell is returned, so that it is started and reports the missing checkpoint.
+    cell may still write it. If no cell is running (`alone`), no cell can write the checkpoint. In
+    this case the first cell is returned. When it is started, it fails with a message about the
+    missing checkpoint.
     """
     for cell in waiting:
         checkpoint = branch_checkpoint(cell.recipe)
@@ -309,8 +312,8 @@ def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     """Write the cell's mark into its run folder.
 
     The mark is a JSON file with the name of the matrix, the values of the cell and its settings. It
-    also records whether any part of the run shared its devices with other runs. The speed of such a
-    run is too low, and reports omit it.
+    also records whether the run has shared its devices with other runs, after this start or after
+    an earlier one. The speed of such a run is too low, so reports omit the speed.
 
     Args:
         matrix: Name of the matrix.

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from foundation.errors import InputError
 
-# Mark of this program. Commands write it into every page and picture whose path the user chooses.
+# Text that identifies a file of this program. Commands write it into every page and picture whose
+# path the user chooses.
 WRITTEN_BY = "written by python -m pretrain"
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
     """Raise InputError unless `path` may be overwritten by a page or a picture.
 
-    A path may be overwritten if it does not exist, if it is an empty file, or if it is a file with
-    the mark WRITTEN_BY. `named` is the option that sets `path`, for the message.
+    A path may be overwritten if it does not exist, if it is an empty file, or if it is a file that
+    contains WRITTEN_BY. The message begins with `named`, the option that sets `path`.
     """
     if not path.exists():
         return

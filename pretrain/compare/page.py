@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Number of layers whose cosine with the BF16 gradient is drawn. The cosine of the complete gradient
-# is drawn too.
+# Number of layers for which a curve is drawn of the cosine between their gradient and the BF16
+# gradient. The cosine of the complete gradient is drawn too.
 WORST_LAYERS = 3
 # Prefix of the keys in metrics.jsonl for the cosine of one layer. The name of the layer follows.
 LAYER = "gap/cosine/"
@@ -68,8 +68,8 @@ MEASURES = {
 }
 # Keys of MEASURES whose values are drawn as binary logarithms.
 LOGARITHMIC = ("scale", "amax")
-# Keys, and prefixes of keys, that are not listed among the differences, because every run has
-# another value.
+# Keys, and prefixes of keys, that are not listed among the differences, because no two runs have
+# the same value.
 NAMES = ("settings.name", "settings.run_dir", "settings.log.")
 
 # Step numbers (int64) and values (float64) of a curve.
@@ -168,7 +168,11 @@ def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
         elif panel in POINTS:
             finite = np.isfinite(values)
             curves[panel, layer] = (steps[finite], values[finite])
-    return {place: curve for place, curve in curves.items() if np.isfinite(curve[1]).any()}
+    return {
+        panel_and_layer: (steps, values)
+        for panel_and_layer, (steps, values) in curves.items()
+        if np.isfinite(values).any()
+    }
 
 
 def _worst_layers(run: RunRecord) -> list[str]:
@@ -196,16 +200,16 @@ def curves_figure(comparison: RunComparison) -> Figure:
 
     compared_runs = comparison.compared_runs
     curves = [curves_of(compared) for compared in compared_runs]
-    panels = [panel for panel in PANELS if any((panel, "") in by_place for by_place in curves)]
+    panels = [panel for panel in PANELS if any((panel, "") in by_panel for by_panel in curves)]
     panels = panels or ["training loss"]
     figure = make_subplots(
         rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=panels
     )
     in_tokens = len({run.tokens_per_step for run in comparison.runs}) > 1
     for row, panel in enumerate(panels, start=1):
-        for compared, by_place in zip(compared_runs, curves, strict=True):
+        for compared, by_panel in zip(compared_runs, curves, strict=True):
             layers = {
-                layer: curve for (title, layer), curve in by_place.items() if title == panel
+                layer: curve for (title, layer), curve in by_panel.items() if title == panel
             } or {"": (np.array([]), np.array([]))}
             scale = compared.run.tokens_per_step if in_tokens else 1
             for layer, (steps, values) in layers.items():
@@ -220,7 +224,7 @@ def curves_figure(comparison: RunComparison) -> Figure:
         if panel == "gradient norm":
             figure.update_yaxes(type="log", row=row, col=1)
         elif panel in ("training loss", "minus the baseline"):
-            shown = [by_place[panel, ""][1] for by_place in curves if (panel, "") in by_place]
+            shown = [by_panel[panel, ""][1] for by_panel in curves if (panel, "") in by_panel]
             figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
     figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
     return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")

@@ -6,7 +6,8 @@ of four cells need 12 runs, while all combinations would need 64.
 
 A cell is stable if it has finished, has a finite loss at every step, and has neither skipped nor
 rolled back a step. The search ends early after a phase without a stable cell, and after a phase
-whose fastest cell gains less than `least_gain` (1 %) over the earlier phases. The result is the
+whose fastest cell is not at least `least_gain` (1 %) faster than the fastest cell of the earlier
+phases. The result is the
 fastest cell, with the command that trains with its settings. To continue an interrupted search, run
 the same command again. Finished runs are not repeated.
 
@@ -83,15 +84,15 @@ class PhasesSettings(LaunchSettings):
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured cell: its summary, and whether its speed is used in the search."""
+    """A cell that has ended, and the reason if the search does not use its speed."""
 
     # Name of the phase.
     phase: str
     cell: Cell
     # Summary of the run. Empty if the run has no step.
     figures: dict[str, Any]
-    # The reason why the speed is not used, or "" if it is used.
-    unstable: str
+    # The reason why the search does not use the speed of the cell. "" if the speed is used.
+    unused_because: str
 
     @classmethod
     def of(cls, phase: str, outcome: Outcome) -> Measured:
@@ -111,7 +112,7 @@ class Measured:
     @property
     def speed(self) -> float:
         """Return the speed of all devices together in tokens/s, or 0 if the speed is not used."""
-        return 0.0 if self.unstable else self.figures["tokens_per_second"]
+        return 0.0 if self.unused_because else self.figures["tokens_per_second"]
 
 
 @dataclass
@@ -126,7 +127,8 @@ class Search:
     overrides: tuple[str, ...]
     # All measured cells. Within each phase, the fastest cell is the first.
     measured: list[Measured] = field(default_factory=list)
-    # The fastest cell of each phase that gained speed, in the order of the phases.
+    # The fastest cell of each phase, in the order of the phases. A phase that has ended the search
+    # has no cell in this list.
     chosen: list[Measured] = field(default_factory=list)
     # The reason why the search has ended, for the report.
     ended: str = "all phases are measured"
@@ -140,7 +142,8 @@ class Search:
     def values(self) -> Values:
         """Return the values of all chosen cells, by dotted key.
 
-        If several chosen cells have the same key, the value of the last phase is returned.
+        If several chosen cells have the same key, the value of the cell from the latest phase is
+        returned.
         """
         return {key: value for best in self.chosen for key, value in best.cell.values.items()}
 
@@ -164,9 +167,9 @@ class Search:
     def check(self) -> list[Matrix]:
         """Check all phases before the first phase starts, and return each phase as a matrix.
 
-        The fastest cells of the earlier phases are not known yet, but a phase may need settings of
-        such a cell. So the first cell of each earlier phase is used instead. Raises InputError for
-        a mistake in any phase.
+        Each phase is checked with settings from the earlier phases. The fastest cells of the
+        earlier phases are not known yet, so the settings of their first cells are used instead.
+        Raises InputError for a mistake in any phase.
         """
         matrices = []
         values: Values = {}
@@ -210,6 +213,7 @@ class Search:
 
         Cells are sorted by phase, and within each phase by speed.
         """
+        best = self.chosen[-1] if self.chosen else None
         rows = [
             [
                 measured.phase,
@@ -217,7 +221,7 @@ class Search:
                 or_dash(measured.speed or None, "{:,.0f}".format),
                 or_dash(measured.figures.get("mfu_bf16_peak"), percent),
                 or_dash(measured.figures.get("memory_gib"), memory),
-                "**best**" if measured in self.chosen[-1:] else measured.unstable,
+                "**best**" if measured == best else measured.unused_because,
             ]
             for measured in self.measured
         ]
@@ -225,11 +229,11 @@ class Search:
         lines = [markdown(header, rows, names=2), f"Ended: {self.ended}."]
         if self.chosen:
             settings = self.settings
-            overrides = [*self.overrides, *as_overrides(self.values)]
+            arguments = [*self.overrides, *as_overrides(self.values)]
             lines += [
-                "This command trains with the best configuration. It does not include the "
-                f"`overrides` of {self.path}:",
-                f"    {launch_command(settings.accelerate, settings.recipe, overrides)}",
+                "This command trains with the best configuration. The settings in the section "
+                f"`overrides` of {self.path} are not part of the command:",
+                f"    {launch_command(settings.accelerate, settings.recipe, arguments)}",
             ]
         return "\n\n".join(lines)
 
@@ -242,8 +246,8 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
     Args:
         path: The phases file.
         overrides: Settings from the command line that override the recipe, as key=value.
-        changes: New values for keys of the phases file. Values that are
-            None are ignored.
+        changes: Map keys of the phases file to values that replace the values in the file. A None
+            is ignored.
     """
     return Search(path, read_settings(PhasesSettings, path, changes), tuple(overrides))
 

@@ -29,12 +29,12 @@ from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, rea
 
 @dataclass(frozen=True)
 class Report:
-    """A report that compares runs: one by one, and also over seeds if possible."""
+    """A report that compares runs with a baseline: single runs, and groups of seeds if possible."""
 
     # Comparison of each run with the first run.
     comparison: RunComparison
-    # Comparison of groups of runs that differ only in their seeds. None if the baseline has only
-    # one seed, or if there is only one group.
+    # Comparison of groups of runs. The runs of a group differ only in their seeds. None if the
+    # baseline's group has only one run, or if there is only one group.
     seeds: SeedComparison | None
 
     @classmethod
@@ -214,10 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report_on(options: argparse.Namespace) -> Report:
-    """Return the report on the run folders that the command line names.
+    """Return the report on the run folders in the command line.
 
-    Files are ignored, because a pattern such as `runs/*` may include files. If a folder is named
-    twice, it is included only once.
+    Files are ignored, because a pattern such as `runs/*` may include files. If the command line
+    contains a folder twice, the report contains its run only once.
     """
     folders = [path for path in options.runs if not path.is_file()] or options.runs
     runs = list({path.resolve(): read_run(path) for path in folders}.values())
@@ -232,8 +232,8 @@ def _report_on(options: argparse.Namespace) -> Report:
 def watch(options: argparse.Namespace) -> Report | None:
     """Write the page repeatedly, until all runs have ended or Ctrl-C is pressed.
 
-    If a run has no step yet, wait for its first step. Return the last report. Return None if no
-    report could be written, because a run had no step until the end.
+    If a run has no step yet, wait for its first step. Return the last report. If Ctrl-C is pressed
+    before every run has a step, there is no report, and None is returned.
     """
     report = None
     names = ", ".join(map(str, options.runs))
@@ -301,8 +301,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         const=10.0,
         metavar="SECONDS",
-        help="write the page again after every interval of this length, until all runs have "
-        "ended; default: 10",
+        help="rewrite the page at intervals of this length, until all runs have ended; default: 10",
     )
     parser.add_argument(
         "--margin",

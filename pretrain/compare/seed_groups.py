@@ -1,6 +1,7 @@
 """Comparison over seeds: group runs that differ only in their seeds, and compare the groups.
 
-Each run is compared with the run of the baseline's group that has the same seed.
+The first group is the baseline. Each run of another group is compared with the run of the baseline
+that has the same seed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pretrain.compare.fairness import ends_of, loss_differences, recipe_of, same
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.settings.config import settings_without
 
-# Keys, and prefixes of keys, in which the runs of one group may differ. The keys for the location
-# of the data are among them, because the fingerprint of the packs is compared instead.
+# Keys, and prefixes of keys, in which the runs of one group may differ. They include the keys for
+# the location of the data, because the fingerprint of the packs is compared instead.
 _WITHIN = (
     "seed",
     "name",
@@ -49,10 +50,13 @@ _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 def grouped(runs: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
     """Group runs that are the same training except for their seed.
 
-    Map the name of each group to its runs by seed. The groups are in the order of their first runs.
-    The name of a group is the name of its first run without the part for the seed, such as
-    "seed=3". If there are two runs of the same training with the same seed, the runs of this
-    training are also grouped by the names of their folders without the part for the seed.
+    Map the name of each group to a dict that maps each seed to its run. The groups are in the order
+    of their first runs. The name of a group is the name of its first run without the part for the
+    seed, such as "seed=3".
+
+    A group has only one run per seed. If two runs are the same training with the same seed, all
+    runs of this training are divided into groups by their folders: the runs of a group have the
+    same folder path, except for the part for the seed.
     """
     keys = [(tuple(_settings(run).items()), run.config["seed"]) for run in runs]
     repeated = {training for (training, _), number in Counter(keys).items() if number > 1}
@@ -91,7 +95,7 @@ class GroupResult:
     name: str
     # Map each seed to its run.
     runs: dict[int, RunRecord]
-    # Map each seed to the loss at the end of its run. Excluded runs are missing.
+    # Map each seed to the loss at the end of its run. The seeds of excluded runs are missing.
     losses: dict[int, float]
     # Losses of this group minus the losses of the baseline's group. None if this group is the
     # baseline, if the two groups have no seed in common, or if a run of this group has failed.
@@ -100,11 +104,10 @@ class GroupResult:
     verdict: str
 
     @property
-    def level(self) -> str:
+    def loss_text(self) -> str:
         """Return the mean and the standard deviation of the losses over seeds, as text.
 
-        If the group is compared with the baseline, only the seeds that both groups have are
-        included.
+        If the group has a difference from the baseline, only seeds of both groups are included.
         """
         seeds = self.difference.by_seed if self.difference else self.losses
         values = [loss for seed, loss in self.losses.items() if seed in seeds]
@@ -131,11 +134,12 @@ class SeedComparison:
     def over(cls, runs: Sequence[RunRecord], margin: float = MARGIN) -> SeedComparison:
         """Group runs that differ only in their seeds, and compare each group with the first one.
 
-        Held-out losses are compared if all finished runs have one, and training losses otherwise.
+        Held-out losses are compared if all finished runs have a held-out loss. Otherwise the
+        training losses are compared.
 
         Args:
-            runs: Runs that are comparable except for their seeds. The group of the first run is the
-                baseline.
+            runs: The runs, which must be comparable except for their seeds. The group of the first
+                run is the baseline.
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
         """
         groups = grouped(runs)
@@ -166,7 +170,7 @@ class SeedComparison:
 
     @property
     def baseline(self) -> GroupResult:
-        """Return the baseline of the comparison, a group of runs."""
+        """Return the group that is the baseline."""
         return self.results[0]
 
     @property
@@ -189,7 +193,7 @@ class SeedComparison:
             Column(
                 "held-out loss" if self.held_out else "loss at the end",
                 "",
-                lambda group: group.level,
+                lambda group: group.loss_text,
             ),
             difference_column(
                 f"minus {base}",
@@ -225,10 +229,11 @@ class SeedComparison:
         ]
 
     def columns_by_seed(self) -> list[Column]:
-        """Return the columns of the table seed by seed, with one column per seed.
+        """Return the columns of the table that lists the differences seed by seed.
 
-        Each row of the table is a GroupResult with a difference from the baseline. The column of a
-        seed has the difference of the group's run with that seed.
+        Each row of the table is a GroupResult with a difference from the baseline. There is one
+        column per seed. Its value is the loss of the group's run with this seed, minus the loss of
+        the baseline's run with this seed.
         """
 
         def seed_column(seed: int) -> Column:
@@ -267,8 +272,8 @@ def _compare(
 ) -> tuple[SeedDifference | None, str]:
     """Return the loss difference between a group and the baseline, and the verdict of the group.
 
-    The difference is None if a run of the group has failed, because the mean of the group's other
-    runs would make the group look too good.
+    The difference is None if a run of the group has failed. The failed run has no loss, and the
+    mean over the other runs would make the group look better than it is.
 
     Args:
         group: The runs of the group by seed.
@@ -286,8 +291,9 @@ def _compare(
     if difference is None:
         return None, "no seed in common"
     if not held_out:
-        # A run that branched from a checkpoint may have fewer steps at its end than the baseline's
-        # run. So recompute the difference from the steps that both runs have.
+        # The loss at the end is a mean over steps. A run that has branched from a checkpoint may
+        # have fewer of these steps than the baseline's run. So compute the difference again, only
+        # from steps that both runs have.
         gaps = {seed: loss_differences(base.runs[seed], group[seed]) for seed in difference.by_seed}
         by_seed = {seed: float(ends_of(gap).mean()) for seed, gap in gaps.items() if len(gap[0])}
         if not by_seed:
@@ -303,8 +309,9 @@ def _why_excluded(
 ) -> str | None:
     """Return the reason why a run is excluded, as a clause for a note.
 
-    Return None if the run is included. `loss` is the loss at the end of the run, or None if it is
-    not known. `base_run` is the baseline's run with the same seed, or None if there is no such run.
+    Return None if the run is included. `loss` is the loss at the end of the run, or None if the
+    loss is not known. `base_run` is the baseline's run with the same seed, or None if there is no
+    such run. `held_out` is true if `loss` is a held-out loss.
     """
     if run.broke_off or run.is_unfinished or loss is None:
         return "because they have not finished"

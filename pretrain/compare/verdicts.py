@@ -1,9 +1,11 @@
-"""Verdict, gain at equal loss, and advice for each candidate of `which`, and the table of them all.
+"""Compute the verdict, the gain at equal loss, and the advice for each candidate of `which`.
 
-Each candidate's held-out loss is compared with the baseline's, within a margin that is fixed before
-the first round. The confidence intervals are valid after every round. A candidate needs no more
-rounds when its loss is known to lie within the margin, to lie beyond the margin, or to be better
-than the baseline's.
+A candidate is a precision that `which` compares with the baseline, which is also a precision. In
+each round, the baseline and the candidates are trained with one seed. The difference between a
+candidate's held-out loss and the baseline's held-out loss is compared with a margin that is fixed
+before the first round. The confidence intervals of the differences are valid after every round. A
+candidate needs no more rounds if its difference certainly lies within the margin, certainly lies
+beyond the margin, or is certainly below zero.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from pretrain.compare.fairness import recipe_of
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.optimizer import schedule
 
-# Maximum number of rounds, and so of seeds for each candidate.
+# Maximum number of rounds. Each round has one seed, so this is also the maximum number of seeds.
 MOST_SEEDS = 20
-# Largest natural logarithm of the factor of tokens for equal loss. Larger factors cannot be
-# estimated from a loss that hardly falls.
+# Largest natural logarithm of the factor by which the training tokens must grow for equal loss. If
+# the loss hardly falls, the estimated factor would be larger and not reliable.
 MOST_FOLD = math.log(1000)
 # Exponents that are tried when a power law is fitted to a loss curve.
 POWERS = np.arange(0.05, 1.5, 0.05)
@@ -69,13 +71,13 @@ class Protocol:
     # Map the name of each precision that ran in the trials to its seconds per step. The baseline is
     # the first.
     seconds: dict[str, float]
-    # Seconds that a training takes in addition to its steps, for starting and evaluating.
+    # Seconds that a training takes in addition to its steps, for its start and its evaluation.
     start: float
     # Number of planned rounds. Each round has one seed.
     seeds: int
     # Number of the last step of every training.
     steps: int
-    # Number of the last step that candidates share with the baseline. They branch after it.
+    # Number of the step after which candidates branch from the baseline.
     trunk: int
 
     @property
@@ -142,7 +144,8 @@ class Verdict:
     def is_open(self) -> bool:
         """Return True if more seeds are needed.
 
-        They are also needed after "worse", because the loss may lie within the margin or beyond it.
+        The verdict "worse" also needs more seeds, because it is not known whether the loss
+        difference lies within the margin or beyond it.
         """
         return self.word in (CANNOT_TELL, WORSE)
 
@@ -170,8 +173,8 @@ class Rounds:
     def _seconds_of(self, name: str) -> float:
         """Return the estimated seconds of one training of `name`, the baseline or a candidate.
 
-        The estimate is the duration in the previous round. Before the first round, it is computed
-        from the speed in the trial.
+        The estimate is the duration of the most recent training of `name` in a round. If there is
+        no such training yet, the estimate is computed from the speed in the trial.
         """
         protocol = self.protocol
         is_branch = bool(protocol.begin_with) or name != protocol.base
@@ -183,8 +186,9 @@ class Rounds:
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts of all candidates, including advice.
 
-        The candidate with the largest gain at equal loss is recommended. Candidates are excluded if
-        their gain may be 1 or less, or if they may be worse by more than the margin.
+        Among the eligible candidates, the candidate with the largest gain at equal loss is
+        recommended. A candidate is not eligible if its gain may be 1 or less, or if its loss may be
+        worse than the baseline's loss by more than the margin.
         """
         verdicts = [self.verdict(name) for name in self.protocol.candidates]
         eligible = [
@@ -243,23 +247,24 @@ class Rounds:
             verdict.tokens_per_second = statistics.median(speeds)
             verdict.speedup = speedups.mean
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
-        slopes = {place: loss_slope(base) for place, (base, _) in enumerate(pairs)}
+        slopes = {index: loss_slope(base) for index, (base, _) in enumerate(pairs)}
         self._add_gain(verdict, speedups, SeedDifference(slopes, 0.0))
         return verdict
 
     def _add_gain(
         self, verdict: Verdict, speedups: SeedDifference | None, slopes: SeedDifference
     ) -> None:
-        """Set the tokens for equal loss and the interval of the gain in `verdict`.
+        """Set `verdict.tokens` and `verdict.gain_interval`.
 
-        Both stay None unless the whole interval of the loss slope is negative. The interval of the
-        gain also stays None if the speedups are not known or the verdict is "cannot tell".
+        Both fields stay None unless the whole interval of the loss slope is negative.
+        `gain_interval` also stays None if the speedups are not known, or if the verdict is "cannot
+        tell".
 
         Args:
             verdict: The verdict of a candidate, with its loss difference in `served`.
             speedups: Speed of the candidate divided by the baseline's speed, for each seed. None if
                 a speed is not known.
-            slopes: Slope of the baseline's loss for each seed, from `loss_slope`.
+            slopes: Slope of the baseline's loss for each seed, as `loss_slope` returns it.
         """
         slope_half = slopes.anytime_half_width(self.protocol.error)
         served = verdict.served
@@ -282,8 +287,8 @@ class Rounds:
     def tokens_for(self, loss: float, slope: float) -> float:
         """Return the factor by which the training tokens must grow to lower the loss by `loss`.
 
-        If all trainings branch from the checkpoint of another run, the factor refers to the tokens
-        after that checkpoint. It refers to all tokens otherwise.
+        If all trainings branch from the checkpoint of another run, only the tokens after that
+        checkpoint are multiplied by the factor. Otherwise all tokens are multiplied by it.
 
         Args:
             loss: Loss of a candidate minus the baseline's loss, in nats per token. The factor is 1
@@ -303,7 +308,7 @@ class Rounds:
         """
         values = list(served.by_seed.values())
         for seeds in range(len(values) + 1, MOST_SEEDS + 1):
-            repeated = {place: values[place % len(values)] for place in range(seeds)}
+            repeated = {index: values[index % len(values)] for index in range(seeds)}
             difference = SeedDifference(repeated, served.baseline)
             word = difference.anytime_verdict(self.protocol.margin, self.protocol.error)
             if not Verdict(name, word=word).is_open:
@@ -359,9 +364,10 @@ class Rounds:
 
 
 def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
-    """Return the difference in `key`, a loss in the summaries, over pairs of runs.
+    """Return the candidate's loss minus the baseline's loss, for each pair of runs.
 
-    Each pair is the baseline's run and the candidate's run with the same seed.
+    Each pair is the baseline's run and the candidate's run with the same seed. `key` is the key of
+    the loss in the summaries of the runs.
     """
     by_seed = {run.config["seed"]: run.summary[key] - base.summary[key] for base, run in pairs}
     return SeedDifference(by_seed, statistics.fmean(base.summary[key] for base, _ in pairs))
@@ -374,8 +380,8 @@ def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | 
     speed of any run is not known.
     """
     speedups = {
-        place: speedup
-        for place, (base, run) in enumerate(pairs)
+        index: speedup
+        for index, (base, run) in enumerate(pairs)
         if (speedup := speed_ratio(base, run))
     }
     return SeedDifference(speedups, 1.0) if len(speedups) == len(pairs) else None
@@ -384,21 +390,26 @@ def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | 
 def loss_slope(run: RunRecord) -> float:
     """Return the slope of the training loss at the last step, in nats per unit of ln(tokens).
 
-    A power law E + A * steps^-a is fitted to part of the loss curve and extrapolated to the last
-    step. The fitted part ends where the decay of a `wsd` schedule begins, because the decay lowers
-    the loss faster than more tokens do. If the decay begins in the first half of the run, the
-    fitted part ends in the middle of the run. With other schedules it ends at the last step. The
-    first 30 % of the steps up to that end are not fitted, because the warmup and the steep first
-    fall of the loss do not follow a power law.
+    A power law E + A * steps^-a is fitted to a part of the loss curve and extrapolated to the last
+    step. With a `wsd` schedule, the fitted part ends where the decay begins, because the decay
+    lowers the loss faster than more tokens do. If the decay begins in the first half of the run,
+    the fitted part ends in the middle of the run instead. With other schedules, the fitted part
+    ends at the last step. Of the steps up to this end, the first 30 % are not fitted, because the
+    warmup and the steep fall of the loss at the beginning do not follow a power law.
     """
     steps, losses = run.curve("loss")
     first = int(steps[0])
     last = int(steps[-1])
     decay_begins = schedule.decay_begins(recipe_of(run).schedule, last) or last
-    fitted = max(decay_begins, (first + last) / 2)
-    chosen = (steps > 0.3 * fitted) & (steps <= fitted) & np.isfinite(losses)
-    shares = steps[chosen] / last
-    fits = {power: np.polyfit(shares**-power, losses[chosen], 1, full=True) for power in POWERS}
-    # The first element of a fit holds A and E, and the second one the sum of squared residuals.
-    power = min(fits, key=lambda power: fits[power][1][0])
-    return float(-power * fits[power][0][0])
+    fit_end = max(decay_begins, (first + last) / 2)
+    is_fitted = (steps > 0.3 * fit_end) & (steps <= fit_end) & np.isfinite(losses)
+    # The last step has the share 1. So A is scaled such that the slope at the last step is -a * A.
+    shares = steps[is_fitted] / last
+    amplitudes = {}
+    errors = {}
+    for power in POWERS:
+        (amplitude, _), (error,), *_ = np.polyfit(shares**-power, losses[is_fitted], 1, full=True)
+        amplitudes[power] = amplitude
+        errors[power] = error
+    best_power = min(errors, key=errors.__getitem__)
+    return float(-best_power * amplitudes[best_power])

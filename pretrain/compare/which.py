@@ -1,20 +1,21 @@
 """Find the fastest precision at equal loss: `python -m pretrain which RECIPE [key=value ...]`.
 
-One precision is the baseline, and the others are candidates. First, each of them trains a few
-steps. These trials show which precisions run on this machine, and how fast. From the speeds, the
-command computes how long each training can be so that all trainings fit into --hours.
+One precision is the baseline, and the other precisions are candidates. First, a few steps are
+trained in each precision. These trials show which precisions run on this machine, and how fast.
+From the speeds, the command computes how long each training can be so that all trainings fit into
+--hours.
 
 Then the command trains rounds. Each round has one seed. The baseline trains from the start. Each
 candidate branches from the baseline's checkpoint after a fifth of the steps, and trains on the same
-packs in the same order as the baseline. After each round, every candidate's held-out loss,
-evaluated in BF16, is compared with the baseline's, within a margin that is fixed before the first
-round. If a candidate's verdict is final, it is not trained any further. The remaining hours are
-used for candidates whose verdict is still open.
+packs in the same order as the baseline. After each round, the held-out losses are computed in BF16.
+The difference between a candidate's loss and the baseline's loss is compared with a margin that is
+fixed before the first round. A candidate with a final verdict is not trained any further. The
+remaining hours are used for candidates whose verdict is still open.
 
-The main result is the gain at equal loss: the speedup, divided by the factor of tokens that would
-make up for the loss. A precision is recommended if the whole interval of its gain is above 1. To
-continue after Ctrl-C, run the same command again. To train more rounds for open candidates, run it
-again with more --hours.
+The main result is the gain at equal loss. It is the candidate's speedup, divided by the factor by
+which its training tokens would have to grow to reach the baseline's loss. A precision is
+recommended if the whole interval of its gain is above 1. To continue after Ctrl-C, run the same
+command again. To train more rounds for open candidates, run it again with more --hours.
 
 The result is not valid for longer trainings or larger models. They may need a more exact precision.
 
@@ -188,7 +189,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Raise InputError if an option is invalid. Nothing has been trained at this point."""
+    """Raise InputError if an option is invalid.
+
+    All checks are possible before the first trial is trained.
+    """
     names = options.precisions or list(PRECISIONS)
     is_known = all(name.removesuffix(HEAD) in PRECISIONS for name in names)
     if not is_known or len(names) < 2 or len(set(names)) < len(names):
@@ -237,9 +241,9 @@ def has_gpu() -> bool:
 def load_protocol(question: Question, options: argparse.Namespace) -> Protocol | None:
     """Return the protocol that an earlier start of the command has written.
 
-    Return None if there is no protocol yet. Raises InputError if the options or the settings of the
-    recipe differ from the protocol: a verdict would be worthless if the user could change the
-    margin after seeing the results.
+    Return None if there is no protocol yet. Raises InputError if the options differ from the
+    protocol, or if the settings of the recipe differ from the settings of the trials. For example,
+    a verdict would be worthless if the user could change the margin after seeing the results.
     """
     file = question.folder / PROTOCOL_FILE
     if not file.exists():
@@ -262,7 +266,7 @@ def load_protocol(question: Question, options: argparse.Namespace) -> Protocol |
     differences |= question.trial([protocol.base]).baseline.differences
     if differences:
         raise InputError(
-            f"{file}: the command was started with other settings before (current value and "
+            f"{file}: an earlier start of this command had different settings (current value and "
             f"earlier value): {in_words(differences)}; either set the earlier values again, or use "
             "another --run_dir"
         )
@@ -304,10 +308,10 @@ def new_protocol(
     }
     # Seconds that each trial took in addition to its steps. The lower median is used, because a
     # trial that compiles kernels for all later trainings takes longer.
-    besides = [
+    overheads = [
         seconds_of(cells[name]) - TRIAL_STEPS * per_step for name, per_step in seconds.items()
     ]
-    start = max(0.0, statistics.median_low(besides))
+    start = max(0.0, statistics.median_low(overheads))
     steps, trunk = steps_that_fit(
         options,
         question.recipe,
@@ -337,8 +341,8 @@ def run_trials(question: Question, names: Sequence[str], stop: StopRequest) -> d
     """
     matrix = question.trial(names)
     for cell in matrix.cells:
-        # If the recipe was changed after an earlier trial, run the trial again. This is possible
-        # because the protocol is not written yet.
+        # If the recipe was changed after an earlier trial, run the trial again. The protocol, which
+        # depends on the trials, is not written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
     say(
@@ -351,8 +355,8 @@ def run_trials(question: Question, names: Sequence[str], stop: StopRequest) -> d
 def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
     """Return the runs of the finished trials by name.
 
-    A trial is omitted if all its matrix products have the same precisions as those of an earlier
-    trial. For example, "mxfp8+head" is omitted after "mxfp8" if the head stays in BF16 in both.
+    A trial is omitted if every matrix product has the same precision in an earlier trial. For
+    example, "mxfp8+head" is omitted after "mxfp8" if the head stays in BF16 in both trials.
     """
     by_products: dict[str, tuple[str, RunRecord]] = {}
     for name, cell in cells.items():
@@ -405,9 +409,9 @@ def steps_that_fit(
 ) -> tuple[int, int]:
     """Return the last step of each training, and the last step of the trunk.
 
-    The trunk is the part of the baseline's training from which the candidates branch. A training is
-    as long as --hours allow, but not longer than the recipe, and not longer than one epoch. Raises
-    InputError if that is too short.
+    The trunk consists of the steps before the candidates branch. A training is as long as --hours
+    allow, but not longer than the recipe's training, and not longer than one epoch. Raises
+    InputError if such a training has too few steps.
 
     Args:
         options: The command line.
@@ -472,9 +476,9 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
 def least_steps(trunk: int | None) -> int:
     """Return the smallest allowed number for the last step of a training.
 
-    A candidate must train at least FEWEST_STEPS steps after it has branched, because the training
-    losses of that many steps are averaged. `trunk` is the step of the checkpoint from which all
-    trainings branch, or None if the baseline trains from the start.
+    A candidate must train at least FEWEST_STEPS steps after it has branched, because its loss at
+    the end is the mean over at least this number of steps. `trunk` is the step of the checkpoint
+    from which all trainings branch, or None if the baseline trains from the start.
     """
     return math.ceil(FEWEST_STEPS / (1 - TRUNK)) if trunk is None else trunk + FEWEST_STEPS
 
@@ -518,8 +522,8 @@ def next_round(
 
     The round has the next seed, the baseline, and all candidates whose verdict is open. Return None
     if there is no such candidate, if MOST_SEEDS rounds are trained, or if the round would not end
-    within the time limit. The first round ignores the time limit, and so does a round whose
-    trainings have all ended before.
+    within the time limit. The time limit is ignored for the first round, and for a round whose
+    trainings have all ended in an earlier start of the command.
 
     Args:
         question: The recipe and the folder of the trainings.

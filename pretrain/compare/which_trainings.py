@@ -45,7 +45,8 @@ FIXED_SETTINGS: Values = {
     "checkpoint.at_end": False,
     "log.trackers": [],
     "log.gap": None,
-    # Never let a candidate continue in BF16, because its precision would look too good.
+    # Never let a candidate continue in BF16, because the steps in BF16 would make the loss of its
+    # precision look better than it is.
     "health.on_gap": "warn",
     # The option --from replaces this setting.
     "train.begin_with": None,
@@ -54,7 +55,10 @@ FIXED_SETTINGS: Values = {
 
 @dataclass(frozen=True)
 class Question:
-    """The training whose best precision `which` searches. Builds the matrices to train."""
+    """The training for which `which` searches the best precision.
+
+    The methods return the trials and the rounds as matrices.
+    """
 
     # The recipe, with the overrides applied.
     recipe: Recipe
@@ -99,12 +103,12 @@ class Question:
         """Return the trainings of the baseline and of `candidates` with one seed, as a matrix."""
         base = protocol.base
         # Path of the checkpoint from which the candidates branch. It contains "{seed}", which each
-        # training replaces by its seed. So the setting is equal for all seeds, and reports can
-        # group them.
+        # training replaces by its seed. So the setting has the same value for all seeds, and
+        # reports can group the runs of different seeds.
         trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{protocol.trunk:08d}"
         branch: Values = {"train.begin_with": protocol.begin_with or trunk}
-        of_base = branch if protocol.begin_with else {"checkpoint.every": protocol.trunk}
-        cells = {base: self.values_of(base) | of_base}
+        base_settings = branch if protocol.begin_with else {"checkpoint.every": protocol.trunk}
+        cells = {base: self.values_of(base) | base_settings}
         cells |= {name: self.values_of(name) | branch for name in candidates}
         schedule = self.recipe.schedule
         common: Values = {
@@ -120,8 +124,9 @@ class Question:
             "parity": False,
         }
         if protocol.begin_with:
-            # The steps before the checkpoint are not trained here. Reduce the share of the decay,
-            # so that it is the recipe's share of the trained steps.
+            # The trainings only have the steps after the checkpoint. `schedule.decay` is a share
+            # of all steps, so reduce it such that the decay is the recipe's share of the steps that
+            # are trained.
             common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
         return self._matrix("rounds", common, cells, seed=[seed])
 
@@ -224,10 +229,10 @@ def check_gpu_is_free(matrix: Matrix) -> None:
 def seconds_of(cell: Cell) -> float:
     """Return the number of seconds that the training of a finished cell took.
 
-    The last start of the cell has written the mark, and the last file of the run is its summary. So
-    the difference between the times of these two files is the duration since the last start. If the
-    training was interrupted and continued, this duration is too short. Then return the total time
-    of its steps.
+    Each start of the cell writes the mark, and a finished run writes its summary last. So the
+    difference between the times of these two files is the duration since the last start. If the
+    training was interrupted and continued, this duration is too short. In this case, return the
+    total time of its steps, which is longer.
     """
     summary_time = (cell.run_dir / SUMMARY_FILE).stat().st_mtime
     since_last_start = summary_time - cell.mark.stat().st_mtime

@@ -29,8 +29,8 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
     length: number of tokens in a pack.
 
     Tokens and epochs are rounded up to whole steps: 4 epochs of 22,206 packs with 32 packs per step
-    are 2,776 steps. The number of epochs is converted from its decimal notation in the recipe. With
-    binary floating-point numbers, 1.1 epochs of 10 packs would be 11.000000000000002 packs.
+    are 2,776 steps. The number of epochs is computed exactly, as a decimal fraction. With binary
+    floating-point numbers, 1.1 epochs of 10 packs would be 11.000000000000002 packs.
     """
     if train.steps is not None:
         return train.steps
@@ -40,11 +40,17 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
 
 
 def _require(condition: object, message: str) -> None:
+    """Raise InputError with `message` if `condition` is false."""
     if not condition:
         raise InputError(message)
 
 
 def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
+    """Raise InputError if `value` is not a multiple of `unit`.
+
+    key: key of the setting that has the value.
+    what: a description of `unit` or of the requirement, for the message.
+    """
     below = value // unit * unit
     nearest = f"{below} or {below + unit}" if below else f"{unit}"
     _require(
@@ -54,16 +60,18 @@ def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
 
 
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
-    """Check a recipe without knowing the device, the model and the data.
+    """Check a recipe before its launch, when the device, the model and the data are not known.
+
+    Checks that depend on the device, the model or the data are omitted.
 
     recipe: a recipe that sets `precision`.
-    world_size: number of devices, or None if it is not known before the launch.
+    world_size: number of devices, or None if the number is not known before the launch.
     """
     names = [name for _, name in phases_of(recipe.precision)]
     check_settings(recipe, names[0], world_size)
     for name in names:
         settings = recipe.fp8_config.resolved(name)
-        # With a fallback, the precision depends on the device.
+        # With `on_unsupported: fallback`, the precision that is used depends on the device.
         if settings.on_unsupported != "fallback":
             check_fit(ActivePrecision(name, precision_called(name), "emulation", settings), recipe)
 
@@ -72,7 +80,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     """Check the recipe for contradictions between its sections.
 
     precision: name of the precision of the first phase.
-    world_size: number of devices, or None if it is not known.
+    world_size: number of devices, or None if the number is not known.
     """
     data = recipe.data
     batch = recipe.batch
@@ -133,9 +141,10 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
 def check_gap(recipe: Recipe, *, replicas: int) -> None:
     """Check `log.gap`, which measures the difference between gradients in low precision and BF16.
 
-    It must be set if `health.on_gap` reacts to the gap, and it cannot be measured with HSDP.
+    `log.gap` must be set if `health.on_gap` is stop or switch. `log.gap` must not be set with HSDP,
+    because the difference cannot be measured with HSDP.
 
-    replicas: number of sharded copies of the model.
+    replicas: number of sharded copies of the model. It is larger than 1 with HSDP.
     """
     _require(
         recipe.log.gap or recipe.health.on_gap == "warn",
@@ -190,12 +199,14 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
 
 
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None) -> None:
-    """Check that a quantized precision suits the length of packs, and that layers are quantized.
+    """Check that a quantized precision supports the pack length, and that it quantizes some layer.
 
-    A single linear layer with an unsuitable shape stays in BF16 without an error. This check raises
-    InputError if no linear layer at all would be quantized.
+    Raise InputError if the pack length is not a multiple that the precision requires, because no
+    linear layer could be quantized. Also raise InputError if `fp8_config.keep_bf16_layers` keeps
+    all layers in BF16. It is not an error if a single linear layer has an unsuitable shape: that
+    layer stays in BF16.
 
-    layers: number of decoder layers, or None if it is not known.
+    layers: number of decoder layers, or None if the number is not known.
     """
     if not active.precision.quantized:
         return

@@ -15,7 +15,8 @@ from pretrain.plan.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 
-LENGTHS = (2048, 4096)  # lengths of packs in tokens, if the command gets no recipe and no lengths
+# Sequence lengths in tokens if the command line has neither a recipe nor --length.
+LENGTHS = (2048, 4096)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -30,7 +31,8 @@ def main(options: argparse.Namespace) -> int:
     lengths = options.length or lengths
     flops = ModelFlops.of(build_on_meta(load_config(settings)))
     speed = options.tokens_per_second
-    peak_flops = target.count * (target.device.bf16 or 0.0) * TERA  # a second
+    # Peak in FLOP/s of all devices together.
+    peak_flops = target.count * (target.device.bf16 or 0.0) * TERA
 
     lines = shape_lines(flops)
     if not flops.expert_weights:
@@ -66,9 +68,9 @@ def main(options: argparse.Namespace) -> int:
 def _cell(count: float, reference: float, speed: float | None, peak_flops: float) -> str:
     """Return a cell of the table with the FLOPs per token by one definition.
 
-    The cell also has their ratio to `reference`, and the MFU if there is a `speed`.
+    The cell also has the ratio of `count` to `reference`, and the MFU if `speed` is not None.
 
-    count: FLOPs per token by the definition.
+    count: FLOPs per token by this definition.
     reference: FLOPs per token by the definition of this project.
     speed: speed of a run in tokens/s.
     peak_flops: peak FLOP/s of all devices.

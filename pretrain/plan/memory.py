@@ -23,10 +23,13 @@ of values per token.
     gate and up widths       in the compute dtype      the inputs of the activation function.
                                                        Backward computes its output again
 
-An operand is the tensor that is multiplied for the gradient of a weight. Its values have the
-compute dtype. In FP8 they take one byte, plus the scales of blocks. The compiler chooses the
-activations that a compiled layer keeps. They are approximately the following, all in the compute
-dtype:
+In this table, an operand is the input of a linear layer in the form in which backward needs it: to
+compute the gradient of the weight, backward multiplies the operand by the gradient of the output.
+An unquantized operand is in the compute dtype. In FP8, a value of an operand takes one byte, plus
+its share of the scales of blocks.
+
+The compiler chooses the activations that a compiled layer keeps. They are approximately the
+following, all in the compute dtype:
 
     4 · hidden                          the input of the layer, the sum of this input and the
                                         attention's output, and the outputs of the two norms
@@ -68,8 +71,8 @@ TAKES_LESS = (
     "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
     "(accelerate_configs/zero.yaml, less by fsdp2.yaml)"
 )
-# A layer with low-precision products is compiled in several pieces. Its activations take this many
-# times the memory of a layer that is compiled in one piece. The factor was measured.
+# A layer with low-precision products is compiled in several pieces. This is the measured factor by
+# which its activations take more memory than those of a layer that is compiled in one piece.
 IN_PIECES = 1.15
 
 
@@ -118,7 +121,8 @@ class LayerMemory:
     # True for a fused layer. It keeps its weight copies for the whole step, even if it is
     # recomputed.
     fused: bool
-    # Map each reason why experts stay unquantized to their share of the weights of all experts.
+    # Map each reason why experts stay unquantized to the number of weights of these experts,
+    # divided by the number of weights of all experts.
     experts_left_out: Mapping[str, float] = field(default_factory=dict)
     # Bytes per token of queries, keys and values after rotation. They can be kept in addition to
     # queries, keys and values before rotation, which are part of `kept`.
@@ -143,6 +147,8 @@ def step_memory(
     Parts without bytes are omitted. The CUDA context and fragments of the allocator, about 1 GiB,
     are not included.
 
+    flops: the FLOPs and sizes of the model.
+    precision: the precision of the step.
     layers: the memory of each layer, in order. Empty if all layers are compiled and none is fused.
     microbatch: number of packs in a microbatch.
     loss: the loss settings, with the chunk that was chosen for `loss.chunk: auto`.
@@ -160,7 +166,7 @@ def step_memory(
     layers = _as_recomputed(
         layers or [compiled] * flops.shape.layers, recipe.model, keeps_rotated=keeps_rotated
     )
-    gathered, sums, sent = _in_shards(flops, devices, head)
+    gathered, sums, sent = _values_with_shards(flops, devices, head)
     gradients = values * BYTES[recipe.gradients_kept_in]
     gap_gradients = 4 * sums if devices.gathered else gradients
     parts = {
@@ -177,7 +183,7 @@ def step_memory(
         "activations": tokens * sum(layer.kept for layer in layers),
     }
     in_backward = 4 * sent + tokens * _largest_backward(layers)
-    at_loss = _at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
+    at_loss = _bytes_at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
     parts["the loss" if at_loss >= in_backward else "a layer's backward"] = max(
         at_loss, in_backward
     )
@@ -187,10 +193,12 @@ def step_memory(
 def _as_recomputed(
     layers: Sequence[LayerMemory], model: ModelSettings, *, keeps_rotated: bool
 ) -> list[LayerMemory]:
-    """Return copies of the layers that take rotated tensors and recomputation into account.
+    """Return copies of `layers` that take rotated tensors and recomputation into account.
 
     A recomputed layer keeps only its input. Its other activations are computed again in its
     backward, so they are part of its workspace.
+
+    keeps_rotated: whether layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
     """
     result = []
     for index, layer in enumerate(layers):
@@ -202,13 +210,18 @@ def _as_recomputed(
     return result
 
 
-def _in_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int, int]:
-    """Return the numbers of values that a device stores in addition if the model is sharded.
+def _values_with_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int, int]:
+    """Return three numbers of values that a device stores in addition to its shards.
 
-    These are three numbers: gathered weights, sums of their gradients, and the sums that are being
-    sent. If weights are gathered for each use of a layer, the gathered weights are those of the
-    current layer, of the next layer with its copy, and of the LM head, which stays gathered from
-    forward to backward.
+    1. The number of gathered weights. If weights are gathered only once a step, these are all
+       weights. If weights are gathered for each use of a layer, these are the weights of the
+       current layer, the weights of the next layer and a copy of them, and the weights of the LM
+       head, which stay gathered from forward to backward.
+    2. The number of gradients in FP32 that are stored for gathered weights until they are summed
+       over the devices.
+    3. The number of gradients in FP32 that are being sent to the other devices.
+
+    All three numbers are 0 if the model is not sharded.
 
     head: number of weights of the LM head.
     """
@@ -221,7 +234,7 @@ def _in_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int
     return 3 * layer + head, sent + (head if flops.tied else 0), sent
 
 
-def _at_loss(
+def _bytes_at_loss(
     flops: ModelFlops,
     devices: Devices,
     precision: Precision,
@@ -232,11 +245,16 @@ def _at_loss(
 ) -> int:
     """Return the bytes that the loss needs in addition to the kept activations.
 
-    These are, for the weight of the LM head, its gradient, its working copy, and the gradient of a
-    chunk if products cannot add it to the sum. For each token, they are the last hidden state, the
-    output of the final norm, and the gradient of this output. Finally there are the logits of a
-    chunk, which are overwritten with their gradient. If the head is quantized, the layouts of the
-    quantized gradient are stored too.
+    The loss is computed in chunks of tokens. It needs memory for
+
+    * the gradient of the LM head's weight in FP32, to which each chunk adds its gradient,
+    * one more tensor with the shape of this weight in some cases. If the head is not quantized,
+      this is the working copy of the weight. If the head is quantized, it is the gradient of a
+      chunk, unless the matrix product itself adds this gradient to the sum over the chunks,
+    * the last hidden state of each token, the output of the final norm, and the gradient of this
+      output,
+    * the logits of one chunk, which are overwritten with their gradient, and
+    * the quantized layouts of this gradient, if the head is quantized.
 
     tokens: number of tokens in a microbatch.
     low_head: whether the LM head is quantized.
@@ -244,11 +262,11 @@ def _at_loss(
     """
     shape = flops.shape
     number = precision.number_bytes
-    copies = has_copies
+    has_second_tensor = has_copies
     if isinstance(precision, QuantizedPrecision) and low_head:
-        # Here `copies` means that a chunk's gradient is stored before it is added to the sum.
-        copies = loss.penalty is not None or not precision.fuses_head_on(devices.capability)
-    size = shape.vocabulary * shape.hidden * (4 + number * copies)
+        is_fused = loss.penalty is None and precision.fuses_head_on(devices.capability)
+        has_second_tensor = not is_fused
+    size = shape.vocabulary * shape.hidden * (4 + number * has_second_tensor)
     size += tokens * 3 * shape.hidden * number
     if loss.kind == "chunked":
         logit_bytes = number + precision.layouts_on(devices.capability) * low_head
@@ -259,7 +277,8 @@ def _at_loss(
 def _largest_backward(layers: Sequence[LayerMemory]) -> int:
     """Return the bytes per token that backward needs at its peak beyond all kept activations.
 
-    When the backward of a layer runs, all following layers have freed their kept activations.
+    When the backward of a layer runs, the layers after it have freed their kept activations. The
+    freed bytes are subtracted from the workspace of the layer.
     """
     freed = most = 0
     for layer in reversed(layers):
@@ -271,9 +290,9 @@ def _largest_backward(layers: Sequence[LayerMemory]) -> int:
 def _working_copies(layers: Sequence[LayerMemory]) -> int:
     """Return the bytes of the working copies of all weights.
 
-    Layers keep their copies from forward to backward, and fused layers for the whole step. A layer
-    that is recomputed and not fused keeps its copies only while it is computed. So of these layers,
-    only the one with the largest copies is counted.
+    A layer keeps its copies from forward to backward, and a fused layer keeps them for the whole
+    step. A layer that is recomputed and not fused keeps its copies only while it is computed. Only
+    one such layer has copies at the same time, so only the largest of them is counted.
     """
     total = sum(layer.unquantized_weights for layer in layers)
     temporary = [
@@ -297,7 +316,8 @@ def layers_of(
     flops: the FLOPs and sizes of the model.
     active: the precision of the run or phase.
     device_type: "cpu" or "cuda".
-    attention: the name of the packed attention. It determines the tensors that fused layers keep.
+    attention: the name of the packed attention, which determines the tensors that fused layers
+        keep.
     capability: CUDA compute capability, see `Devices.capability`.
     """
     layers = decoder_layers(model)
@@ -330,9 +350,10 @@ def fused_layer(
 ) -> LayerMemory:
     """Return the memory of a fused layer, computed from its shapes.
 
-    precisions: the precisions of its four linear layers. These are the stacked projections to
-        queries, keys and values, the output projection of attention, the stacked gate and up
-        projections, and the down projection.
+    parts: the modules of the decoder layer.
+    precisions: the precisions of the four linear layers in the fused layer. These are the stacked
+        projections to queries, keys and values, the output projection of attention, the stacked
+        gate and up projections, and the down projection.
     attention: the name of the packed attention.
     layouts: number of layouts in which a quantized operand is stored.
     """
@@ -364,7 +385,7 @@ def fused_layer(
         number * query + 4 * parts.heads.query,
         # The output of attention as a quantized operand.
         operands[1] * query * output.quantized,
-        # With any other attention than this one, the norms of heads keep their inputs, and
+        # Unless the attention is ROTATED_ATTENTION, the norms of heads keep their inputs, and
         # attention keeps the outputs of these norms.
         rotated * (attention != ROTATED_ATTENTION),
         # The inputs of the activation function.
@@ -397,14 +418,18 @@ def fused_layer(
 def _experts_left_out(
     model: PreTrainedModel, decisions: Mapping[str, Decision]
 ) -> dict[str, float]:
-    """Map each reason why experts stay unquantized to their share of the weights of all experts."""
+    """Map each reason why experts stay unquantized to a share of the weights of all experts.
+
+    The share is the number of weights of these experts, divided by the number of weights of all
+    experts.
+    """
     sizes = {
         f"{name}.{key}": getattr(experts, key).numel()
         for name, experts in stacked_experts(model)
         for key in STACKS
     }
     if not sizes:
-        return {"they are not stacked as most are": 1.0}
+        return {"their weights are not stacked in the usual layout": 1.0}
     shares: dict[str, float] = defaultdict(float)
     for name, size in sizes.items():
         decision = decisions.get(name)

@@ -1,11 +1,12 @@
 """Plan a run: compute its figures from settings, shapes and counts before anything is loaded.
 
-`rendering` prints a plan. This file reads no other file.
+The module `rendering` prints a plan. The functions of this module do not read any file.
 
-The second part of this file chooses two settings by the memory of a device: the chunk of the loss,
-and whether layers keep rotated queries, keys and values for backward. The choice depends only on
-the settings and the device. The chunk changes the order of sums, so a checkpoint stores the chunk
-of its run (pretrain.run.checkpointing). The rotated tensors do not change any result.
+The second part of this module chooses two settings by the memory of a device: the number of tokens
+in a chunk of the loss, and whether layers keep rotated queries, keys and values for backward. The
+choice depends only on the recipe and the device. The size of the chunk changes the order of sums,
+so a checkpoint stores the size that its run has used (pretrain.run.checkpointing). Keeping the
+rotated tensors does not change any result.
 """
 
 from __future__ import annotations
@@ -38,16 +39,18 @@ class Plan:
     schedule: PrecisionSchedule
     devices: Devices
     flops: ModelFlops
-    # Mean over packs of the sum of squared document lengths, divided by the pack length.
+    # Mean of a number over all packs. The number is the sum of the squared lengths of the documents
+    # in a pack, divided by the length of the pack.
     mean_squared: float
     # Map the name of each precision of the run to the memory of each layer. Empty if all layers are
     # compiled and none is fused.
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
-    # Number of training packs. None for a stream, and if a plan for other machines has no packs.
+    # Number of training packs. None for a stream, and in a plan for other machines without packs.
     packs: int | None = None
     # The mixture of several sources. None if there is a single source.
     mixture: Mixture | None = None
-    # The chunk of the loss that was chosen for `loss.chunk: auto`. None for the default chunk.
+    # The number of tokens in a chunk of the loss that was chosen for `loss.chunk: auto`. None for
+    # the default number.
     chunk: int | None = None
     # True if layers keep queries, keys and values both before and after rotation.
     keeps_rotated: bool = False
@@ -64,7 +67,11 @@ class Plan:
 
     @property
     def precisions(self) -> list[ActivePrecision]:
-        """Return the precisions of all steps, and the precision that `log.gap` compares with."""
+        """Return all precisions of the run.
+
+        If `log.gap` is set, the result includes the unquantized precision with which `log.gap`
+        compares.
+        """
         return self.schedule.precisions(and_unquantized=bool(self.recipe.log.gap))
 
     @property
@@ -78,8 +85,8 @@ class Plan:
     def microbatch(self) -> int | None:
         """Return the number of packs in a microbatch, or None if the run finds it by trial.
 
-        It is the smallest size that needs no more microbatches than `batch.microbatch`, which is
-        the upper limit.
+        The recipe's `batch.microbatch` is an upper limit. The result is the smallest size with
+        which a step has the same number of microbatches as with this limit.
         """
         most = self.recipe.batch.microbatch
         if isinstance(most, str):
@@ -107,8 +114,9 @@ class Plan:
         """Return the microbatch sizes in packs that `batch.microbatch: auto` may choose, ascending.
 
         For each number of microbatches in a step, the list contains the smallest possible size. If
-        all devices have the same number of packs, each size divides this number. Otherwise some
-        microbatches are not full with any size. With `auto:16` no size is larger than 16.
+        all devices have the same number of packs, only sizes that divide this number are included.
+        Otherwise no size can fill all microbatches, and all sizes are included. With `auto:16` no
+        size is larger than 16.
         """
         is_uneven = self.packs_per_step % self.devices.count > 0
         most = self.packs_per_rank
@@ -122,9 +130,9 @@ class Plan:
 
     @cached_property
     def expected_microbatch(self) -> int:
-        """Return the microbatch in packs. If it is found by trial, return an estimate of it.
+        """Return the number of packs in a microbatch, or an estimate if it is found by trial.
 
-        The estimate is the largest size that fits into the device by the estimate of memory.
+        The estimate is the largest size whose estimated memory fits into the device.
         """
         if self.microbatch:
             return self.microbatch
@@ -166,8 +174,8 @@ class Plan:
         """Return the peak in TFLOP/s, summed over all devices, for products of dense matrices.
 
         If the run has several precisions, the result is the FLOPs of the run, divided by the time
-        that the run would take if each span reached the peak of its precision. Return None if the
-        device is not known, or if a precision is emulated.
+        that the run would take if the steps in each precision reached the peak of this precision.
+        Return None if the device is not known, or if a precision is emulated.
         """
         spans = self.schedule.spans
         peaks = [self._peak_in(span.active) for span in spans]
@@ -179,10 +187,11 @@ class Plan:
         return self.devices.count * self.steps / time
 
     def _peak_in(self, active: ActivePrecision) -> float:
-        """Return the peak of one device in TFLOP/s for products in `active`, or 0.0 if not known.
+        """Return the peak of one device in TFLOP/s for products in `active`.
 
         The peak takes into account that some products are computed in BF16: the forward products
-        with `forward: bf16`, and experts that stay unquantized.
+        with `forward: bf16`, and experts that stay unquantized. Return 0.0 if the peak is not
+        known.
         """
         fastest = peak(self.devices.name, active.precision.peak) or 0.0
         bf16 = peak(self.devices.name, "bf16") or fastest
@@ -196,9 +205,11 @@ class Plan:
         return 1 / (in_bf16 / bf16 + (1 - in_bf16) / fastest) if in_bf16 else fastest
 
     def experts_left_out(self, active: ActivePrecision) -> dict[str, float]:
-        """Map each reason why experts stay unquantized in `active` to a share of all FLOPs.
+        """Return the share of the FLOPs of experts that stay unquantized, grouped by the reason.
 
-        The share is the part of all training FLOPs that these experts compute.
+        Map each reason to a share of the training FLOPs: the FLOPs of the experts that stay
+        unquantized for this reason in the precision `active`, divided by the FLOPs of the model.
+        The result is empty if `active` is not quantized, or if the model has no experts.
         """
         layers = self.layers.get(active.precision.name)
         if not (active.precision.quantized and self.flops.expert_weights and layers):
@@ -208,7 +219,7 @@ class Plan:
 
     @property
     def experts_in_bf16(self) -> list[str]:
-        """Return a line of text for each reason why experts stay unquantized."""
+        """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
         return [
             f"experts compute in BF16 and have {units.percent(share)} of the FLOPs ({reason})"
             for active in self.precisions
@@ -220,7 +231,8 @@ class Plan:
     def memory(self, microbatch: int) -> dict[str, int]:
         """Map each part of a device's memory to its number of bytes.
 
-        If the run has several precisions, the result is for the one that needs the most memory.
+        If the run has several precisions, the result is for the precision that needs the most
+        memory.
 
         microbatch: the number of packs in a microbatch.
         """
@@ -248,8 +260,8 @@ class Plan:
     def checkpoints_at_once(self) -> int:
         """Return the largest number of checkpoints that exist on the disk at the same time.
 
-        These are the checkpoints that are kept, and the one that is being written. In a short run,
-        there are fewer.
+        These are the checkpoints that are kept, and the checkpoint that is being written. A short
+        run writes fewer checkpoints than this.
         """
         settings = self.recipe.checkpoint
         decay = self.before_decay
@@ -260,9 +272,10 @@ class Plan:
 
     @property
     def before_decay(self) -> int | None:
-        """Return the last step before the final decay of the learning rate, or None without decay.
+        """Return the last step before the decay of the learning rate at the end of the run.
 
-        A longer run can branch from the last checkpoint that is not after this step.
+        Return None if the schedule has no such decay. A longer run can branch from a checkpoint of
+        this step or of an earlier step.
         """
         return decay_begins(self.recipe.schedule, self.steps)
 
@@ -285,7 +298,7 @@ class Plan:
             "that a device has in a step": (
                 isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank
             ),
-            f"a step needs {self.packs_per_step} packs, but the training data have only "
+            f"a step needs {self.packs_per_step} packs, but the number of training packs is only "
             f"{self.packs}, so each step repeats packs": (
                 self.packs is not None and self.packs < self.packs_per_step
             ),
@@ -297,38 +310,40 @@ class Plan:
 
 # ── The use of a device's memory ──────────────────────────────────────────────────────────────────
 
-# The share of a device's memory that stays free for CUDA, NCCL and fragments, which the estimate
-# does not contain.
+# The share of a device's memory that stays free. CUDA, NCCL and fragments of the allocator need it,
+# and the estimate of memory does not include them.
 KEPT_FREE = 0.08
 # The number of tokens in a microbatch with which an H200 reaches nearly its full speed.
 WELL_FILLED = 8192
-# A microbatch with more tokens than this gains less speed than the use of memory chosen below.
+# The largest number of tokens in a microbatch for which `spend_spare_memory` leaves memory free. A
+# larger microbatch would gain less speed than a longer chunk of the loss and kept rotated tensors.
 FULL_SPEED = 32_768
-# The largest number of logits in a chunk of the loss. They take 1 GiB in BF16. It is the default
-# chunk of 4,096 tokens for a vocabulary of 131,072 tokens.
+# The largest number of logits in a chunk of the loss. They take 1 GiB in BF16. With a vocabulary of
+# 131,072 tokens, a chunk of the default size, 4,096 tokens, has this number of logits.
 LOGITS = 2**29
 
 
 def fits_gathered(plan: Plan) -> bool:
     """Return True if `fsdp_reshard_after_forward: auto` gathers weights only once a step.
 
-    This requires that weights are sharded, and that memory suffices for all weights and the
-    microbatch. With `batch.microbatch: auto`, the smaller of two microbatches is assumed: the one
-    that fits if weights are gathered for each use, and one of WELL_FILLED tokens.
+    Weights are gathered only once a step if they are sharded, and if the memory suffices for all
+    weights and a microbatch. With `batch.microbatch: auto`, the size of the microbatch is assumed
+    to be the smaller of two sizes: the largest size that fits if weights are gathered for each use,
+    and the size of WELL_FILLED tokens.
     """
     if not plan.devices.sharded:
         return False
     gathered = replace(plan, devices=replace(plan.devices, gathered=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
-    return _has_room(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
+    return _fits(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
 
 
 def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     """Return a copy of `plan` that uses free memory to save time.
 
-    If the memory of a device suffices, the copy has a longer chunk of the loss, and its layers keep
-    rotated queries, keys and values. For CPUs, and for devices of unknown memory, the copy has the
-    default chunk, and its layers do not keep rotated tensors.
+    If the memory of a device suffices, the chunks of the loss are larger in the copy, and layers
+    keep rotated queries, keys and values. For CPUs, and for devices whose memory is not known, the
+    chunks have the default size, and layers do not keep rotated tensors.
 
     gathered: whether weights are gathered only once a step. None: `fits_gathered` determines it.
     """
@@ -347,22 +362,24 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     rotated = replace(plan, keeps_rotated=True)
     keeps_all = plan.recipe.model.gradient_checkpointing == "none"
     takes_more = keeps_all and rotated.takes(packs) > plan.takes(packs)
-    return rotated if takes_more and _has_room(rotated, packs) else plan
+    return rotated if takes_more and _fits(rotated, packs) else plan
 
 
 def _longer_chunk(plan: Plan, packs: int) -> int | None:
-    """Return a chunk of the loss in tokens that is longer than the default, or None.
+    """Return a number of tokens in a chunk of the loss that is larger than the default, or None.
 
-    The result is None if memory does not suffice for a microbatch of `packs` with a longer chunk.
+    The larger chunk must have at most LOGITS logits, it must not be larger than a microbatch of
+    `packs` packs, and the memory must suffice for it. Return None if no chunk meets these
+    conditions.
     """
     tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
     longer = 2 ** int(math.log2(max(tokens, 1)))
-    if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs):
+    if longer > USUAL_CHUNK and _fits(replace(plan, chunk=longer), packs):
         return longer
     return None
 
 
-def _has_room(plan: Plan, packs: int) -> bool:
+def _fits(plan: Plan, packs: int) -> bool:
     """Return True if a microbatch of `packs` packs fits into the memory of a device.
 
     If the memory is not known, return True.

@@ -12,7 +12,8 @@ from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
 
 WIDTH = 100  # columns of the output
-# Shares of the peak FLOP/s. Runs of dense models usually reach a share between these two.
+# Shares of the peak FLOP/s for the estimate of time. Runs of dense models usually reach a share
+# between these two.
 ASSUMED_SHARES = (0.3, 0.5)
 
 
@@ -56,6 +57,7 @@ def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
 
 
 def _devices_line(plan: Plan) -> str:
+    """Return the number and the name of the devices, and how the weights are sharded over them."""
     devices = plan.devices
     line = f"{devices.count} x {devices.name or 'device'}"
     if not devices.sharded:
@@ -101,6 +103,7 @@ def model_lines(plan: Plan) -> list[str]:
 
 
 def _step_line(plan: Plan) -> str:
+    """Return a line about the tokens, packs and microbatches of a step."""
     devices = plan.devices.count
     packs = plan.packs_per_step
     total = (
@@ -110,6 +113,8 @@ def _step_line(plan: Plan) -> str:
     if plan.microbatch is None:
         return f"{total}{plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
     microbatches = -(-plan.packs_per_rank // plan.microbatch)
+    # Number of blank packs, which fill the microbatches if the packs of a step cannot be divided
+    # evenly.
     empty = devices * microbatches * plan.microbatch - packs
     share = f", {plural(empty, 'place')} of {packs + empty:,} empty" if empty else ""
     return f"{total}{plural(microbatches, 'microbatch')} x {plural(plan.microbatch, 'pack')}{share}"
@@ -165,6 +170,7 @@ def _time_line(plan: Plan) -> str:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
+    """Return a line about the total memory of a device, and one line about each part of it."""
     size = plan.expected_microbatch
     limit = f" of {units.memory(plan.devices.memory / GIB)}" if plan.devices.memory else ""
     searched = "" if plan.microbatch else "; auto finds the largest that fits by trial"

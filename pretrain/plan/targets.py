@@ -49,7 +49,7 @@ class Target:
     def device(self) -> Peak:
         """Return the peaks and the memory of one device.
 
-        They are always known, because `parse` accepts only known devices.
+        Both are always known, because `parse` accepts only devices with a known peak.
         """
         return cast(Peak, entry_of(self.name))
 
@@ -109,14 +109,14 @@ class Target:
     def obstacle(self, plan: Plan) -> str | None:
         """Return the reason why this target cannot run `plan`, or why its speed is not known.
 
-        Return None if there is no such reason.
+        Return None if the target can run `plan` and the speed is known.
         """
         for active in plan.precisions:
             precision = precision_called(active.requested)
             if isinstance(precision, QuantizedPrecision) and self.device.capability:
-                need = precision.hardware.missing(self.device.capability)
-                if need:
-                    return f"{precision.name} needs {need}"
+                missing = precision.hardware.missing(self.device.capability)
+                if missing:
+                    return f"{precision.name} needs {missing}"
             if peak(self.name, precision.peak) is None:
                 return f"the {precision.name} peak of this device is not known"
         if plan.packs_per_step < self.count:

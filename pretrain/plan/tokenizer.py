@@ -30,13 +30,14 @@ from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import config_values, load_config
 from pretrain.settings.recipe import ModelSettings
 
-# The vocabulary size of a model from scratch is rounded up to a multiple of this number. Then every
-# precision can compute the products of the LM head, and they are fastest.
+# The vocabulary size of a model from scratch is rounded up to a multiple of this number. With such
+# a size, every precision can compute the matrix products of the LM head, and they are fastest.
 VOCABULARY_MULTIPLE = 128
-# Map the role of each special token in the keys of configurations to its name in messages.
+# Map the prefix of each special token's key in configurations, such as "eos" in "eos_token_id", to
+# the name of the token in messages.
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
-# Texts that detect differences between tokenizers, because the tokenizer classes of transformers
-# normalize or split them in different ways.
+# Texts with which `_check_export` compares two tokenizers. The tokenizer classes of transformers
+# normalize or split these texts in different ways.
 PROBES = (
     "Hello world 12345, it's 3.14 and 1,000,000!",
     "  two blanks, a\ttab,\n\n  an indented line\r\n and blanks at the end   ",
@@ -52,9 +53,9 @@ class Data(Protocol):
 
     @property
     def tokenizer(self) -> Mapping[str, Any]:
-        """Return the description of the tokenizer that the packs contain.
+        """Return the description of the tokenizer with which the packs were made.
 
-        It has the keys of `TextTokenizer.describe`, or is empty.
+        It has the keys of `TextTokenizer.describe`. It is empty if the packs have no description.
         """
 
     def beside(self, name: str) -> Path | None:
@@ -66,13 +67,13 @@ def with_tokens(
 ) -> ModelSettings:
     """Return a copy of `model` with missing vocabulary keys set from the tokenizer.
 
-    The tokenizer is the one in the recipe's `data.tokenizer`, or otherwise the tokenizer of the
-    packs. `model` is returned unchanged if there is no tokenizer, and if the model has weights or
-    its `source` has the same tokenizer.
+    The tokenizer is the recipe's `data.tokenizer`. If the recipe does not set it, it is the
+    tokenizer of the packs. `model` is returned unchanged if there is no tokenizer, if trained
+    weights are loaded from its `source`, or if its `source` has the same tokenizer.
 
     settings: the section `data` of the recipe.
     data: the open packs, or None.
-    needed: whether to load and check the tokenizer even if the model needs no value from it.
+    needed: whether to load and check the tokenizer even if no vocabulary key is missing.
 
     Raise InputError if the recipe's tokenizer differs from the tokenizer of the packs or of the
     model's weights, if `model.config` contradicts the tokenizer, or if the tokenizer cannot be
@@ -112,9 +113,9 @@ def tokens_of(
 ) -> dict[str, Any]:
     """Return `given` and the values of the vocabulary keys that the tokenizer determines.
 
-    If the tokenizer does not have a special token, the value is null. If the configuration class
-    does not accept null, as cwm's does not for BOS, the value is the EOS token. Raise InputError if
-    `given` contradicts the tokenizer.
+    If the tokenizer does not have a special token, the value of its key is null. Some configuration
+    classes do not accept null, for example the class of cwm for BOS. In this case the value is the
+    id of the EOS token. Raise InputError if `given` contradicts the tokenizer.
 
     tokenizer: the description that `TextTokenizer.describe` returns.
     given: the recipe's values of `model.config`, which have precedence.
@@ -151,17 +152,17 @@ def fingerprint_in_use(
     settings: DataSettings, model: ModelSettings, data: Data | None
 ) -> str | None:
     """Return the fingerprint of the tokenizer that `load_tokenizer` would return, or None."""
-    return fingerprint_at(_place(settings, model, data))
+    return fingerprint_at(_location(settings, model, data))
 
 
-def fingerprint_at(place: str | None) -> str | None:
+def fingerprint_at(location: str | None) -> str | None:
     """Return the fingerprint of the tokenizer in a folder or hub repository.
 
-    Return None if `place` is None, or if no tokenizer can be loaded from it.
+    Return None if `location` is None, or if no tokenizer can be loaded from it.
     """
     # An InputError means that there is no tokenizer, or that the machine has no network.
     with contextlib.suppress(InputError):
-        return place and load_text_tokenizer(place).fingerprint
+        return location and load_text_tokenizer(location).fingerprint
     return None
 
 
@@ -170,13 +171,13 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer for samples and for the exported folder, or None if there is none.
 
-    See `_place` for the choice of the tokenizer. It has the chat template with which conversations
-    in the data were converted to text. Raise InputError if `needed` is set but there is no
-    tokenizer, and if a tokenizer loaded from the exported folder would encode text differently than
-    it was encoded in the packs.
+    `_location` chooses the tokenizer. The returned tokenizer has the chat template with which
+    conversations in the data were converted to text. Raise InputError if `needed` is set but there
+    is no tokenizer. Also raise InputError if the tokenizer, once it is exported and loaded again,
+    would encode text in another way than it was encoded in the packs.
     """
-    place = _place(settings, model, data)
-    if place is None:
+    location = _location(settings, model, data)
+    if location is None:
         if needed:
             raise InputError(
                 "`evaluate.samples` needs a tokenizer to encode the prompts, but there is none; "
@@ -184,8 +185,8 @@ def load_tokenizer(
             )
         return None
     recorded = data.tokenizer if data else {}
-    is_recorded = recorded.get("fingerprint") == fingerprint_at(place)
-    tokenizer = tokenizer_in(place, recorded if is_recorded else None)
+    is_recorded = recorded.get("fingerprint") == fingerprint_at(location)
+    tokenizer = tokenizer_in(location, recorded if is_recorded else None)
     templates = (part.chat_template for part in training_parts(settings).values())
     template = next(filter(None, templates), None)
     file = data.beside(CHAT_TEMPLATE) if data else None
@@ -193,26 +194,31 @@ def load_tokenizer(
         tokenizer.chat_template = chat_template(template, str(settings.tokenizer))
     elif file:
         tokenizer.chat_template = file.read_text(encoding="utf-8")
-    _check_export(tokenizer, place, load_config(model))
+    _check_export(tokenizer, location, load_config(model))
     return tokenizer
 
 
-def _place(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
-    """Return the place (file, folder or hub repository) of a run's tokenizer, or None.
+def _location(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
+    """Return the file, folder or hub repository with the tokenizer of a run.
 
-    The first choice is the recipe's `data.tokenizer`, or the model's `source` if the recipe does
-    not set `data.tokenizer`. If there is no tokenizer in this place, it is the folder of the packs.
-    If that folder has a tokenizer.json, the `source` of a model from scratch is not used.
+    The first of these locations that contains a tokenizer is returned:
+
+    1. the recipe's `data.tokenizer`, or the model's `source` if the recipe does not set
+       `data.tokenizer`,
+    2. the file tokenizer.json in the folder of the packs.
+
+    The `source` of a model from scratch is not considered if the folder of the packs has a
+    tokenizer.json. Return None if neither location contains a tokenizer.
     """
     file = data.beside("tokenizer.json") if data else None
     # The weights in `source` were trained with the ids of its tokenizer. A model from scratch has
     # no such weights.
     source = None if model.from_scratch and file else model.source
-    places = [settings.tokenizer or source, str(file) if file else None]
-    return next((place for place in places if fingerprint_at(place)), None)
+    locations = [settings.tokenizer or source, str(file) if file else None]
+    return next((location for location in locations if fingerprint_at(location)), None)
 
 
-def tokenizer_in(place: str, ids: Mapping[str, Any] | None = None) -> PreTrainedTokenizerFast:
+def tokenizer_in(location: str, ids: Mapping[str, Any] | None = None) -> PreTrainedTokenizerFast:
     """Load tokenizer.json from a file, folder or hub repository as a tokenizer of transformers.
 
     The tokenizer encodes text in the same way as it was encoded in the packs. AutoTokenizer is not
@@ -220,19 +226,19 @@ def tokenizer_in(place: str, ids: Mapping[str, Any] | None = None) -> PreTrained
     pre-tokenizer. Special tokens that are missing in tokenizer.json are not set, because
     transformers would add them with new ids. Raise InputError if there is no tokenizer.json.
 
-    place: the file, folder or hub repository.
-    ids: a dict with the ids of EOS, BOS and padding, as `TextTokenizer.describe` returns it. By
-        default, they are read from `place`.
+    location: the file, folder or hub repository.
+    ids: a dict with the ids of EOS, BOS and padding, as `TextTokenizer.describe` returns it. None:
+        read the ids from `location`.
     """
-    text_tokenizer = load_text_tokenizer(place)
+    text_tokenizer = load_text_tokenizer(location)
     ids = ids or text_tokenizer.describe()
     tokens: dict[Any, str] = {
         number: token for token, number in text_tokenizer.tokenizer.get_vocab().items()
     }
     options: dict[str, Any] = {f"{role}_token": tokens.get(ids.get(f"{role}_id")) for role in ROLES}
-    if Path(place).is_file():
+    if Path(location).is_file():
         return PreTrainedTokenizerFast(tokenizer_object=text_tokenizer.tokenizer, **options)
-    name, options["revision"] = split_revision(place)
+    name, options["revision"] = split_revision(location)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
     # Remove the reference to a tokenizer class in the repository, because code is not exported.
     tokenizer.init_kwargs.pop("auto_map", None)
@@ -241,20 +247,20 @@ def tokenizer_in(place: str, ids: Mapping[str, Any] | None = None) -> PreTrained
 
 def _check_export(
     tokenizer: PreTrainedTokenizerFast,
-    place: str,
+    location: str,
     config: PretrainedConfig,
 ) -> None:
-    """Raise InputError if an exported tokenizer encodes text differently than the packs.
+    """Raise InputError if an exported tokenizer encodes text in another way than in the packs.
 
-    This can happen because AutoTokenizer uses a class for some model types that ignores parts of
-    tokenizer.json.
+    For some model types, AutoTokenizer loads a class that ignores parts of tokenizer.json.
 
     tokenizer: the tokenizer that will be exported.
-    place: the place of the tokenizer with which the packs were prepared.
-    config: the configuration that will be exported with it.
+    location: the file, folder or hub repository of the tokenizer with which the packs were
+        prepared.
+    config: the model's configuration, which will be exported together with the tokenizer.
     """
-    packed = load_text_tokenizer(place).tokenizer
-    what = f"`data.tokenizer`: {place}: AutoTokenizer does not encode text as in the packs"
+    packed = load_text_tokenizer(location).tokenizer
+    what = f"`data.tokenizer`: {location}: AutoTokenizer does not encode text as in the packs"
     remedy = (
         f"either choose another tokenizer, or choose another `model_type` than {config.model_type}"
     )
@@ -270,13 +276,13 @@ def _check_export(
             raise InputError(
                 f"{what}: it loads a {kind}, which encodes {probe!r} differently; {remedy}, or "
                 "create a tokenizer that encodes in the same way by "
-                f'transformers.{kind}.from_pretrained("{place}").save_pretrained(NEW) '
+                f'transformers.{kind}.from_pretrained("{location}").save_pretrained(NEW) '
                 "and prepare packs with `data.tokenizer: NEW`"
             )
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
-    """Return the largest length in tokens that the model supports, or None without a limit."""
+    """Return the largest length in tokens that the model supports, or None if there is no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 

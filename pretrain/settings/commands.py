@@ -36,7 +36,8 @@ def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 def count(text: str) -> int:
     """Parse a whole number of at least 1.
 
-    Raises ValueError for any other text. Then argparse prints `invalid count value`.
+    Raises ValueError for any other text. argparse converts this error to the message `invalid count
+    value`.
     """
     number = int(text)
     if number < 1:
@@ -51,7 +52,7 @@ def plan(add: Callable) -> None:
         python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42   at an MFU that a run has reached
 
     To plan a training on this machine, use accelerate launch ... train_accelerate.py RECIPE --plan.
-    This second command needs the packs.
+    Unlike the command `plan`, it needs the packs.
     """
     add(
         "--on",

@@ -31,7 +31,7 @@ from foundation.settings import parse, set_value, value_from_text
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
-# The keys for the length of a training, of which only one can be set.
+# The keys that set the length of a training. Only one of them can be set.
 HORIZON = ("train.steps", "train.tokens", "train.epochs")
 
 # Keys, and prefixes of keys, that are not part of the identity of a training. Two runs that differ
@@ -52,12 +52,14 @@ _NOT_IDENTITY = (
     "model.compile",
     "model.fused",
     "model.gradient_checkpointing",
-    # The engine that computes a precision. Emulation computes the same numbers as the hardware,
-    # except for the order of sums.
+    # These two keys choose the engine that computes a precision. Emulation computes the same
+    # numbers as the hardware, except for the order of sums.
     "fp8_config.backend",
     "fp8_config.on_unsupported",
+    # This key sets the precision of evaluations only.
     "fp8_config.use_autocast_during_eval",
-    # The origin of the packs. Instead, the fingerprint of their content is part of the identity.
+    # These keys determine where the packs are stored and how they are made. `identity_of` includes
+    # the fingerprint of the packs' content instead.
     "data.packs",
     "data.source",
     "data.subset",
@@ -82,15 +84,15 @@ SOURCE = "model.source."
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe at `path`, apply `overrides`, and check every key.
 
-    Raises InputError if there is a mistake. The message names the file and the key of every
-    mistake.
+    Raises InputError if the recipe or an override has a mistake. The message names the file and the
+    key of every mistake.
     """
     values: dict[str, Any] = {}
     for _, file_values in load_with_bases(path):
         for section, new in file_values.items():
-            # Merge a section with the section of an included recipe key by key. But a mapping
-            # inside of a section, such as `model.config`, replaces the mapping of the included
-            # recipe as a whole.
+            # Merge a section key by key with the same section of the base recipe. A mapping inside
+            # of a section, such as `model.config`, is not merged: it replaces the mapping of the
+            # base recipe.
             if isinstance(new, dict) and isinstance(values.get(section), dict):
                 _drop_horizon(values, {f"{section}.{name}": value for name, value in new.items()})
                 new = values[section] | new
@@ -140,17 +142,17 @@ def run_dir_of(recipe: Recipe) -> Path:
 
 
 def branch_checkpoint(recipe: Recipe) -> Path | None:
-    """Return the path of the checkpoint from which the run branches, or None without one.
+    """Return the path of the checkpoint from which the run branches.
 
-    It is `train.begin_with`, after keys in braces are replaced by their values. Raises
-    InputError if a key in braces does not exist.
+    The path is `train.begin_with`, after keys in braces are replaced by their values. Return None
+    if `train.begin_with` is not set. Raises InputError if a key in braces does not exist.
     """
     path = recipe.train.begin_with
     return None if path is None else Path(fill_in(path, _path_fields(recipe), "train.begin_with"))
 
 
 def _path_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that can be used in braces in a path, by dotted key."""
+    """Map each dotted key that a path may contain in braces to the value of its setting."""
     fields = flatten(resolved(recipe)) | {"precision": label(recipe.precision, in_a_path=True)}
     paths = ("run_dir", "train.begin_with")
     return {key: value for key, value in fields.items() if key not in paths}
@@ -159,22 +161,29 @@ def _path_fields(recipe: Recipe) -> dict[str, Any]:
 def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
     """Replace each name in braces in `path` by its value.
 
-    Raises InputError for a name that is not in `fields`, and for unbalanced braces.
+    Raises InputError for a name that is not in `fields`, and for a brace without its counterpart.
 
     Args:
         path: The path, for example "runs/{name}".
-        fields: Map names to values.
-        key: Key of the setting that contains the path, for messages.
+        fields: Map each name that may be in braces to its value.
+        key: Key of the setting whose value is the path, for messages.
     """
 
     def replacement(match: re.Match[str]) -> str:
         name = match[1]
         if name in fields:
             return as_path_part(fields[name])
-        near = difflib.get_close_matches(name or "", fields, n=1, cutoff=0.7)
-        instead = f"did you mean {{{near[0]}}}?" if near else ""
-        hint = instead or "put only keys of the recipe in braces"
-        raise InputError(f"`{key}`: the braces in {path!r} cannot be replaced; {hint}")
+        if name is None:
+            raise InputError(
+                f"`{key}`: {path!r} has a brace without its counterpart; add the missing brace, or "
+                "remove all braces"
+            )
+        similar = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
+        example = next(iter(fields))
+        hint = f"did you mean {{{similar[0]}}}?" if similar else f"use a name such as {{{example}}}"
+        raise InputError(
+            f"`{key}`: the name {{{name}}} in {path!r} has no value to replace it; {hint}"
+        )
 
     return re.sub(r"{(.*?)}|[{}]", replacement, path)
 
@@ -194,7 +203,7 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
     """Return all settings of a recipe, including defaults, as nested dicts of plain values.
 
     If the values are written to a YAML file, `load_recipe` reads the file as a recipe with the same
-    settings. If the recipe has several data sources, the settings of each source are complete.
+    settings. If the recipe has several data sources, the result has all settings of each source.
     """
     return recipe.model_dump(mode="json")
 
@@ -202,11 +211,12 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     """Return the identity of a training: the settings that determine its data and hyperparameters.
 
-    Map the dotted key of each setting to its value, and "data.fingerprint" to `data_fingerprint`,
-    the fingerprint of the training packs. Settings for paths, logging, checkpoints and speed are
-    not included. Two runs with the same identity are trained on the same tokens in the same order
-    with the same hyperparameters. A run resumes from a checkpoint with another identity only if
-    --accept-changes is set.
+    `data_fingerprint` is the fingerprint of the training packs. Map the dotted key of each setting
+    to its value, and the additional key "data.fingerprint" to `data_fingerprint`. Settings for
+    paths, logging, checkpoints and speed are not included. Two runs with the same identity are
+    trained on the same tokens in the same order with the same hyperparameters. If the identity of a
+    run differs from the identity stored in a checkpoint, the run resumes from the checkpoint only
+    if --accept-changes is set.
     """
     return settings_without(recipe, _NOT_IDENTITY) | {"data.fingerprint": data_fingerprint}
 

@@ -1,4 +1,4 @@
-"""Read the precision from an accelerate configuration, and correct its settings for processes.
+"""Read the precision from an accelerate configuration, and correct its other settings.
 
 `accelerate launch` passes the settings in its YAML file to the processes as environment variables.
 
@@ -7,17 +7,18 @@
 ACCELERATE_FP8_BACKEND it would convert the linear layers of the model, and its autocast would round
 weights that are already rounded.
 
-accelerate passes unknown keys of `fp8_config` on unchanged. For each key that it knows and that is
-missing in the file, it inserts a default. So a value that equals accelerate's default may be from
-the file or not. If the precision has an option with this key, the value is used. Otherwise such a
-value is ignored, and any other value is an error.
+`accelerate launch` passes on all keys of `fp8_config` that are in the file. If the file lacks a key
+that accelerate supports, accelerate inserts its own default for this key. So if a key has
+accelerate's default, it is not known whether the user has set the key. If the precision has an
+option with the name of the key, the value is used in both cases. If the precision has no such
+option, accelerate's default is ignored, and any other value is an error.
 
-There are two special rules for an `fp8_format` that equals accelerate's default. With
-`use_mxfp8_block_scaling: true` it is ignored. Without it, it is an error if the default of the
-precision is another format.
+There are two special rules for the key `fp8_format` if it has accelerate's default. If
+`use_mxfp8_block_scaling: true` is set, the format is ignored. If it is not set, and the default
+format of the precision is different, the format is an error.
 
 **Topology.** The topology is the number of processes, and how they divide the model. `accelerate
-config` writes some settings for it that this project does not support or that repeat settings of
+config` writes some topology settings that this project does not support or that repeat settings of
 the recipe. If a setting can be corrected without changing the result of the training, it is
 corrected, and a notice is printed. Any other such setting is an error.
 """
@@ -76,8 +77,8 @@ _WITHOUT_EFFECT = {
     "pad_inner_dim": True,
 }
 # Map other spellings of keys to this project's keys. `accelerate config` writes the first two
-# spellings, but `accelerate launch` does not know them. The third one results from the variable
-# ACCELERATE_FP8_FORMAT without its prefix.
+# spellings, but `accelerate launch` does not support them. The third spelling is the name of the
+# variable ACCELERATE_FP8_FORMAT without its prefix.
 _OTHER_NAMES = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
@@ -112,13 +113,13 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
 
     Each option in `fp8_config` has the value in `recipe`, or else the value in the accelerate
     configuration, or else the default of the precision. If the accelerate configuration is for
-    another precision than the resolved one, its options are ignored. The resolved recipe is
-    complete: if it is written to a file, it is the same training under any accelerate
-    configuration.
+    another precision than the resolved one, the options in the accelerate configuration are
+    ignored. The resolved recipe is complete: if it is written to a file, it describes the same
+    training with any accelerate configuration.
 
     If `precision` is a schedule with several quantized precisions, options that `recipe` does not
-    set stay unset, because each precision has other defaults. The options of the accelerate
-    configuration are ignored.
+    set stay unset, because the precisions have different defaults. The options of the accelerate
+    configuration are ignored in this case.
 
     The variables for the precision are removed from `environ`, the environment variables of the
     process. Raises InputError for an unknown precision or key, and for options that the precision
@@ -161,9 +162,9 @@ def _check_recipe_options(
 def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> None:
     """Raise InputError if it is unknown which `fp8_format` the user has chosen.
 
-    This is the case if the format is accelerate's default, which may be inserted for a missing key,
-    and if the default of `precision` is another format. `inherited` has the options in the
-    accelerate configuration.
+    The choice is unknown if two conditions are met: the format is accelerate's default, which
+    accelerate may have inserted for a missing key, and the default of `precision` is a different
+    format. `inherited` has the options in the accelerate configuration.
     """
     filled_in = _ACCELERATE_DEFAULTS["fp8_format"]
     default = precision.options.get("fp8_format")
@@ -199,13 +200,13 @@ def _merge(inherited: LowPrecisionSettings, recipe: LowPrecisionSettings) -> Low
 
     `inherited` has the options in the accelerate configuration.
     """
-    below = inherited.model_dump(exclude_unset=True)
-    above = recipe.model_dump(exclude_unset=True)
-    merged = below | above
+    inherited_options = inherited.model_dump(exclude_unset=True)
+    recipe_options = recipe.model_dump(exclude_unset=True)
+    merged = inherited_options | recipe_options
     # This option is a section, so the keys inside of it are merged too.
     layers = "keep_bf16_layers"
-    if layers in below and layers in above:
-        merged[layers] = below[layers] | above[layers]
+    if layers in inherited_options and layers in recipe_options:
+        merged[layers] = inherited_options[layers] | recipe_options[layers]
     return LowPrecisionSettings.model_validate(merged)
 
 
@@ -214,10 +215,10 @@ def take_requested_precision(
 ) -> tuple[Precision, LowPrecisionSettings]:
     """Return the precision and the options that the accelerate configuration sets.
 
-    They are read from the variables for the precision in `environ`, and the variables are removed.
-    If the process was not started by `accelerate launch`, there are no such variables, and the
-    precision is FP32, as in plain PyTorch. Variables for `fp8_config` are ignored unless
-    `mixed_precision` is fp8. Raises InputError if a value is not supported.
+    Both are read from environment variables in `environ`, and these variables are removed. If the
+    process was not started by `accelerate launch`, there are no such variables, and the precision
+    is FP32, as in plain PyTorch. The options in `fp8_config` are ignored unless `mixed_precision`
+    is fp8. Raises InputError if a value is not supported.
     """
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
     variables = {
@@ -366,13 +367,13 @@ _RESET = {
 class Launch:
     """Topology settings of a launch that are not in the corrected environment variables."""
 
-    # Number of copies of each shard under FSDP2. It is more than 1 with HSDP. It is 1 if the
-    # parameters are sharded over all processes, or if they are not sharded.
+    # Number of copies of each shard. It is more than 1 with HSDP. It is 1 if FSDP2 distributes the
+    # parameters over all processes, or if the parameters are not sharded.
     replicas: int
     # Texts about the corrections, to be printed.
     notices: tuple[str, ...]
-    # True if `fsdp_reshard_after_forward` is auto. Then FSDP2 gathers the weights once per step if
-    # the memory suffices, and for each use otherwise.
+    # True if `fsdp_reshard_after_forward` is auto. With this value, FSDP2 gathers the weights once
+    # per step if the memory suffices. Otherwise it gathers them for each use.
     gathers_as_fits: bool
 
 
@@ -473,7 +474,8 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
         notices: List that receives texts about corrections.
     """
     processes = int(environ.get("WORLD_SIZE", "1"))
-    # accelerate sets MASTER_ADDR for several processes even if it then starts only one.
+    # If the configuration sets several processes, accelerate sets MASTER_ADDR, even if it starts
+    # only one process.
     is_from_accelerate = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()
     if "WORLD_SIZE" not in environ and is_from_accelerate:
         raise InputError(
@@ -487,9 +489,9 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
     if processes == 1 and environ.get("LOCAL_RANK", "0") == "0":
         for variable in _GROUP:
             environ.pop(variable, None)
-    # If no GPU is visible, train on the CPU. Do this only if all processes are on one machine,
-    # because then no GPU is visible to any of them. Among several machines, one machine may have
-    # lost its GPUs, and must not train on the CPU while the others use GPUs.
+    # If no GPU is visible to this process and all processes are on one machine, no process can use
+    # a GPU, so train on the CPU. With several machines, the GPUs of only one machine may be
+    # invisible. This machine must not train on its CPU while the other machines use GPUs.
     on_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
     uses_cpu = _is_true(environ, "ACCELERATE_USE_CPU")
     if processes > 1 and on_one_machine and not has_gpu and not uses_cpu:

@@ -216,11 +216,11 @@ class LossSettings(Settings):
         return USUAL_CHUNK if self.chunk == "auto" else self.chunk
 
     @model_validator(mode="after")
-    def _a_penalty_is_whole(self) -> LossSettings:
+    def _penalty_has_a_weight(self) -> LossSettings:
         if self.penalty is None and self.penalty_weight is not None:
             kinds = ", ".join(get_args(PenaltyKind))
             raise ValueError(
-                f"`penalty_weight` is set but `penalty` is not; either set `penalty` to one of "
+                "`penalty_weight` is set, but `penalty` is not set; either set `penalty` to one of "
                 f"{kinds}, or remove `penalty_weight`"
             )
         if self.penalty is not None and self.penalty_weight is None:

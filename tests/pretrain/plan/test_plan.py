@@ -184,7 +184,7 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
         ({}, 22_206, None),
         ({"log": {"gap": 100}}, 22_206, "`log.gap: 100` measures nothing"),
         ({"batch": {"tokens": 131_072, "microbatch": 33}}, 22_206, "`batch.microbatch: 33`"),
-        ({}, 1, "a step needs 32 packs, but the training data have only 1"),
+        ({}, 1, "a step needs 32 packs, but the number of training packs is only 1"),
     ],
 )
 def test_settings_without_effect_cause_a_warning(
