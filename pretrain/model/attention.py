@@ -170,6 +170,8 @@ def check(model: PreTrainedModel, length: int) -> None:
     unsupported = sorted({*(layer_types or ())} - supported)
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
+    # Map each reason for a rejection to a value that is true if this reason applies. All texts are
+    # built for every model, so `sinks` may be empty and `cap` may be None in them.
     lacking = {
         f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
         "kernels that reset their state at each document": (

@@ -370,10 +370,9 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     """Return a dict from dotted keys to the values of the source's config.json.
 
     The dict identifies the model that a run trains. Example: {"model.source.rms_norm_eps": 1e-6}.
-    Only values of the file are returned, because the
-    defaults for missing values depend on the version of transformers. Keys that may differ in the
-    same model are omitted. Return an empty dictionary if the model has no source. Raise InputError
-    if the source does not exist.
+    Only values of the file are returned, because the defaults for missing values depend on the
+    version of transformers. Keys that may differ in the same model are omitted. Return an empty
+    dictionary if the model has no source. Raise InputError if the source does not exist.
     """
     if settings.source is None:
         return {}

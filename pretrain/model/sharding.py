@@ -113,8 +113,7 @@ class Sharding:
         kept: Dtype of the reduced gradients in the shards.
         stacks: Lists of parameters of the sharded model. The parameters of a list are the rows of
             one matrix; see `attach_main_gradients`.
-        once_a_step: True to gather and reduce once a step (ZeRO-2), False to gather and reduce for
-            each use (ZeRO-3).
+        once_a_step: True for ZeRO-2, False for ZeRO-3.
     """
 
     def __init__(

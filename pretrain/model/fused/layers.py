@@ -97,8 +97,9 @@ def assess_layer(
             quantized.
 
     Returns:
-        A tuple: the reason, or None if the layer can be fused, and the names in the model of the
-        layer's low-precision linears.
+        A tuple of two values. The first is the reason, or None if the layer can be fused. The
+        second has the full names of the layer's low-precision linears, such as
+        "model.layers.0.mlp.up_proj".
     """
     linears = [
         f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)
