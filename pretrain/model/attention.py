@@ -7,8 +7,9 @@ arguments of the model's forward to the function:
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,
                   cu_seqlens=..., max_seqlen=..., document_mask=...)
 
-* `cu_seqlens`: [bucket] int32 on the model's device. The first entry is 0, the ends of the
-  documents follow, and all remaining entries are T, the number of tokens of the microbatch.
+* `cu_seqlens`: int32 [n] on the model's device. The first entry is 0, the ends of the documents
+  follow, and all remaining entries are T, the number of tokens of the microbatch. n is rounded up
+  to a multiple of 16, so that few different shapes occur.
 * `max_seqlen`: int, the pack length, which no document exceeds. The pack length is a constant of
   the run, so kernels are compiled once.
 * `document_mask`: result of `document_mask`, which is computed once for a batch instead of once for
@@ -17,9 +18,10 @@ arguments of the model's forward to the function:
 No mask functions are registered for these attention functions. The mask registry of transformers
 does not contain their names, so the model builds no attention mask.
 
-The end of the file has functions that call the kernels of FlashAttention-4 without autograd, and
-the operators that add autograd. Their q and output are [T, H, D], and k and v are [T, KV, D].
-Attention is causal in each document, and `scale` is the factor of q k^T.
+At the end of the file are functions that call the kernels of FlashAttention-4 without autograd, and
+operators of torch that add autograd. In all of them, queries q and the output are [T, H, D], and
+keys k and values v are [T, KV, D], for T tokens, H query heads, KV key heads and D values in a
+head. Attention is causal in each document, and `scale` is the factor of q k^T.
 """
 
 from __future__ import annotations
@@ -67,14 +69,14 @@ FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
 # Compute capabilities for which FlashAttention-4 is used: Hopper and data-centre Blackwell. The
 # speed was measured on Hopper only.
 FA4_GENERATIONS = (9, 10)
-# `flash_backward_in_parts` computes parts of dk and dv only if the mean number of tokens of a
-# document, times the number of query heads of a group, is at most LONG. Above this limit, the
-# products of FlashAttention-4 take so long that memory traffic does not matter. Unused entries of
-# cu_seqlens are counted as documents, because only the device can distinguish them. For example, 4
-# packs of one document each are counted as 15 documents.
+# `flash_backward_in_parts` computes dk and dv in parts only if the mean number of tokens of a
+# document, times the number of query heads that share a KV head, is at most LONG. Above this limit,
+# the matrix products of FlashAttention-4 take so long that memory traffic does not matter. Unused
+# entries of cu_seqlens are counted as documents, because the host does not know which entries are
+# unused. For example, 4 packs of one document each are counted as 15 documents.
 LONG = 8192
-# `flash_backward_in_parts` computes parts only if a group has at most WIDE query heads. It makes
-# one call for each query head of a group, and larger groups have not been measured.
+# `flash_backward_in_parts` computes dk and dv in parts only if at most WIDE query heads share a KV
+# head. It calls the kernel once for each of these heads. More calls have not been measured.
 WIDE = 4
 # True if torch's kernel has the flag `enable_gqa`. torch 2.13 needs this flag if there are fewer KV
 # heads than query heads. torch 2.11 has no such flag.
@@ -168,9 +170,11 @@ def check(model: PreTrainedModel, length: int) -> None:
     unsupported = sorted({*(layer_types or ())} - supported)
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
+    # Map each reason for a rejection to a value that is true if this reason applies. All texts are
+    # built for every model, so `sinks` may be empty and `cap` may be None in them.
     lacking = {
         f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
-        "kernels that begin anew at each document": (
+        "kernels that reset their state at each document": (
             unsupported or (model._is_stateful and layer_types is None)
         ),
         # Such a model would ignore the name of the registered function, and tokens would attend to
@@ -269,9 +273,9 @@ def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
 
 
 def _registered(kernel: Kernel) -> Kernel:
-    """Register `kernel` with transformers under the name of the function, and return it.
+    """Register the function `kernel` with transformers under its name, and return `kernel`.
 
-    The kernel maps q, k and v [T, heads, D] to the output [T, heads, D]. The registered function
+    `kernel` maps q, k and v [T, heads, D] to the output [T, heads, D]. The registered function
     gets q, k and v as [1, heads, T, D] from a layer of transformers and changes their layout. It
     casts queries and keys to the dtype of v, because they may be FP32 after a rotation with FP32
     factors.
@@ -363,10 +367,10 @@ def _repeated(states: Tensor, heads: int) -> Tensor:
 def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Compute attention by torch's kernel for variable lengths, in BF16 or FP16.
 
-    The kernel skips the products between documents.
+    The kernel does not compute scores of queries and keys from different documents.
     """
-    # Number of keys before and after the token of the query, -1 for all keys. The number after it
-    # is 0, because attention is causal.
+    # Number of keys before the token of the query, where -1 stands for all keys, and number of keys
+    # after the token. The second number is 0, because attention is causal.
     window = (-1 if packed.window is None else packed.window - 1, 0)
     documents = (packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen)
     options: dict[str, Any] = {"scale": packed.scale, "window_size": window}
@@ -388,13 +392,15 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 
 # ── FlashAttention-4 (package `flash-attn-4`) ──
 #
-# For each shape of heads, it compiles a kernel in about ten seconds, which works for any number of
-# tokens and documents. The kernels are cached in `$XDG_CACHE_HOME/pretrain/flash_attn_4`, or in the
-# folder of FLASH_ATTENTION_CUTE_DSL_CACHE_DIR if this variable is set.
+# FlashAttention-4 compiles a kernel for each shape of heads. This takes about ten seconds, and the
+# kernel works for any number of tokens and documents. The kernels are cached in the folder
+# `$XDG_CACHE_HOME/pretrain/flash_attn_4`, or in the folder of FLASH_ATTENTION_CUTE_DSL_CACHE_DIR if
+# this variable is set.
 #
-# In backward, blocks of keys add to dQ in the order in which they finish, so the last bits of dQ
-# may differ from run to run. All other results are reproducible bit for bit. `deterministic: true`
-# fixes the order, and the kernel then takes 10 % longer.
+# In backward, the GPU computes blocks of keys in parallel, and each block adds its part to dQ when
+# it has finished. The order of these additions may differ from run to run, and with it the last
+# bits of dQ. All other results are reproducible bit for bit. `deterministic: true` fixes the order,
+# and the backward kernel then takes 10 % longer.
 
 
 def flash_forward(
@@ -449,8 +455,8 @@ def flash_backward_in_parts(
     backward = _flash()._flash_attn_bwd
     heads = k.shape[1]
     group = q.shape[1] // heads
-    apart = 1 < group <= WIDE and group * len(q) <= LONG * (len(ends) - 1)
-    if not apart:
+    computes_parts = 1 < group <= WIDE and group * len(q) <= LONG * (len(ends) - 1)
+    if not computes_parts:
         dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
         return dq, dk, dv
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -518,8 +524,8 @@ def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
 
 # ── FlashAttention-4 as an operator of torch ──
 #
-# torch.compile does not trace the code of an operator. So one graph works for any number of
-# documents.
+# torch.compile does not trace the code of an operator, so the compiled graph does not depend on the
+# number of documents.
 
 
 flash_attention = torch.library.custom_op(

@@ -55,14 +55,16 @@ def compute_in_a_fixed_order() -> None:
     """Make results on a GPU reproducible bit for bit, for `deterministic: true`.
 
     Call this function before the GPU is used, because cuBLAS reads the environment variable when it
-    starts. Gradients of embedding tables, searched products and compiled reductions check whether
-    torch is in deterministic mode. docs/training.md lists everything that reproducible runs need.
+    starts. Three kinds of code check whether torch is in deterministic mode: the gradients of
+    embedding tables, the search for the fastest algorithm of a matrix product, and compiled
+    reductions. docs/training.md lists everything that reproducible runs need.
     """
-    # torch uses this workspace size on Hopper.
+    # The value is the workspace size that torch uses on Hopper.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Do not fill new tensors, because this would write all new memory once, and the program writes
-    # it anyway. mypy does not know that the attribute is a property of the module's class.
+    # In deterministic mode, torch would fill every new tensor with a constant. This is not needed,
+    # because the program writes all values before it reads them. mypy does not know that the
+    # attribute is a property of the module's class.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -75,8 +77,8 @@ def complete_topology(
         accelerator: The run's Accelerator, changed in place.
         replicas: Number of copies of the parameters under FSDP2. Each copy is sharded over the
             processes of one replica (HSDP).
-        gathers_as_fits: True if the plan chooses whether shards are gathered once a step or for
-            each use, depending on the memory.
+        gathers_as_fits: True if the plan chooses, depending on the memory, whether FSDP2 gathers
+            the parameters once a step or for each use.
 
     Raises:
         InputError: Several processes were launched but do not form a process group. accelerate
@@ -99,8 +101,8 @@ def complete_topology(
             state.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if replicas > 1:
-        # Set the replicas only after FSDP2, because accelerate rejects replicas without FSDP2. The
-        # processes of a replica have consecutive ranks.
+        # Set the number of replicas only after FSDP2 has been set, because accelerate rejects
+        # replicas without FSDP2. The processes of a replica have consecutive ranks.
         state.parallelism_config = ParallelismConfig(
             dp_replicate_size=replicas, dp_shard_size=count // replicas
         )
@@ -112,7 +114,8 @@ def complete_topology(
 def end_processes(accelerator: Accelerator) -> None:
     """Free the model, then end the process group. Collective.
 
-    Under FSDP2, the process was aborted when the process group ended before the model was freed.
+    Free the model first, because under FSDP2 the process is aborted if the process group ends while
+    the model still exists.
     """
     accelerator.free_memory()
     accelerator.wait_for_everyone()
@@ -253,8 +256,8 @@ def refused_together(make: Callable[[], T]) -> T:
     """Call `make` on all ranks and return its result. Collective.
 
     If `make` raises InputError on any rank, all ranks raise InputError with the message of the
-    first of these ranks. If only one rank raised it, the other ranks would wait for this rank in
-    their next collective.
+    first of these ranks. Without this exchange, only the failing rank would stop, and the other
+    ranks would wait for it in their next collective.
     """
     result = None
     refusal = None

@@ -1,10 +1,12 @@
 """Replace the experts of transformers by two grouped products in the current precision.
 
-`GroupedExperts` has the Parameters of the module that it replaces, under the same names. It sorts
-the tokens by expert (`arrange`) and multiplies all of them in two grouped products, with the
-activation between these products. The output of a token is the weighted sum of the outputs of its
-experts. The routers of transformers are not replaced. They choose the experts of each token and the
-weights of these experts, which are arguments of `GroupedExperts.forward`.
+A grouped product multiplies the tokens of each expert by the weight matrix of this expert, for all
+experts of a layer in one call. `GroupedExperts` has the Parameters of the module that it replaces,
+under the same names. It sorts the tokens by expert (`arrange`), and computes one grouped product,
+the activation, and a second grouped product. The output of a token is the weighted sum of the
+outputs of its experts. The routers of transformers are not replaced. They choose the experts of
+each token, and the factor of each chosen expert in the weighted sum. Both are arguments of
+`GroupedExperts.forward`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ from pretrain.precision.product import LinearState, PrecisionContext
 
 
 def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
-    """Replace all modules of stacked experts by `GroupedExperts`, in place."""
+    """Replace the experts of each layer by `GroupedExperts`, in place.
+
+    Only modules that `stacked_experts` yields are replaced. Each of them has two parameters, and
+    each parameter has the weights of all experts of the layer.
+    """
     for name, module in list(stacked_experts(hf)):
         if not isinstance(module, GroupedExperts):
             hf.set_submodule(name, GroupedExperts(module, name, context))
@@ -78,15 +84,15 @@ class GroupedExperts(nn.Module):
         Args:
             hidden: Hidden states [tokens, hidden].
             chosen: Numbers of the experts of each token, int64 [tokens, choices].
-            weights: Weight of each chosen expert [tokens, choices].
+            weights: Factor of each chosen expert's output in the sum [tokens, choices].
         """
         gate_up, down = self.stacks.values()
         multiples = [gemm.row_multiple for gemm in (gate_up.low, down.low) if gemm]
         groups = arrange(chosen, len(self.down_proj), max(multiples, default=ROW_MULTIPLE))
         if self.seen is not None:
             self.seen.append(chosen)
-        # If the layer is recomputed in backward, the tokens of all experts are counted twice. The
-        # shares of the experts stay the same.
+        # If the layer is recomputed in backward, the tokens of all experts are counted twice. This
+        # does not matter, because only the ratios between the experts are used.
         if self.training and torch.is_grad_enabled():
             self.load = groups.load if self.load is None else self.load + groups.load
         rows = Dispatched.apply(hidden, groups)
@@ -98,14 +104,14 @@ class GroupedExperts(nn.Module):
 
 # ── Tokens to rows, and back ────────────────────────────────────────────────────────────────────
 #
-# Forward and backward gather the values that they sum, and write each result once. Therefore the
-# order of each sum is fixed.
+# Forward and backward read all summands of a result and write the result once, instead of adding to
+# the same result from several threads. Therefore the order of each sum is fixed.
 
 
 class Dispatched(torch.autograd.Function):
     """Copy tokens [tokens, features] to rows sorted by expert [rows, features].
 
-    Rows without a token are zero.
+    The number of rows of each expert is padded to a multiple, and the additional rows are zero.
     """
 
     @staticmethod
@@ -127,10 +133,11 @@ class Dispatched(torch.autograd.Function):
 
 
 class Combined(torch.autograd.Function):
-    """Compute the weighted sum of each token's rows [tokens, features] from rows sorted by expert.
+    """Return the weighted sum of the rows of each token [tokens, features].
 
-    The sum is computed in FP32 and rounded to the dtype of the rows. `weights` is
-    [tokens, choices].
+    `rows` [rows, features] are the outputs of the experts, sorted by expert. `weights` are the
+    factors of the rows [tokens, choices]. The sum is computed in FP32 and rounded to the dtype of
+    `rows`.
     """
 
     @staticmethod

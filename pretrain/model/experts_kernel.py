@@ -87,7 +87,8 @@ def combine_backward(
     """Return the gradient of `rows` in BF16, and the gradient of `weights` in FP32.
 
     `dy` is the gradient of the result of `combine`, BF16 [tokens, width]. The other arguments are
-    those of `combine`. In rows that belong to no token, the gradient of `rows` is uninitialized.
+    the arguments of `combine`. In rows that belong to no token, the gradient of `rows` is
+    uninitialized.
     """
     tokens, width = dy.shape
     d_rows = torch.empty_like(rows)

@@ -39,9 +39,10 @@ from torch.distributed.tensor import DTensor
 # bytes, which allows the widest memory access of any kernel.
 _ALIGNMENT = 128
 _EMPTY = -0.0
-# Maximum number of values in a bucket, 64 MiB in FP32. Only a bucket with a single parameter may
-# have more. Latency would dominate the all-reduce of smaller buckets, and the all-reduce of larger
-# buckets would overlap less with backward.
+# Ranks exchange main gradients in buckets, each by one all-reduce. BUCKET is the maximum number of
+# values in a bucket, 64 MiB in FP32. Only a bucket with a single parameter may have more. Latency
+# would dominate the all-reduce of smaller buckets, and the all-reduce of larger buckets would
+# overlap less with backward.
 BUCKET = 2**24
 # An nn.Parameter with the attribute `main_grad`.
 Summed = Any
@@ -64,7 +65,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if main is None else main
 
 
-# ── Over microbatches ──
+# ── Sums over microbatches ──
 
 
 def attach_main_gradients(
@@ -100,7 +101,7 @@ def attach_sums(
         trained: The parameters, without repetition.
         dtype: FP32 or BF16.
         stacks: As in `attach_main_gradients`.
-        memory: 1-D tensor of `dtype` with at least `values_of_sums(trained)` values. It stores the
+        memory: 1-D tensor of `dtype` with at least `values_of_sums(trained)` values, in which the
             main gradients are stored. Sets of parameters that never accumulate gradients at the
             same time may share this tensor. By default a new tensor is allocated.
 
@@ -109,18 +110,18 @@ def attach_sums(
     """
     stacked = {id(parameter) for stack in stacks for parameter in stack}
     single = [[parameter] for parameter in trained if id(parameter) not in stacked]
-    runs = [*stacks, *single]
-    places = {id(parameter): place for place, parameter in enumerate(trained)}
+    all_stacks = [*stacks, *single]
+    indices = {id(parameter): index for index, parameter in enumerate(trained)}
     # Backward starts with the last parameters.
-    runs.sort(key=lambda run: min(places[id(parameter)] for parameter in run), reverse=True)
-    sizes = [_aligned(sum(map(torch.numel, run))) for run in runs]
+    all_stacks.sort(key=lambda stack: min(indices[id(p)] for p in stack), reverse=True)
+    sizes = [_aligned(sum(map(torch.numel, stack))) for stack in all_stacks]
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=dtype, device=trained[0].device)
     empty_sums(memory)
     used = memory[: sum(sizes)]
-    for run, part in zip(runs, used.split(sizes), strict=True):
-        counts = [parameter.numel() for parameter in run]
-        for parameter, sums in zip(run, part[: sum(counts)].split(counts), strict=True):
+    for stack, part in zip(all_stacks, used.split(sizes), strict=True):
+        counts = [parameter.numel() for parameter in stack]
+        for parameter, sums in zip(stack, part[: sum(counts)].split(counts), strict=True):
             parameter.main_grad = sums.view(parameter.shape)
             parameter.grad_dtype = None  # accepts gradients of any dtype
             parameter.register_post_accumulate_grad_hook(_add_to_main)
@@ -168,8 +169,8 @@ def was_reached(parameter: nn.Parameter) -> bool:
     gradient = gradient_of(parameter)
     if gradient is None:
         return False
-    # Without FSDP2, `.grad` exists only if backward has reached the parameter. FSDP2 also reduces
-    # sums to which nothing has been added.
+    # Without FSDP2, `.grad` exists only if backward has reached the parameter. With FSDP2, `.grad`
+    # may exist anyway, because FSDP2 also reduces sums to which nothing has been added.
     if gradient is parameter.grad and not isinstance(gradient, DTensor):
         return True
     local = local_part(gradient)
@@ -225,8 +226,10 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         gradient = gradient.float()
         main = getattr(ctx.table, "main_grad", None)
-        in_order = ctx.padding >= 0 or torch.are_deterministic_algorithms_enabled()
-        if main is not None and main.is_cuda and not in_order:
+        # `index_add_` on a GPU adds in an order that differs from run to run, and it would add the
+        # gradients of padding tokens too.
+        needs_full_gradient = ctx.padding >= 0 or torch.are_deterministic_algorithms_enabled()
+        if main is not None and main.is_cuda and not needs_full_gradient:
             # Add the rows of the tokens directly. A gradient of the size of the table would be zero
             # except for these rows.
             main.index_add_(0, ids.flatten(), gradient.flatten(0, -2))
@@ -237,7 +240,7 @@ class _Lookup(torch.autograd.Function):
         return None, d_table, None
 
 
-# ── Over ranks ──
+# ── Sums over ranks ──
 
 
 class RankSums:
@@ -285,7 +288,7 @@ class RankSums:
             for parameter in members:
                 # This hook runs when a backward has finished all operations that use the parameter,
                 # even if they returned no gradient because they add to the main gradient
-                # themselves. Before this hook, `_add_to_main` has added `.grad`.
+                # themselves. `_add_to_main` runs before this hook, so `.grad` has been added too.
                 node = get_gradient_edge(parameter).node
                 node.register_hook(partial(self._count, bucket))
                 self._gradient_nodes.append(node)
@@ -304,8 +307,9 @@ class RankSums:
     def finish(self) -> None:
         """Start the remaining all-reduces and wait until all main gradients are sums over ranks.
 
-        All ranks get the same bits. Call this method once a step, after `starting_early`. A rank
-        that has no microbatch in this step calls only this method. Collective.
+        The results are equal bit for bit on all ranks. Call this method once a step, after
+        `starting_early`. A rank that has no microbatch in this step calls only this method.
+        Collective.
         """
         while self._started < len(self._buckets):
             self._start()

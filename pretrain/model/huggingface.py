@@ -78,7 +78,7 @@ _refusing = partial(
     ),
 )
 # Keys of a config.json that may differ although the model is the same: paths, versions, settings of
-# the run, switches for outputs, and keys of classifiers.
+# the run, flags that select outputs, and keys of classifiers.
 _NOT_OF_THE_MODEL = {
     "_name_or_path",
     "_commit_hash",
@@ -108,10 +108,11 @@ transformers_logging.disable_progress_bar()
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """Return the model configuration that the settings `source` and `config` describe.
 
-    It consists of the values of `source`, changed by the keys of `config`, or of `config` alone if
-    there is no source. Raise InputError for an unknown source, model type or key, for a key without
-    effect, and for values that the configuration class rejects. transformers itself would store
-    unknown keys silently.
+    With a source, the configuration has the values of the source's config.json, except for the keys
+    in `config`, which replace them. Without a source, it has the values in `config`, and defaults
+    for all other keys. Raise InputError for an unknown source, model type or key, for a key without
+    effect, and for values that the configuration class rejects. transformers itself would accept
+    unknown keys without a message.
     """
     kind, stored, changes = _read(settings)
     values = _rebased(kind, stored, changes) | changes if changes else stored
@@ -133,11 +134,12 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
 
 
 def kept_from_source(settings: ModelSettings) -> list[str]:
-    """Return a notice about values of the source that hide an effect of the setting `config`.
+    """Return a notice about source values that do not follow a change in the setting `config`.
 
-    For example, `config` changes `hidden_size`, from which transformers would compute `head_dim`.
-    But if the config.json of the source contains `head_dim`, this value is kept. Return a list with
-    one line that has all such values, or an empty list.
+    For example, transformers computes `head_dim` from `hidden_size` if the config.json of the
+    source has no `head_dim`. If the config.json has both keys and `config` changes `hidden_size`,
+    the old `head_dim` is kept. Return a list with one line that names all kept values, or an empty
+    list.
     """
     if settings.source is None or not settings.config:
         return []
@@ -154,17 +156,17 @@ def kept_from_source(settings: ModelSettings) -> list[str]:
     if not kept:
         return []
     return [
-        "values of `model.source` that are kept, although they would follow from the keys in "
-        f"`model.config` if the source did not set them: {', '.join(kept)}"
+        "the config.json of `model.source` has values that transformers would otherwise compute "
+        f"from the keys in `model.config`; these values are kept: {', '.join(kept)}"
     ]
 
 
 def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:
     """Return the configuration class, the values of `source`, and the changes in `config`.
 
-    Values and changes are dicts by key. Keys with several names get the name that the configuration
-    class uses. Raise InputError for an unknown source or model type, or if `config` contradicts
-    itself or the source.
+    Values and changes are dicts that map each key to its value. Keys with several names get the
+    name that the configuration class uses. Raise InputError for an unknown source or model type, or
+    if `config` contradicts itself or the source.
     """
     changes = copy.deepcopy(settings.config or {})
     stored: dict[str, Any] = {}
@@ -219,12 +221,14 @@ def _rebased(
     stored: dict[str, Any],
     changes: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return values with the same configuration as `stored`, on which `changes` can take effect.
+    """Return a copy of `stored` without derived values, so that `changes` can take effect.
 
-    transformers 5 writes derived values into config.json, which would hide changes of the keys that
-    they are derived from. Therefore lists that follow from other keys, such as `layer_types`, are
-    dropped. `rope_parameters` is replaced by the keys of older files. But if `changes` contains
-    `rope_parameters`, only the key `rope_scaling` of older files is dropped.
+    The result describes the same configuration as `stored`. transformers 5 writes derived values
+    into config.json. If a change concerned a key from which another value is derived, the stored
+    derived value would replace the newly computed one. Therefore lists that transformers computes
+    from other keys, such as `layer_types`, are dropped. `rope_parameters` is replaced by the keys
+    that older versions of transformers wrote instead, such as `rope_theta`. But if `changes`
+    contains `rope_parameters`, only the older key `rope_scaling` is dropped.
     """
     file = config_values(kind, stored)
     base = dict(stored)
@@ -249,9 +253,9 @@ def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[
 
     Return an empty dict if the class rejects the values. Warnings of transformers are not logged.
 
-    A configuration stores unknown keys too. To test whether two configurations have the same
-    effect, callers therefore test whether the items of the first are contained in the second, by
-    `<=`.
+    A configuration stores unknown keys too, so two configurations with the same effect may have
+    different keys. Callers therefore do not compare two results for equality. They test by `<=`
+    whether all items of one result are also in the other.
     """
     quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
     with suppress(InputError), _refusing(kind.__name__), quiet:
@@ -269,9 +273,9 @@ def _check_effect(
 ) -> None:
     """Raise InputError if the class of `config` has no `key`, or if `key` has no effect.
 
-    Without a source, keys that the class has are accepted even if they have no effect, because
-    published config.json files contain such keys. For example, a value is null instead of the
-    default, or another key of the file turns the key off.
+    Without a source, every key that the class has is accepted, even a key without effect, because
+    published config.json files contain such keys. For example, the value of such a key is null
+    instead of the default, or another key of the file turns the key off.
 
     Args:
         config: The configuration that is made from `values`.
@@ -281,6 +285,8 @@ def _check_effect(
     """
     kind = type(config)
     without = config_values(kind, _without(key, values))
+    # The key has an effect if the class rejects the configuration without the key, or if the key
+    # changes another value.
     accepted = not without or not without.items() <= config_values(kind, values).items()
     if key in without:
         # The class adds missing entries to a dict, so the dict in the configuration may differ from
@@ -306,7 +312,7 @@ def _check_effect(
 def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> bool:
     """Return True if setting `key` changes another key of the configuration made from `values`.
 
-    A few values of `key` are tried.
+    The function sets `key` to a few different values, one after the other.
     """
     without = config_values(kind, values)
     tried = (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0})
@@ -330,7 +336,7 @@ def _model_code(config: PretrainedConfig) -> str:
     no base classes that all models share.
     """
     classes: set[type] = set()
-    # Ignore impossible shapes here. A misspelt key is to be reported first.
+    # Ignore the error for impossible shapes here, because a misspelt key must be reported first.
     with suppress(InputError):
         for module in build_on_meta(copy.deepcopy(config)).modules():
             classes.update(type(module).__mro__)
@@ -361,12 +367,12 @@ def _check_rotary_entries(config: PretrainedConfig, changes: dict[str, Any]) -> 
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
-    """Return the values of the source's config.json by dotted keys, to identify the training.
+    """Return a dict from dotted keys to the values of the source's config.json.
 
-    Example: {"model.source.rms_norm_eps": 1e-6}. Only values of the file are returned, because the
-    defaults for missing values depend on the version of transformers. Keys that may differ in the
-    same model are omitted. Return an empty dictionary if the model has no source. Raise InputError
-    if the source does not exist.
+    The dict identifies the model that a run trains. Example: {"model.source.rms_norm_eps": 1e-6}.
+    Only values of the file are returned, because the defaults for missing values depend on the
+    version of transformers. Keys that may differ in the same model are omitted. Return an empty
+    dictionary if the model has no source. Raise InputError if the source does not exist.
     """
     if settings.source is None:
         return {}
@@ -415,8 +421,8 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     for parameter_name, parameter in model.named_parameters():
         if not parameter.numel():
             raise InputError(
-                f"`model.config`: {parameter_name} would have no values; set all sizes and counts "
-                "to 1 or more"
+                f"`model.config`: {parameter_name} would be empty, because a size or a count is 0; "
+                "set all sizes and counts to 1 or more"
             )
     if model.base_model is model:
         raise InputError(
@@ -469,9 +475,9 @@ def build(
 ) -> PreTrainedModel:
     """Return the model on `device`, with weights of dtype `weights`.
 
-    The weights are loaded from the source. Without a source of weights, they are drawn in FP32 with
-    `seed` and then rounded to `weights`. Therefore FP32 and BF16 runs start from the same random
-    numbers, and all processes draw the same weights.
+    The weights are loaded from the source. Without a source of weights, random weights are drawn in
+    FP32 with `seed` and then rounded to `weights`. Therefore FP32 and BF16 runs start from the same
+    random numbers, and all processes draw the same weights.
 
     Args:
         settings: Source and changes of the configuration.
@@ -511,7 +517,7 @@ def build(
     model, loading = loaded
     if quantized:
         raise InputError(
-            f"{source}: holds quantized weights ({quantized}), and their scales would not be "
+            f"{source}: has quantized weights ({quantized}), and their scales would not be "
             "applied; choose a source with BF16 or FP32 weights"
         )
     # transformers initializes missing weights at random, and differently in each process.
@@ -524,13 +530,13 @@ def build(
     if surplus:
         raise InputError(
             f"{source}: {len(surplus)} of its weights have no place in the model, for example "
-            f"{surplus[0]}; {_making_room(settings, config, surplus) or remedy}"
+            f"{surplus[0]}; {_remedy_for_surplus(settings, config, surplus) or remedy}"
         )
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            raise InputError(f"{source}: {name} holds NaN or infinity; choose another source")
+            raise InputError(f"{source}: {name} contains NaN or infinity; choose another source")
     expected = dict(build_on_meta(config).named_parameters())
-    # If the file holds two tied parameters with different values, transformers unties them.
+    # If the file contains different values for two tied parameters, transformers unties them.
     if untied := sorted(dict(model.named_parameters()).keys() - expected.keys()):
         raise InputError(
             f"{source}: the configuration ties {untied[0]} to another parameter, but the file has "
@@ -562,15 +568,16 @@ def _quantized_weight(settings: ModelSettings) -> str | None:
     return None
 
 
-def _making_room(
+def _remedy_for_surplus(
     settings: ModelSettings,
     config: PretrainedConfig,
     weights: list[str],
 ) -> str | None:
-    """Return a remedy for `weights` of the source that the model does not have.
+    """Return a remedy for weights of the source that have no parameter in the model.
 
-    The remedy is "set `model.config.<key>: <value>`", where the key is the number of layers or a
-    boolean. With this value, the model has all of `weights`. Return None if there is no such key.
+    `weights` are the names of these weights. The remedy is "set `model.config.<key>: <value>`",
+    where the key is the number of layers or a boolean. With this value, the model has a parameter
+    for each of `weights`. Return None if no key has this effect.
     """
     layers = [int(number) for number in re.findall(r"\.(\d+)\.", " ".join(weights))]
     changes: dict[str, Any] = {"num_hidden_layers": max(layers, default=0) + 1}
@@ -596,18 +603,19 @@ def build_on_first_rank(
     seed: int,
     backend: str,
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Return a model for FSDP2, and on the first rank a dict from its parameters' names to values.
+    """Return a model without values for FSDP2, and the values of its parameters on the first rank.
 
     The parameters of the model are on the meta device in dtype `weights`, and its buffers are on
-    the device of the process. The first rank calls `build`, and the dict has the resulting values
-    in dtype `kept` and in host memory. On the other ranks the dict is empty. `part_from_first`
-    distributes the values later. Collective. Raise InputError on all ranks if the first rank cannot
-    build the model.
+    the device of the process. On the first rank, the second result maps the name of each parameter
+    to its value, in dtype `kept` and in host memory. These values are from `build`, which only the
+    first rank calls. On the other ranks the dict is empty. `part_from_first` distributes the values
+    later. Collective. Raise InputError on all ranks if the first rank cannot build the model.
     """
     attention.admit_packed_sdpa(config)
-    reads = settings.weights_source is not None
-    # Draw random weights on the device of the run, because they depend on the device.
-    device = torch.device("cpu") if reads else accelerator.device
+    has_source = settings.weights_source is not None
+    # Draw random weights on the device of the run, because a seed gives different random numbers
+    # on another device.
+    device = torch.device("cpu") if has_source else accelerator.device
 
     def built() -> PreTrainedModel | None:
         if not accelerator.is_main_process:
@@ -618,7 +626,7 @@ def build_on_first_rank(
     full = refused_together(built)
     with accelerator.device, init_empty_weights(include_buffers=False):
         hf = AutoModelForCausalLM.from_config(
-            config, dtype=kept if reads else torch.float32, attn_implementation=backend
+            config, dtype=kept if has_source else torch.float32, attn_implementation=backend
         )
     hf.tie_weights()
     round_weights(hf, weights)
@@ -627,7 +635,7 @@ def build_on_first_rank(
         if full:
             buffer.copy_(buffers[name])
         torch.distributed.broadcast(buffer, src=0)
-    hf.generation_config = from_all_ranks(full and full.generation_config)[0]
+    hf.generation_config = from_all_ranks(full.generation_config if full else None)[0]
     parameters = full.named_parameters() if full else ()
     return hf, {name: parameter.data.to(kept) for name, parameter in parameters}
 

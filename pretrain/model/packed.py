@@ -33,7 +33,7 @@ class PackedLanguageModel(nn.Module):
     Args:
         hf: The model of transformers. Its LM head is replaced by a `LossHead`.
         attention: Name of the attention implementation, such as "packed_varlen".
-        loss: Settings of the loss and the penalty.
+        loss: Settings of the loss, and of the penalty on distributions that are not sharp.
         context: Precision shared by all low-precision modules. By default nothing is quantized.
 
     Attributes:
@@ -65,8 +65,9 @@ class PackedLanguageModel(nn.Module):
         name = next(name for name, module in hf.named_modules() if module is head)
         hf.set_output_embeddings(LossHead(head, loss, self.context, name))
         # Without an attention mask, GPT-2 of transformers searches each batch for padding tokens.
-        # This search waits for the device, and it warns about the end-of-text tokens of a pack. It
-        # is replaced here. The padding of a pack is a document without labels and needs no mask.
+        # This search waits for the device, and it warns about the end-of-text tokens of a pack. The
+        # method that searches is replaced by a function that does nothing. The padding of a pack
+        # needs no mask, because it is a document without labels.
         base_model: Any = hf.base_model
         base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
 
@@ -87,8 +88,8 @@ class PackedLanguageModel(nn.Module):
             input_ids: Token ids of the microbatch, [1, T] int64.
             position_ids: Position of each token in its document, [1, T] int64.
             labels: Target of each token, [1, T] int64. `labels[0, i]` belongs to token i.
-            cu_seqlens: [bucket] int32. The first entry is 0, the ends of the documents follow, and
-                all remaining entries are T.
+            cu_seqlens: int32 [n], where n - 1 is at least the number of documents. The first entry
+                is 0, the ends of the documents follow, and all remaining entries are T.
             max_seqlen: Pack length.
         """
         documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
@@ -130,8 +131,8 @@ class PackedLanguageModel(nn.Module):
     def take_sums(self) -> dict[str, Tensor]:
         """Return the sums of this rank's training losses and router statistics, and reset them.
 
-        The result maps names in metrics.jsonl to FP32 scalars, which are sums over labels since the
-        last call.
+        The result maps names in metrics.jsonl to FP32 scalars. Each scalar is a sum over all tokens
+        with a label in the training forwards since the last call.
         """
         parts = self.hf.get_output_embeddings().take_parts()
         sums = {} if parts is None else dict(zip(("loss", "penalty"), parts, strict=True))
@@ -149,7 +150,7 @@ class PackedLanguageModel(nn.Module):
 
         Args:
             accelerator: The run's Accelerator.
-            tokens: Number of labels of the step on all ranks.
+            tokens: Number of tokens with a label in the step, on all ranks together.
             trained: Mean loss that the step minimizes, the same on all ranks.
         """
         balance = self.routing.balance(accelerator) if self.routing else {}
@@ -189,10 +190,10 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradient of a step's mean loss and return that loss, an FP32 scalar.
 
-    The mean loss is the sum over all valid tokens of the step on all ranks, divided by the number
-    of these tokens. Gradients are summed over ranks, by `rank_sums` or by FSDP2, so the gradient of
-    a token is the same for any number of ranks. The returned loss is the same on every rank.
-    Collective.
+    The mean loss is the sum of the losses of all tokens with a label in the step, on all ranks,
+    divided by the number of these tokens. Gradients are summed over ranks, by `rank_sums` or by
+    FSDP2. Therefore each token contributes the same gradient for any number of ranks. The returned
+    loss is the same on every rank. Collective.
 
     Args:
         model: The model, with cleared gradients.

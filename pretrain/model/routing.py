@@ -2,9 +2,11 @@
 
 The router loss is the load-balancing loss of transformers with the coefficient
 `router_aux_loss_coef`. `model.config.output_router_logits: true` enables it. transformers adds this
-loss to the mean loss of a batch. This module computes it for each microbatch, in FP32 over the
-tokens with a label, and multiplies it by the number of these tokens before it is added to the
-summed loss. So a step minimizes the mean of its microbatches' losses, weighted by their labels.
+loss to the mean loss of a batch. This module computes the router loss of each microbatch, in FP32
+over the tokens with a label, multiplies it by the number of these tokens, and adds it to the summed
+loss of the microbatch. The step later divides the sum by the number of its tokens with a label. So
+it minimizes the mean router loss of its microbatches, in which the weight of each microbatch is its
+number of tokens with a label.
 
 A hook stores the logits on each router until the forward of the model has ended, because torch
 cannot compile the function by which transformers returns logits. If experts are grouped, logits are
@@ -60,8 +62,8 @@ class Routing:
     Attributes:
         routers: Map each router module, in order, to the index of the logits in its output.
         coefficient: Factor of the router loss, or None if the router loss is off.
-        loads: Number of tokens of each expert, divided by the mean of its layer, FP32
-            [layers, experts]. None until `balance` sets it.
+        loads: Number of tokens of each expert, divided by the mean number of tokens of the experts
+            in its layer, FP32 [layers, experts]. None until `balance` sets it.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -77,16 +79,20 @@ class Routing:
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> Routing | None:
-        """Return the routing of a model, or None if it has no routers."""
+        """Return a `Routing` for the model, or None if the model has no routers."""
         return cls(hf) if _routers(hf) else None
 
     def add_loss(self, loss: Tensor, labels: Tensor, *, training: bool) -> Tensor:
         """Return `loss` plus the router loss. Call it after each forward of the model.
 
-        `loss` is the summed loss of the forward over its `labels`, which are int64 of any shape. In
-        training, the router loss is multiplied by its coefficient and by the number of labels that
-        are not ignored, and then added, unless the router loss is off. The sums for `take_sums` are
-        also updated. In evaluation, `loss` is returned unchanged.
+        In training, the router loss is multiplied by its coefficient and by the number of tokens
+        with a label, and then added, unless the router loss is off. The sums that `take_sums`
+        returns are also updated. In evaluation, `loss` is returned unchanged.
+
+        Args:
+            loss: Sum of the losses of all tokens with a label, an FP32 scalar.
+            labels: Labels of the forward, int64 of any shape.
+            training: True in training, False in evaluation.
         """
         logits = [vars(router).pop("router_logits") for router in self.routers]
         if not training:
@@ -120,10 +126,12 @@ class Routing:
         return ["router_entropy", *(["router_loss"] if self.coefficient is not None else [])]
 
     def take_sums(self) -> dict[str, Tensor]:
-        """Return a dict from `names` to sums over labels since the last call, and reset the sums.
+        """Return the sums of the router statistics since the last call, and reset the sums.
 
-        The loads of the experts are reset too. Return an empty dictionary if there was no forward
-        in training since the last call.
+        The result maps each name of `names` to an FP32 scalar. This scalar is a sum over all
+        forwards in training since the last call. Each summand is the value of one forward, times
+        its number of tokens with a label. The loads of the experts are reset too. Return an empty
+        dictionary if there was no such forward.
         """
         sums = self._sums
         self._sums = {}
@@ -134,10 +142,10 @@ class Routing:
     def balance(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """Return statistics of the distribution of tokens over experts since the last `take_sums`.
 
-        A load is the number of tokens of an expert, divided by the mean of its layer.
-        `expert_load` is the largest load of all experts. `starved_experts` is the fraction of
-        experts with a load below STARVED. Return an empty dictionary if experts are not grouped.
-        Collective.
+        The load of an expert is its number of tokens, divided by the mean number of tokens of the
+        experts in its layer. `expert_load` is the largest load of all experts. `starved_experts` is
+        the fraction of experts with a load below STARVED. Return an empty dictionary if experts are
+        not grouped. Collective.
         """
         if not self._experts:
             return {}
@@ -157,13 +165,15 @@ class Routing:
         """Compute the logits of routers in FP32, if their experts can be grouped.
 
         Values that a router computes from its logits, such as the weights of experts, are then FP32
-        too, unless the code of the router rounds them. Operands and gradients of the product keep
-        the dtype of activations. A router with several matrices is not changed, because one of its
-        matrices may be multiplied by the result of another one.
+        too, unless the code of the router rounds them. The matrix product that computes the logits
+        still has operands and gradients in the dtype of activations. A router with several matrices
+        is not changed, because it may multiply one of its matrices by the result of another product
+        instead of by activations.
         """
-        blocks = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
+        # Names of the modules that contain grouped experts. Their routers are in the same modules.
+        mixtures = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
         for name, router in self._hf.named_modules():
-            if router not in self.routers or name.rpartition(".")[0] not in blocks:
+            if router not in self.routers or name.rpartition(".")[0] not in mixtures:
                 continue
             matrices = [parameter for parameter in router.parameters() if parameter.dim() == 2]
             if len(matrices) == 1:

@@ -1,19 +1,20 @@
 """Gradient accumulation under FSDP2, on the shard groups that accelerate has created.
 
-accelerate creates one shard group for each decoder layer, one for the embedding and one for the
-head (one for both if they are tied), and one for all other parameters, which are those of the final
-norm. There are two modes, which docs/scaling.md describes:
+A shard group is a set of parameters that FSDP2 gathers together and whose gradients it reduces
+together. accelerate creates one shard group for each decoder layer, one for the embedding, one for
+the head, and one for all other parameters, which are the parameters of the final norm. If embedding
+and head are tied, they are one shard group. There are two modes, which docs/scaling.md describes:
 
 * ZeRO-2 gathers and reduces each group once a step. Each rank accumulates unsharded gradients over
   the microbatches of the step.
 * ZeRO-3 gathers a group for each use, and reduces its gradients in each microbatch. The reduced
-  gradients are accumulated in the shards, in dtype `kept`.
+  gradients are accumulated in the shards, in the dtype `kept`, an argument of `Sharding`.
 
-In both modes, unsharded gradients are in `unsharded_accumulated_grad` of FSDP2, which adds to this
-tensor and reduces it. `Sharding` allocates its memory and makes it the `main_grad` of the gathered
-parameter, so that matrix products can add to it. With ZeRO-3, groups share the same memory, because
-only one of them at a time is in its backward. A group whose backward overlaps with the backward of
-other groups has separate memory.
+In both modes, FSDP2 accumulates the unsharded gradient of a parameter in the tensor
+`unsharded_accumulated_grad`, and reduces this tensor over ranks. `Sharding` allocates the tensor
+and also makes it the `main_grad` of the gathered parameter, so that matrix products can add to it.
+With ZeRO-3, groups share the same memory, because only one of them at a time is in its backward. A
+group whose backward overlaps with the backward of other groups has separate memory.
 
 FSDP2 returns reduced gradients in the dtype of the parameter, which would round the FP32 sums of
 BF16 weights. `Sharding` changes the returned dtype to `kept`. If `kept` is FP32, BF16 shards and
@@ -112,8 +113,7 @@ class Sharding:
         kept: Dtype of the reduced gradients in the shards.
         stacks: Lists of parameters of the sharded model. The parameters of a list are the rows of
             one matrix; see `attach_main_gradients`.
-        once_a_step: True to gather and reduce once a step (ZeRO-2), False to gather and reduce for
-            each use (ZeRO-3).
+        once_a_step: True for ZeRO-2, False for ZeRO-3.
     """
 
     def __init__(
@@ -128,7 +128,8 @@ class Sharding:
         self._model: Any = model
         self._kept = kept
         # A fused layer returns a view of its result. torch warns about this, because the next layer
-        # could write into the view. No layer writes into its input.
+        # could write into the view. The warning does not apply, because no layer writes into its
+        # input.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
         for number, group in enumerate(self._groups):
@@ -176,7 +177,8 @@ class Sharding:
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
         """Give each gathered parameter a main gradient.
 
-        This is done once, because FSDP2 uses the same object each time it gathers a parameter.
+        It is sufficient to call this method once, because FSDP2 uses the same tensor object each
+        time it gathers a parameter.
         """
         shared = None
         sharing = [group for group in self._groups if group.shares_memory]
@@ -217,9 +219,13 @@ class Sharding:
                     tensor.register_hook(lambda gradient: self._before_backward(group))
 
     def _before_backward(self, group: _Group) -> None:
-        """Clear the main gradients of a group and pass them to FSDP2, unless they contain sums."""
+        """Prepare the main gradients of a group for its backward.
+
+        If the group has not accumulated anything since its last reduction, clear its main gradients
+        and pass them to FSDP2 again.
+        """
         group.fsdp._orig_dtype = self._kept
-        # An earlier microbatch, or another module of the group, may have added to the sums already.
+        # Keep sums to which an earlier microbatch, or another module of the group, has added.
         if group.is_accumulating or group.sums is None:
             return
         if group.shares_memory and any(

@@ -48,7 +48,7 @@ def choose_arithmetic(
         return None, reason
     if active.backend != "torch":
         return Arithmetic(context, Implementation.TRANSFORMER_ENGINE), ""
-    if _gains(device_type, context.compute_dtype):
+    if _is_faster(device_type, context.compute_dtype):
         return Arithmetic(context, Implementation.KERNELS), ""
     return Arithmetic(context, Implementation.FORMULAS), ""
 
@@ -66,11 +66,11 @@ def not_fused_because(
     if active.backend == "emulation":
         if setting == "on":
             raise InputError(
-                "`model.fused: on` is impossible in this run, because emulated products are "
-                "computed one by one; set `model.fused: auto`"
+                "`model.fused: on` is impossible in this run, because the emulation computes each "
+                "linear layer separately; set `model.fused: auto`"
             )
-        return "none, because emulated products are computed one by one"
-    if setting == "on" or active.backend == "transformer_engine" or _gains(device_type, dtype):
+        return "none, because the emulation computes each linear layer separately"
+    if setting == "on" or active.backend == "transformer_engine" or _is_faster(device_type, dtype):
         return None
     return (
         "none, because fused layers are faster only on a GPU in BF16 or lower precision; to use "
@@ -78,7 +78,7 @@ def not_fused_because(
     )
 
 
-def _gains(device_type: str, dtype: torch.dtype) -> bool:
+def _is_faster(device_type: str, dtype: torch.dtype) -> bool:
     """Return True if fused layers are faster than unfused layers when nothing is quantized.
 
     On a CPU, fused layers made the demo's model 5 to 6 % slower
@@ -123,10 +123,11 @@ def convert(
 ) -> None:
     """Prepare the model for the context's current engine, in place. Call it once for each engine.
 
-    Each linear layer that `decisions` quantizes is replaced by a `LowPrecisionLinear` with the same
-    Parameters, unless an earlier call has replaced it or it is the LM head. This module, or the
-    head, then gets a Gemm of the engine. Stacked experts are replaced by `GroupedExperts`. Linear
-    layers inside of `fused` layers are not changed, because fused layers have their own Gemms.
+    Each linear layer that `decisions` quantizes gets a Gemm of the current engine. Before that, a
+    linear layer of transformers is replaced by a `LowPrecisionLinear` with the same Parameters. The
+    LM head is not replaced, because `LossHead` can have Gemms itself. The experts of a layer are
+    replaced by `GroupedExperts`. Linear layers inside of `fused` layers are not changed, because
+    fused layers have their own Gemms.
     """
     engine: Any = context.backend
     if is_mixture(hf):
@@ -149,9 +150,10 @@ def convert(
 # ── Working copies, compilation, recomputation ──────────────────────────────────────────────────
 #
 # A working copy is a parameter that has been cast to the compute dtype. All parameters of a layer
-# are cast at the start of the layer's forward. FSDP2 casts them at the same time with
-# `param_dtype=bfloat16`, so runs on one device and on several devices compute the same.
-# torch.autocast would leave norms, the residual stream and rotary tables in FP32.
+# are cast at the start of the layer's forward. FSDP2 with `param_dtype=bfloat16` casts them before
+# the layer's forward too, so runs on one device and on several devices compute the same values.
+# torch.autocast is not used, because it would leave norms, the residual stream and rotary tables in
+# FP32.
 
 
 def wrap_layers(
@@ -196,7 +198,7 @@ def wrap_layers(
 
 
 def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: bool) -> None:
-    """Wrap the forward of a layer that is not fused: compile it, and cast its parameters."""
+    """Wrap the forward of a unit that is not fused: compile it, and cast its parameters."""
     # A compiled graph ends at each low-precision product, and the next graph begins after it. In
     # this case the casts are not compiled, because a graph cannot end inside of the context manager
     # that replaces the parameters by working copies.
@@ -205,13 +207,13 @@ def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: 
     )
     # The casts of a norm outside of the decoder layers are not compiled either, because the
     # compiled graph would skip the rounding of the norm's weight.
-    is_lone = not isinstance(unit, GradientCheckpointingLayer)
-    casts_outside = has_breaks or is_lone
+    outside_layers = not isinstance(unit, GradientCheckpointingLayer)
+    casts_outside = has_breaks or outside_layers
     if compile_layers and casts_outside:
-        # A dynamic graph of a norm works for any number of tokens. But it splits its sums according
-        # to the first number of tokens that it was called with, which may differ in a resumed run.
-        # If runs must be reproducible bit for bit, compile a graph for each number of tokens.
-        dynamic = is_lone and not torch.are_deterministic_algorithms_enabled()
+        # A dynamic graph of a norm works for any number of tokens. But it splits its sums in a way
+        # that suits the number of tokens of its first call, and this number may differ in a resumed
+        # run. If runs must be reproducible bit for bit, compile a graph for each number of tokens.
+        dynamic = outside_layers and not torch.are_deterministic_algorithms_enabled()
         unit.forward = torch.compile(unit.forward, dynamic=dynamic, fullgraph=not has_breaks)
     if cast_to is not None:
         unit.forward = casting_parameters(unit, unit.forward, cast_to)
@@ -222,6 +224,7 @@ def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: 
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the units of `module`, which `wrap_layers` defines."""
     if isinstance(module, GradientCheckpointingLayer | nn.Embedding) or module._parameters:
         yield module
     else:
@@ -255,7 +258,8 @@ def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forw
             try:
                 return forward(*args, **kwargs)
             finally:
-                # The second call is in backward, when the model's forward has ended.
+                # The count is 0 in the forward of the model. Every later call recomputes the layer
+                # in backward.
                 if next(count):
                     forget_logits(layer)
 
@@ -267,20 +271,21 @@ def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forw
 def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) -> Forward:
     """Return a function that calls `forward` with all parameters of `module` cast to `dtype`.
 
-    The casts are differentiable. For low-precision linear layers and experts, the cast weight has
-    the `main_grad` of the weight. Their products add FP32 gradients to `main_grad` directly, so
-    these gradients are not rounded by the cast.
+    Autograd differentiates the casts, so the gradient of a parameter is first rounded to `dtype`.
+    The weights of low-precision linear layers and of experts are exceptions: the cast weight gets
+    the `main_grad` of the weight, and the matrix products add FP32 gradients to it directly.
     """
-    summed_apart = []
+    # Names of the weights whose cast copies get the `main_grad` of the weight.
+    directly_summed = []
     for name, part in module.named_modules():
         if isinstance(part, LowPrecisionLinear):
-            summed_apart.append(f"{name}.weight".removeprefix("."))
+            directly_summed.append(f"{name}.weight".removeprefix("."))
         elif isinstance(part, GroupedExperts):
-            summed_apart += [f"{name}.{key}" for key in part.stacks]
+            directly_summed += [f"{name}.{key}" for key in part.stacks]
 
     def forward_with_working_copies(*args: Any, **kwargs: Any) -> Any:
         copies = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
-        for name in summed_apart:
+        for name in directly_summed:
             summing_where(module.get_parameter(name), copies[name])
         with _reparametrize_module(module, copies):
             return forward(*args, **kwargs)
@@ -291,7 +296,7 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
 def casting_output(forward: Forward, dtype: torch.dtype) -> Forward:
     """Return a function that calls `forward` and casts the output to `dtype`.
 
-    With this function, an embedding needs no cast copy of its table, and the gradients of the table
-    are summed in FP32.
+    It is used for embeddings. An embedding then needs no cast copy of its table, and the gradients
+    of the table are summed in FP32.
     """
     return lambda *args, **kwargs: forward(*args, **kwargs).to(dtype)

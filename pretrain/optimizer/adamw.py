@@ -61,8 +61,8 @@ class ExactAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.exact = exact
         self.moments = moments
-        # Numbers of this process in the last step: values that were updated, and values whose
-        # update was lost to rounding.
+        # Counts of this process in the last step: the values that were updated, and the values
+        # whose update was lost to rounding.
         self._updated_count = 0
         self._lost_count = torch.zeros((), dtype=torch.int64)
 
@@ -233,8 +233,8 @@ def _update(
     (arXiv:1711.05101). The operations and their order are those of
     `torch.optim.adam._single_tensor_adam`, and all operations are computed in FP32. FP32 masters
     are therefore bit for bit equal to the weights of `torch.optim.AdamW`. BF16 moments and BF16
-    weights without remainder are rounded once, when they are stored. The Triton kernel rounds at
-    the same operations.
+    weights without remainder are rounded once, when they are stored. The Triton kernel rounds the
+    results of the same operations.
     """
     weight = tensors.weight
     remainder = tensors.remainder
@@ -268,11 +268,13 @@ def _update(
         after = weight
     # On a CPU, `x.bool()` takes a tenth of the time of `x != 0`. The difference of two infinite
     # weights is NaN, which converts to True, so an infinite weight is treated as changed.
-    moved = exp_avg.bool()
+    has_update = exp_avg.bool()
     if hyper.weight_decay != 0:
-        moved |= before.bool()
+        has_update |= before.bool()
+    if hyper.learning_rate == 0:
+        has_update.zero_()
     unchanged = ~(after - before).bool()
-    return (moved & unchanged).sum() * (hyper.learning_rate != 0)
+    return (has_update & unchanged).sum()
 
 
 # ── Building, clipping and the state of the optimizer ──
@@ -333,7 +335,7 @@ def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel) -> None:
-    """Clear the gradients of a finished step.
+    """Clear the gradients of all parameters after a step.
 
     Main gradients are set to zero in place. The memory of all other gradients is freed.
     """
@@ -353,10 +355,10 @@ def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
 
 
 def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
-    """Map names such as `exp_avg/<parameter name>` to the state tensors of the optimizer.
+    """Return a dict from names such as `exp_avg/<parameter name>` to the optimizer's state tensors.
 
-    The tensors `step` are not included. The returned tensors are not copies, so a state can be
-    loaded by writing to them.
+    The tensors `step` are not included. The returned tensors are not copies, so the caller can load
+    a state by writing to them.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {

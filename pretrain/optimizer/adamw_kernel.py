@@ -4,12 +4,12 @@ Each value is read once and written once. A launch reads the addresses of its te
 because separate launches would be slow: with one launch for each of the 310 parameters of
 Qwen3-1.7B, an H200 would wait for the host for about 15 ms per step, 0.9 % of a step in FP8.
 
-All roundings are explicit in the code, and the compiler must not fuse separate operations. FP32
+All roundings are explicit in the code, and the compiler is not allowed to fuse operations. FP32
 weights and BF16 weights with remainders are updated by the same code, so their masters are equal
-bit for bit. The kernel rounds at the same operations as torch on a CPU. `lerp_` and `addcmul_` of
-torch use fused multiply-adds, and the kernel uses `tl.fma` for them. For a beta1 of 0.5 or less,
-the results differ, because `lerp_` then uses another formula. The square root of the kernel is
-correctly rounded. The square root of torch on a CPU may differ from it in the last place.
+bit for bit. The kernel rounds the results of the same operations as torch on a CPU. `lerp_` and
+`addcmul_` of torch use fused multiply-adds, so the kernel computes them by `tl.fma`. There are two
+differences. For a beta1 of 0.5 or less, `lerp_` uses another formula. And the square root of the
+kernel is correctly rounded, while the square root of torch on a CPU may be wrong in the last place.
 """
 
 # Kernel arguments without annotations are allowed in this file, because Triton reads annotations
@@ -39,7 +39,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @triton.jit
 def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, index, aligned: tl.constexpr):
-    """Return pointers to the values `index` of a tensor, whose address is in the table.
+    """Return pointers to the values of a tensor at the indices `index`.
 
     `row` points to a row of the table. `column` is the column with the address of the tensor.
     """
@@ -125,10 +125,10 @@ def _adamw(
         rounded = after.to(weight_type)
         tl.store(weight_at, rounded, mask=inside)
         after = rounded.to(tl.float32)
-    moved = (learning_rate != 0) & ((exp_avg != 0) | ((weight_decay != 0) & (before != 0)))
+    has_update = (learning_rate != 0) & ((exp_avg != 0) | ((weight_decay != 0) & (before != 0)))
     # Each program writes its count to a separate element. Atomic additions of all programs to one
     # counter would be slow, because a launch may have a million programs.
-    tl.store(frozen + program, tl.sum((inside & moved & (after == before)).to(tl.int32)))
+    tl.store(frozen + program, tl.sum((inside & has_update & (after == before)).to(tl.int32)))
 
 
 def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tensor | None) -> Tensor:

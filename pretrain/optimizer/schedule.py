@@ -5,8 +5,8 @@ scheduler. In this file the first step has the number 0. In settings, logs and m
 number 1.
 
 No step has a learning rate of zero, because such a step would not change the weights. Warm-up
-starts at 1 / warmup of the peak. Decay ends at step `total_steps`, which is not trained, because
-the last step has the number `total_steps` - 1. After warm-up the values equal those of
+starts at 1 / warmup of the peak. Decay would reach its end at step `total_steps`, but the last step
+that is trained has the number `total_steps` - 1. After warm-up the values equal those of
 `transformers.get_wsd_schedule` and of torch's CosineAnnealingLR and LinearLR.
 """
 
@@ -59,7 +59,7 @@ def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
 
 
 def decay_begins(settings: ScheduleSettings, total_steps: int) -> int | None:
-    """Return the number of steps before the decay of a wsd schedule.
+    """Return the step at which the decay of a wsd schedule starts, where 0 is the first step.
 
     Return None for a wsd schedule without decay steps, and for other kinds of schedules.
     """

@@ -1,16 +1,16 @@
-"""Triton kernels for SwiGLU and its gradient. They write the formats that the next products read.
+"""Triton kernels for SwiGLU and its gradient. They write operands of the next matrix products.
 
 Each row of `hidden` [T, 2 F] has the gate in its first half and up in its second half. The
 activated values [T, F] are silu(gate) * up, computed in FP32 from BF16. Each value is read once.
 
-Backward must read `hidden`, so it can also recompute the activated values. Only the weight gradient
-of the next product reads their transpose. Because backward writes this transpose, it takes no
-memory between forward and backward. The compiler may not fuse multiplications with additions, so
-that forward and backward compute the same bits.
+Backward must read `hidden`, so it can also recompute the activated values. Their transpose is an
+operand of the weight gradient of the next linear layer only. It is written by backward and not by
+forward, so it takes no memory between forward and backward. The compiler may not fuse
+multiplications with additions, so that forward and backward compute the same bits.
 
-The kernels write FP8 codes of Transformer Engine's tensors with one scale. Values are rounded to
-BF16 before they are quantized, as in the unfused model and in the emulation. In all three, the amax
-of current scaling is computed before values are rounded to BF16.
+The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. They
+round values to BF16 before they quantize them, as do the unfused model and the emulation. All three
+compute the amax of current scaling before they round values to BF16.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-# Tiles of the kernels that write FP8 codes. 32 rows of a tile fill a memory sector of 32 bytes in
-# the transpose. With larger tiles, fewer programs would run at the same time.
+# Tiles of the kernels that write FP8 codes. A tile has 32 rows, so that the codes of a column fill
+# a memory sector of 32 bytes in the transpose. With larger tiles, fewer programs would run at the
+# same time.
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
 
@@ -268,7 +269,7 @@ def _along_rows(hidden: Tensor) -> Tile:
 # ── FP8 ──
 
 
-def takes(hidden: Tensor, quantizer: Any) -> bool:
+def supports(hidden: Tensor, quantizer: Any) -> bool:
     """Return True if the kernels can quantize in place of `quantizer` of Transformer Engine.
 
     The kernels support FP8 with one scale for a tensor. `hidden` [T, 2 F] is BF16 and contiguous.
@@ -308,7 +309,7 @@ def quantized_swiglu_backward(
         gradient_quantizer: Quantizer of the gradient. Its attributes `rowwise_usage` and
             `columnwise_usage` determine whether the gradient has codes by rows, by columns or both.
         activated_quantizer: Quantizer of the activated values. They get codes by columns only,
-            which the weight gradient of the next product reads.
+            which the weight gradient of the next linear layer reads.
         scale: Scale of the activated values from `quantized_swiglu`.
     """
     d_hidden, gradient = allocate(

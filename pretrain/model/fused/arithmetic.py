@@ -4,13 +4,14 @@ One product computes queries, keys and values, and one product computes gate and
 large product is faster than several small ones. The parameters of such a product lie in one
 storage, one after the other, so the stacked matrix is a view of this storage. The optimizer,
 checkpoints and exports still use the separate parameters. FSDP2 gathers parameters into separate
-storages. The stacked matrix is then copied together at each use, which is correct but slower.
+storages. Under FSDP2, each use of the stacked matrix therefore copies the parameters into one
+matrix, which is correct but slower.
 
 The operations between the products are norms, activations and rotations. They are computed by torch
 (`pretrain.model.fused.formulas`), by Triton kernels for BF16 on a GPU, or by Transformer Engine.
-The norms of Transformer Engine add the residual's gradient in backward. In low precision, its norms
-and its SwiGLU write quantized operands. Under delayed scaling, the backward of the rotation writes
-quantized operands too.
+In low precision, the norms and the SwiGLU of Transformer Engine write their results as quantized
+operands of the next product. Under delayed scaling, the Triton kernel for the backward of the
+rotation writes a quantized operand too.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 
 # Head sizes that the Triton kernel of the rotation supports. With other sizes, such as 80, some
-# lanes of the GPU would be idle.
+# threads of the kernel would be idle.
 ROTARY_KERNEL_DIMS = (32, 64, 128)
 
 
 class Implementation(IntEnum):
     """Implementations of norms, activations and rotations.
 
-    An implementation uses the ones before it for computations that it does not support.
+    For a computation that an implementation does not support, it uses the preceding implementation
+    in this list.
     """
 
     FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
@@ -62,7 +64,7 @@ class StackedLinear(LinearState):
         """Create the stacked linear without moving any parameter.
 
         Args:
-            name: Name of the product's histories and scales in a checkpoint.
+            name: Name under which checkpoints store the amax histories and scales of the product.
             linears: Map the name of each linear layer in the model to the layer.
             arithmetic: The arithmetic of the model's fused layers.
             engines: The engines that quantize this product.
@@ -134,8 +136,9 @@ class StackedLinear(LinearState):
 class StackedPass(LinearPass):
     """One forward of a `StackedLinear` and its backward.
 
-    Each of the three products has a method. The arguments of these methods may be operands that a
-    norm or an activation has already quantized.
+    The three matrix products of a linear layer are computed by `project`, `input_gradient` and
+    `weight_gradients`. Their arguments may be operands that a norm or an activation has already
+    quantized.
     """
 
     def __init__(self, stack: StackedLinear, x: Tensor) -> None:
@@ -169,9 +172,10 @@ class StackedPass(LinearPass):
         return self.gradient_product("dgrad", dy, self._stacked_weight(refresh=False))
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
-        """Return one gradient for each weight. All are None if the main gradient has been updated.
+        """Return one gradient for each weight.
 
-        `dy` is the output gradient and `x` the input.
+        If the weights have a main gradient in one matrix, the product adds to this matrix instead,
+        and all returned gradients are None. `dy` is the output gradient and `x` the input.
         """
         gradient = self.weight_gradient(dy, x, self.stack.main_gradient)
         if gradient is None:
@@ -306,7 +310,7 @@ class Arithmetic:
             quantizer is not None
             and not stack.biases
             and rotation is not formulas
-            and rotation.writes(quantizer, gradients[0])
+            and rotation.supports(quantizer, gradients[0])
         )
         if not writes_codes:
             dqkv, *d_norms = rotation.rotate_backward(*gradients, *inputs)
@@ -325,8 +329,9 @@ class Arithmetic:
         """Return silu(gate) * up as the input operand of `down`, and a value to keep for backward.
 
         `hidden` [tokens, 2 width] is the output of `gate_up`: gate in the first half of each row,
-        and up in the second half. The value to keep is the operand, the scale with which backward
-        quantizes the recomputed operand, or None if backward recomputes it without a scale.
+        and up in the second half. The value to keep is either the operand itself, or the scale with
+        which backward quantizes the recomputed operand. It is None if backward recomputes the
+        operand and needs no scale.
         """
         if (quantizer := down.quantizer("input")) is None:
             operand = down.quantize("input", self.kernels.activation.swiglu(hidden))
@@ -335,7 +340,7 @@ class Arithmetic:
 
         if down.observed.observers:
             down.show("input", tex.swiglu(hidden, None))
-        if gate_up.gemm.quantizes and self.kernels.activation.takes(hidden, quantizer):
+        if gate_up.gemm.quantizes and self.kernels.activation.supports(hidden, quantizer):
             return self.kernels.activation.quantized_swiglu(hidden, quantizer)
         activated = tex.swiglu(hidden, quantizer)
         return activated, activated
@@ -364,7 +369,7 @@ class Arithmetic:
         # Observers get the gradient before it is quantized.
         if gate_up.observed.observers:
             gate_up.show("grad_output", tex.dswiglu(d_activated, hidden, None))
-        if gate_up.gemm.quantizes and self.kernels.activation.takes(hidden, down_quantizer):
+        if gate_up.gemm.quantizes and self.kernels.activation.supports(hidden, down_quantizer):
             return self.kernels.activation.quantized_swiglu_backward(
                 d_activated, hidden, gate_up_quantizer, down_quantizer, kept
             )
@@ -379,7 +384,8 @@ class Arithmetic:
     def save(self, ctx: Any, *operands: Operand | None) -> None:
         """Save operands of any kind for backward, if a backward may follow.
 
-        In backward, the input of a product can be used only for the gradient of the weight.
+        Of a quantized operand, only the form that the weight gradient needs may be saved. Therefore
+        backward must use a saved operand in no other product.
         """
         if self.differentiable:
             tensors, ctx.rest = self.gemm_class.save(*operands)

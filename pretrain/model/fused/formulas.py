@@ -5,8 +5,8 @@ a CPU. Tests compare the Triton kernels with them.
 
 The functions are called inside of an autograd.Function, where autograd records nothing. Therefore
 each computation has a second function for its gradient. Computations are in FP32, except for the
-rotation of FP64 inputs, which is in FP64. Results are rounded once, at the end. RMSNorm also rounds
-the normalized values before it multiplies them by its weight, as transformers does.
+rotation of FP64 inputs, which is in FP64. Results are rounded once, at the end. `rms_norm` also
+rounds the normalized values before it multiplies them by the weight, as transformers does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def swiglu(hidden: Tensor) -> Tensor:
 def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of `hidden` [tokens, 2 width], and the recomputed result of `swiglu`.
 
-    `d_activated` [tokens, width] is the gradient of that result.
+    `d_activated` [tokens, width] is the gradient of the result of `swiglu`.
     """
     gate, up = hidden.float().chunk(2, dim=-1)
     sigmoid = gate.sigmoid()
@@ -75,7 +75,7 @@ def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor
 # half of the row is read. If n1 and n2 are the halves of n, the halves of y are
 # y1 = n1 cos - n2 sin and y2 = n2 cos + n1 sin. YaRN's scaling of attention is part of `cos` and
 # `sin`, so backward is the transposed rotation and not the inverse rotation. The unfused model
-# rounds four intermediate results, and these functions round none.
+# rounds four intermediate results to its dtype, and these functions round no intermediate result.
 
 
 def rotate(
@@ -182,7 +182,10 @@ def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, 
 def _normalised_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of `weight`. `gradient` is that of `_normalised(x)[0]`."""
+    """Return the gradients of x and of `weight`.
+
+    `gradient` is the gradient of the first result of `_normalised`.
+    """
     _, normed, rstd = _normalised(x, weight, eps)
     weighted = gradient * weight.to(gradient.dtype)
     projection = (weighted * normed).mean(dim=-1, keepdim=True)

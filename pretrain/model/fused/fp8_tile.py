@@ -1,9 +1,9 @@
-"""Parts of Triton kernels that load a tile of values, quantize it to FP8 and store it.
+"""Triton functions that load a tile of values, quantize it to FP8 and store it.
 
-Hopper's FP8 matrix products read both operands along the dimension over which they sum. If one
-product sums over the columns of a tensor [M, K] and another product sums over its rows, the tensor
-is stored twice: by rows [M, K] and transposed [K, M]. A kernel that has computed a tile in
-registers writes both.
+On Hopper, both operands of an FP8 matrix product must be contiguous along the dimension over which
+the product sums. If one product sums over the columns of a tensor [M, K] and another product sums
+over its rows, the tensor is stored twice: by rows [M, K] and transposed [K, M]. A kernel that has
+computed a tile in registers writes both.
 
 As in Transformer Engine, infinities and values beyond the range of the format become the largest
 value of the format. NaN stays NaN in the codes, and amaxes ignore it. All functions require tiles
@@ -26,7 +26,9 @@ from pretrain.precision.transformer_engine import library
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _INFINITY = tl.constexpr(float("inf"))
 _LOG2_E = tl.constexpr(1.4426950408889634)
+# True if Triton's interpreter runs the kernels on a CPU. It does not support inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Map torch dtypes to Triton dtypes.
 TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -198,8 +200,8 @@ def store_columns(codes, columns, i, j, M):
 def _computed_once(codes):
     """Return `codes` unchanged, and prevent the compiler from recomputing them.
 
-    Without this function, Triton 3.6 recomputes the codes in the layout of the transpose, and on an
-    H200 every fourth column was wrong.
+    Without this function, Triton 3.6 recomputed the codes in the layout of the transpose, and every
+    fourth column was wrong on an H200.
     """
     if INTERPRETED:
         return codes

@@ -97,8 +97,9 @@ def assess_layer(
             quantized.
 
     Returns:
-        A tuple: the reason, or None if the layer can be fused, and the names in the model of the
-        layer's low-precision linears.
+        A tuple of two values. The first is the reason, or None if the layer can be fused. The
+        second has the full names of the layer's low-precision linears, such as
+        "model.layers.0.mlp.up_proj".
     """
     linears = [
         f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)
@@ -145,7 +146,7 @@ class FusedLayers:
 
     @property
     def members(self) -> dict[str, StackedLinear]:
-        """Dict from the name of each linear in a fused layer to the stacked linear it is in."""
+        """Dict from the name of each linear in a fused layer to the stacked linear that has it."""
         return {member: product for product in self.products for member in product.members}
 
     @property
@@ -249,8 +250,9 @@ class FusedLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the output of attention [tokens, query heads x dim], and x [tokens, hidden].
 
-        The returned x has the values of the argument, and it is an output of the autograd node. The
-        residual branch must use it, so that the node gets the gradient of the residual.
+        The returned x has the same values as the argument, but it is an output of the autograd node
+        `NormedAttention`. The residual branch must use the returned x, so that the backward of the
+        node gets the gradient of the residual branch.
         """
         attention = self.attention
         inputs = (
@@ -288,9 +290,9 @@ class FusedLayer:
     def head_norms_in(self, dtype: torch.dtype) -> HeadNorms | None:
         """Return the head norms with weights in `dtype`, or None if the layer has no head norms.
 
-        `dtype` is the dtype of activations. The unfused layer casts these weights to it too. Call
-        this method inside of an autograd node. If autograd recorded the cast, it would round the
-        gradients of the weights to `dtype`.
+        `dtype` is the dtype of activations. The unfused layer casts these weights to `dtype` too.
+        Call this method inside of an autograd node. If autograd recorded the cast, it would round
+        the gradients of the weights to `dtype`.
         """
         if not self.head_norms:
             return None
@@ -300,8 +302,8 @@ class FusedLayer:
 
 # ── The autograd nodes of a layer ──
 #
-# Parameters are arguments of the nodes only to register them with autograd. FSDP2 and the sums over
-# ranks depend on this registration. Products and norms read the parameters from the layer.
+# Parameters are arguments of the nodes only to make them inputs of the autograd graph, as FSDP2 and
+# `RankSums` require. Products and norms read the parameters from the layer.
 
 
 class NormedAttention(torch.autograd.Function):
@@ -313,9 +315,9 @@ class NormedAttention(torch.autograd.Function):
     and values. `documents` is then a tuple of cu_seqlens, the pack length and the factor of q k^T.
     In both cases the last output is x itself, for the residual branch.
 
-    Because this is one node, its backward gets both gradients of x and adds them in the kernel of
-    the norm's gradient. The backward of the rotation writes its result in the format that the
-    gradient products read.
+    The backward of the node gets the gradient of x from the residual branch, and adds it in the
+    kernel that computes the gradient of the norm. The backward of the rotation writes its result in
+    the format that the products of the input gradient and the weight gradient read.
 
     If heads are normalized, the output of the query-key-value product is saved for backward.
     Backward recomputes queries, keys and values from it, unless `arithmetic.keeps_rotated` is set

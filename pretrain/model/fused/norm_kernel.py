@@ -6,9 +6,10 @@
                                                                                  FP32, then BF16
     dweight = sum over tokens of dy * rstd * x                                   FP32
 
-`residual` is the gradient of x from the residual branch, which reads x too. Each value is read and
-written once, so the kernels run at the speed of memory. In a step of Qwen3-1.7B on an H200 they
-take 45 ms, compared with 98 ms in torch.
+The residual branch of the layer has the same input x as the norm. `residual` is the gradient of x
+from the residual branch. The kernels read each input value once and write each result once, so only
+the memory bandwidth limits their speed. In a step of Qwen3-1.7B on an H200 they take 45 ms,
+compared with 98 ms in torch.
 
 Each Triton program loads complete rows into registers. In backward, each program sums dweight over
 its rows, and the sums of all programs are then added in order. The assignment of rows to programs

@@ -10,7 +10,7 @@ the registers of one thread.
 In backward, a tile consists of a few tokens of one head. The gradient is written in BF16. Under
 delayed scaling, the scale is known before the gradient is computed, so the gradient can be written
 as FP8 codes by rows and by columns instead. The compiler may not fuse multiplications with
-additions, so that both forms are computed with the same bits.
+additions, so that the BF16 values are the same bit for bit, whether they are written or quantized.
 
 If there are head norms, a program of backward computes many tiles and sums the gradients of the
 norms' weights over them. torch then adds the sums of all programs, in an order that depends only on
@@ -49,8 +49,8 @@ _BACKWARD_WARPS = 8  # number of warps for heads of 128 values; proportional to 
 _REGISTERS = 112  # maximum number of registers of a thread
 _PROGRAMS = 264  # maximum number of programs if there are head norms
 # Number of tiles that a program loads ahead if there are head norms. All of them except the last
-# are stored in shared memory. Heads of 128 values need 70 KiB of it, or 103 KiB if the gradients
-# are in four parts.
+# are stored in shared memory. Heads of 128 values need 70 KiB of shared memory, or 103 KiB if the
+# gradients are in four parts.
 _STAGES = 3
 # Number of neighbouring values of a row that a thread loads: 16 bytes in BF16.
 _IN_A_THREAD = tl.constexpr(8)
@@ -467,7 +467,7 @@ def _strides_of(gradient: Tensor) -> tuple[int, int, int]:
     return token, head, part[0] if part else 0
 
 
-def writes(quantizer: Any, dq: Tensor) -> bool:
+def supports(quantizer: Any, dq: Tensor) -> bool:
     """Return True if `quantized_rotate_backward` can quantize in place of `quantizer`.
 
     It supports delayed scaling, and BF16 gradients `dq` [tokens, query, dim] with a multiple of 32

@@ -2,13 +2,14 @@
 
 For each chunk, forward and gradients are computed together. The softmax kernel writes the gradient
 of the logits directly as FP8 operands, while te.Linear would quantize and transpose a BF16
-gradient. The GEMM of the weight gradient adds to the FP32 sum itself. Each row of the logits'
-gradient has a scale, and the gradient of the hidden states is multiplied by the reciprocals of
-these scales after its GEMM. The quantizers with their scales and histories, the cached weight, the
-GEMM and its observers are the same as in other layers.
+gradient. The GEMM of the weight gradient adds its result to the FP32 sum over chunks. Each row of
+the logits' gradient has a scale. The GEMM that computes the gradient of the hidden states does not
+use these scales, so its result is multiplied by their reciprocals. The quantizers with their scales
+and histories, the cached weight, the GEMM and its observers are the same as in other layers.
 
 This head supports precisions with one scale for a tensor (delayed and current scaling), on GPUs up
-to Hopper, whose FP8 products read both operands along the dimension over which they sum.
+to Hopper. On these GPUs, both operands of an FP8 product must be contiguous along the dimension
+over which the product sums.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ def fused_head(
     Enter it inside of the engine's `forward` context. The yielded function returns the losses of a
     chunk and writes the gradients. `head._differentiating` describes its arguments. `weight`
     [vocabulary, hidden], FP32 or BF16, is quantized in the first microbatch of a step. The
-    observers of `context` get each operand in BF16 before it is quantized. Of the results, they get
-    those of the first chunk.
+    observers of `context` get each operand in BF16 before it is quantized. They also get the
+    results of the products of the first chunk.
     """
 
     def matrix() -> Tensor:
+        """Return the unquantized weight in BF16."""
         return weight.detach().to(_BF16)
 
     head_pass = LinearPass(gemm, context, refresh=context.first_microbatch, differentiable=True)
-    # The library reads only the dtype and the device of this input.
+    # Transformer Engine reads only the dtype and the device of this input.
     gemm.begin(torch.empty(0, dtype=_BF16, device=weight.device))
     try:
         is_first = gemm.is_first_in_forward()
@@ -60,8 +62,8 @@ def fused_head(
     finally:
         gemm.end()
     if is_first and gemm.engine.precision.keeps_history:
-        # The backward of the first Gemm of a forward updates the histories of delayed scaling. Here
-        # this Gemm is the head.
+        # The backward of the first Gemm of a forward updates the histories of delayed scaling. In
+        # this forward, the head is the first Gemm.
         gemm.finish_backward()
 
 
@@ -77,11 +79,19 @@ def chunk_loss(
 ) -> Tensor:
     """Return the losses of a chunk, FP32 [n], and write its gradients to `gradients`.
 
-    `weight` is quantized by rows and transposed. The gradient of the bias is None, because this
-    function is not used for a head with a bias.
+    Args:
+        gemm: The Gemm of the head.
+        head_pass: The current forward of the head.
+        weight: Quantized weight, with FP8 codes by rows and transposed.
+        hidden: Hidden states of the chunk [n, hidden].
+        labels: Labels of the chunk, int64 [n].
+        gradients: Buffers for the gradients of `hidden`, of the weight and of the bias. The last
+            one is None, because this function is not used for a head with a bias.
+        first: True to overwrite the buffer of the weight's gradient instead of adding to it.
     """
 
     def show_result(kind: GemmKind, result: Tensor) -> None:
+        """Pass the result of a product to the observers, if this is the first chunk."""
         if first:
             for observer in head_pass.observed.result_observers:
                 observer(gemm.name, kind, result.detach(), None)
@@ -91,8 +101,8 @@ def chunk_loss(
     logits = gemm.matmul("forward", x, weight, _BF16)
     show_result("forward", logits)
     quantizer, te = gemm.quantizer("grad_output", both=True), gemm.engine.te
-    # Under delayed scaling, the quantizer has the scale, and its amax is the first entry of
-    # the amax history.
+    # Under delayed scaling, the quantizer has the scale, and its `amax` is the first entry of the
+    # amax history.
     delayed = gemm.engine.precision.keeps_history
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None
@@ -106,6 +116,7 @@ def chunk_loss(
     del logits
 
     def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
+        """Return FP8 codes, by rows or transposed, as an operand of Transformer Engine."""
         options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": _BF16}
         return te.Float8TensorStorage(data=rows, data_transpose=columns, **options)
 

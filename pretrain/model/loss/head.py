@@ -52,8 +52,9 @@ Gradients = tuple[Tensor, Tensor, Tensor | None]
 # They take 16 MiB, and the method needs about three tensors of this size.
 LOGITS_AT_ONCE = 2**22
 
-# Map configuration keys by which some architectures change their logits after the head to the value
-# that has no effect. `LossHead` replaces only the head, so such a change would be lost.
+# Some architectures change their logits after the head by a cap or a factor. `LossHead` replaces
+# only the head, so such a change would be lost. Map the configuration key of each cap and factor to
+# the value that has no effect.
 _LOGIT_CHANGES = dict.fromkeys(
     ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 )
@@ -73,8 +74,8 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
         value = getattr(config, key, None)
         if value not in (None, neutral):
             raise InputError(
-                f"model: the model changes its logits by `{key}: {value}`, which no loss here "
-                "computes; either choose another model, or, if you train from scratch, set "
+                f"model: the model changes its logits by `{key}: {value}`, which is not computed "
+                "here; either choose another model, or, if you train from scratch, set "
                 f"`model.config.{key}: {json.dumps(neutral)}`"
             )
 
@@ -98,8 +99,8 @@ class LossHead(nn.Linear):
         Args:
             linear: The head of the transformers model.
             settings: Settings of the loss and the penalty.
-            context: Precision shared by all low-precision modules. The Gemms of the head for these
-                precisions are added later, by `convert`.
+            context: Precision shared by all low-precision modules. `convert` later adds a Gemm to
+                the head for each engine that quantizes the head.
             name: Name of the head in the model.
         """
         has_bias = linear.bias is not None
@@ -152,13 +153,14 @@ class LossHead(nn.Linear):
     def _evaluate(self, hidden: Tensor, labels: Tensor, low: Gemm | None) -> tuple[Tensor, Tensor]:
         """Return the results of `add_up`, without computing gradients.
 
-        `low` is the low-precision product, or None.
+        `low` is the Gemm of the head, or None if the head is not quantized.
         """
         dtype = self.state.context.compute_dtype if low else hidden.dtype
         weight, bias = in_dtype(dtype, self.weight, self.bias)
         linear = self.state if low else F.linear
 
         def losses(rows: slice) -> Tensor:
+            """Return the losses of the chunk of tokens `rows`, as `add_up` requires."""
             logits = linear(hidden[rows], weight, bias)
             return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
 
@@ -174,7 +176,7 @@ class LossHead(nn.Linear):
                 chunk's tokens. The result is FP32 [n], or [2, n] with the penalties in the second
                 row.
             labels: int64 [tokens].
-            low: Low-precision product, or None.
+            low: Gemm of the head, or None if the head is not quantized.
 
         Returns:
             The loss to minimize, an FP32 scalar, and the parts of this loss, FP32 [1] or [2]. The
@@ -236,14 +238,16 @@ class ChunkedLoss(torch.autograd.Function):
         low: Gemm | None,
     ) -> tuple[Tensor, Tensor]:
         # Allocate these gradients for each microbatch. Buffers that are kept between microbatches
-        # would save no time, and they would occupy memory when the backward of the layers needs the
-        # most. The weight gradient is not filled with zeros, because the first chunk overwrites it.
+        # would save no time, and they would occupy memory while the backward of the layers needs
+        # its maximum of memory. The weight gradient is not filled with zeros, because the first
+        # chunk overwrites it.
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.empty_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         with _differentiating(head, low, hidden.dtype) as chunk_loss:
 
             def losses(rows: slice) -> Tensor:
+                """Return the losses of the chunk `rows`, and write its gradients."""
                 gradients = (d_hidden[rows], d_weight, d_bias)
                 return chunk_loss(hidden[rows], labels[rows], gradients, first=rows.start == 0)
 
@@ -278,19 +282,19 @@ def _differentiating(
     """Return a context manager for the chunks of one training forward.
 
     It yields a function `chunk_loss(hidden, labels, gradients, *, first)`, which returns the losses
-    of a chunk and writes the gradients to the buffers `gradients`. `first` is True for the first
-    chunk, whose weight gradient overwrites the uninitialized buffer. The gradients of other chunks
-    are added.
+    of a chunk and writes its gradients to the buffers `gradients`. `first` is True for the first
+    chunk. The weight gradient of the first chunk overwrites the uninitialized buffer, and the
+    weight gradients of all other chunks are added to the buffer.
 
     Args:
         head: The head whose loss is computed.
-        low: Low-precision product of the head, or None.
+        low: Gemm of the head, or None if the head is not quantized.
         dtype: Dtype of the hidden states.
     """
     context = head.state.context
-    in_bf16 = context.backend is not None and context.backend.forward_in_bf16
-    is_plain = in_bf16 or head.penalty is not None
-    if isinstance(low, TransformerEngineGemm) and low.supports_fused_loss and not is_plain:
+    forward_in_bf16 = context.backend is not None and context.backend.forward_in_bf16
+    can_fuse = head.penalty is None and not forward_in_bf16
+    if isinstance(low, TransformerEngineGemm) and low.supports_fused_loss and can_fuse:
         # Imported here because it imports Triton, which is slow.
         from pretrain.model.loss.fp8_head import fused_head
 
@@ -298,6 +302,14 @@ def _differentiating(
     weight, bias = in_dtype(context.compute_dtype if low else dtype, head.weight, head.bias)
 
     def chunk_loss(hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
+        """Return the losses of a chunk, FP32 [n] or [2, n], and write its gradients.
+
+        Args:
+            hidden: Hidden states of the chunk [n, hidden].
+            labels: Labels of the chunk, int64 [n].
+            gradients: Buffers for the gradients of `hidden`, of the weight and of the bias.
+            first: True to overwrite the buffer of the weight's gradient instead of adding to it.
+        """
         d_hidden, d_weight, d_bias = gradients
         if low:
             refresh = context.first_microbatch and first
@@ -348,10 +360,10 @@ def token_losses(
 def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[slice]:
     """Return an iterator over slices that split `tokens` tokens into chunks of about equal size.
 
-    A chunk has at most `chunk` tokens, or a few more with `low_precision`. Low-precision products
-    require a number of tokens that is a multiple of 16 to 128, depending on the format. The number
-    of tokens of a microbatch is such a multiple. With `low_precision`, the number of tokens of each
-    chunk is such a multiple too.
+    A chunk has at most `chunk` tokens, or a few more with `low_precision`. In low-precision
+    products, the number of tokens must be a multiple of the block size of the format, which is 16
+    to 128. The number of tokens of a microbatch is such a multiple. With `low_precision`, the
+    number of tokens of each chunk is such a multiple too.
     """
     size = math.ceil(tokens / math.ceil(tokens / chunk))
     if low_precision:
@@ -363,9 +375,10 @@ def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[
 def in_dtype(
     dtype: torch.dtype, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias in `dtype`, the dtype of the products.
+    """Return weight and bias in `dtype`, the dtype of the head's matrix products.
 
-    Parameters with a different dtype are copied in each call.
+    A parameter with a different dtype is copied in each call. The copy of the weight has the
+    `main_grad` of the weight.
     """
     return summing_where(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
 

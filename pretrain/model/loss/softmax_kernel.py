@@ -5,14 +5,14 @@ a multiprocessor. The first pass computes the maximum and the sum of exponential
 second pass overwrites the row with the gradient. The kernel that torch.compile generates from the
 formula takes 1.8 times as long.
 
-If FP8 products follow, the gradient is written as FP8 codes, by rows and transposed. The scales are
-known after the first pass: the entry of largest magnitude in a token's gradient is the one at its
-label, because all other entries are positive and sum to the same magnitude. Values are rounded to
-BF16 before they are quantized, as if the gradient had been written in BF16.
+If the head computes in FP8, the gradient is written as FP8 codes, by rows and transposed. The
+scales are known after the first pass: the entry of largest magnitude in a token's gradient is the
+entry at its label, because all other entries are positive and sum to the same magnitude. Values are
+rounded to BF16 before they are quantized, as if the gradient had been written in BF16.
 
 In the codes by rows, each row has a scale, so that the entry at the label is exact. docs/log.md
 (21 November 2026) has the cost of one scale for all rows. The transposed codes must have one scale
-for all tokens, because their product sums over tokens.
+for all tokens, because they are an operand of the weight gradient, which sums over tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _softmax_loss(
     logits,  # [n, vocabulary]; overwritten with the gradient if `with_gradient`
     labels,  # int64 [n]
     losses,  # FP32 [n], written
-    # The next five are None if no FP8 codes follow.
+    # The next five are None if the gradient is not written as FP8 codes.
     maxima,  # FP32 [n], written: largest score of each token
     reciprocals,  # FP32 [n], written: reciprocals of the sums of exponentials
     scales,  # FP32 [n], written: each maps the entry at the label to the largest value of `fp8`
@@ -145,7 +145,7 @@ def softmax_loss(
         labels: [n] int64.
         ignore: Label of tokens whose loss and gradient are zero.
         statistics: Five buffers for the outputs `maxima` to `amax` of `_softmax_loss`, from which
-            the FP8 codes of the gradient are computed. Omit them if no codes follow.
+            the FP8 codes of the gradient are computed. Omit them if no codes are needed.
         with_gradient: True to overwrite the logits with their gradient, softmax - one_hot(label).
         fp8: Format of the FP8 codes. Required if `statistics` are given.
     """

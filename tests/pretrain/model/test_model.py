@@ -481,7 +481,7 @@ def test_untrained_parameters_stay_untrained_from_a_source(
     [
         (
             lambda weights: weights["model.norm.weight"].fill_(math.nan),
-            r"model\.norm\.weight holds NaN",
+            r"model\.norm\.weight contains NaN",
         ),
         (
             lambda weights: weights.update({"lm_head.weight": torch.zeros(61, 32)}),
@@ -576,7 +576,7 @@ def test_quantized_weights_are_rejected(
         for name, weight in load_file(file).items()
     }
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"holds quantized weights \(.* in (I8|F8_E4M3)\)"):
+    with pytest.raises(InputError, match=r"has quantized weights \(.* in (I8|F8_E4M3)\)"):
         build_from(tmp_path)
 
 

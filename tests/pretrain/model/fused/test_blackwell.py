@@ -43,7 +43,9 @@ ON_BLACKWELL = ("mxfp8", "nvfp4")
 # Our kernels need a GPU. The formulas that they are tested against replace them and report the same
 # supported operands.
 ACTIVATION = SimpleNamespace(
-    swiglu=formulas.swiglu, swiglu_backward=formulas.swiglu_backward, takes=activation_kernel.takes
+    swiglu=formulas.swiglu,
+    swiglu_backward=formulas.swiglu_backward,
+    supports=activation_kernel.supports,
 )
 Trained = tuple[list[float], dict[str, Tensor]]
 
