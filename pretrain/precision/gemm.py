@@ -160,15 +160,17 @@ class Gemm(ABC):
 
     @staticmethod
     def restore(tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
-        """Return the operands for which `save` returned `tensors` and `rest`."""
+        """Build operands again from the two results of `save`: the saved tensors and the rest."""
         return tensors
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """Return True if this Gemm is the first one in the current forward of the model.
+        """Return True in the first call of a forward of the model, and False in all later calls.
 
-        It must be called exactly once for each Gemm in a forward. Backward reaches the first Gemm
-        last, and `finish_backward` must be called after it.
+        Each Gemm calls this method exactly once in a forward, so only the Gemm that runs first
+        receives True. In backward this Gemm runs last. Then all gradients have been quantized, and
+        `finish_backward` must be called. Return False in every call if `finish_backward` is not
+        needed.
         """
         return False
 
@@ -244,8 +246,9 @@ class GemmEngine(ABC):
 
     # True in a phase with `forward: bf16`: forward products multiply BF16 operands, and the two
     # products of backward multiply quantized operands. Loss and activations then equal those of a
-    # BF16 model, and two of three products keep the speed of the low precision. Near the end of a
-    # training, this recovers most of the loss that NVFP4 adds (arXiv:2509.25149, appendix D).
+    # BF16 model, and two of three products keep the speed of the low precision. If the last part of
+    # a training uses this mode, most of the additional loss of NVFP4 disappears (arXiv:2509.25149,
+    # appendix D).
     forward_in_bf16: bool = False
 
     def __init__(self) -> None:

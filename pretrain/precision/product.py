@@ -66,7 +66,7 @@ class PrecisionContext:
     result_observers: list[Callable[[str, GemmKind, Tensor, Tensor | None], None]] = field(
         default_factory=list
     )
-    # False while `python -m pretrain parity` runs the model without quantization.
+    # False while parity or the measurement of `log.gap` runs the model without quantization.
     quantizing: bool = True
     # Map a layer's name to the ends of each expert's rows in the layer's latest grouped products.
     groups: dict[str, Tensor] = field(default_factory=dict)
@@ -118,9 +118,10 @@ class PrecisionContext:
     def go_back(self, copies: Sequence[Tensor]) -> None:
         """Restore histories and scales from `copies`, and reset all other state of the engines.
 
-        `copies` is the result of `copied_state`. Use this after a skipped step, because its
-        overflow would stay in a history for 1,024 microbatches. Use it after a failed pass, because
-        the pass leaves scales that were stored for recomputing a layer.
+        `copies` is the result of `copied_state`. Call this method after a skipped step. Otherwise
+        an overflow in the step would stay in the histories, for 1,024 microbatches by default. Call
+        it also after a pass that failed. Otherwise the scales that the pass stored for recomputing
+        its layers would be used by the next recomputation.
         """
         self.forget()
         for tensor, before in zip(self.saved_state().values(), copies, strict=True):
