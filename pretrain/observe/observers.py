@@ -78,11 +78,14 @@ class Observer:
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Enclose forward and backward of the first microbatch, which quantizes the weights."""
+        """Enclose forward and backward of the first microbatch, which quantizes the weights.
+
+        The other microbatches use the cached quantized weights.
+        """
         yield
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        """Return the decision whether to update the weights: `decision`, or one that replaces it.
+        """Return `decision`, or another decision whether to update the weights, to replace it.
 
         The gradients of the step are complete when this hook is called.
         """

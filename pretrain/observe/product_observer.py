@@ -48,10 +48,11 @@ FACTORS |= dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3)
 SAMPLED_VALUES = 2**15
 # The number of consecutive values in a sampled block if the whole tensor has one scale.
 PIECE = 128
-# Blocks with a smaller scale are not judged: a code times the scale may be too small for FP32.
+# Blocks with a scale below this number are not judged, because the product of a code and such a
+# scale may be too small for FP32.
 SMALLEST_SCALE = 2.0**-100
-# Relative tolerance of an emulated code. The code times its scale was rounded to FP32, and is
-# divided by the scale to recover the code.
+# Relative tolerance of the code of an emulated value. The value is the code times the scale,
+# rounded to FP32. The code is recovered by dividing the value by the scale.
 ROUNDING = 2.0**-20
 MAGNITUDE = 0x7F  # mask of the bits of an FP8 code without its sign
 
@@ -108,7 +109,7 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 def examine(
     codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None
 ) -> Tensor:
-    """Return the number of blocks and the number of bad blocks, FP64 [2].
+    """Check the blocks of an operand. Return the number of blocks and of bad blocks, FP64 [2].
 
     codes: the values of each block divided by the block's scale, FP32 [n, values].
     scale: the scale of each block, FP32 [n].
@@ -367,7 +368,10 @@ class ProductObserver(ProductWatcher):
         self._findings.append((call, role, grid, counts))
 
     def _note(self, call: _Call, left: str, right: str) -> bool:
-        """Record a product with the kinds of its operands. Return whether to examine them."""
+        """Record a product with the kinds of its operands.
+
+        Return True if the caller must also examine the operands.
+        """
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
         is_examined = self._examined is None or not self._examined.isdisjoint(call.names)

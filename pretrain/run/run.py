@@ -29,7 +29,7 @@ from pretrain.metrics.run_record import Record, last_screen, read_finished, same
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.distributed import describe_topology
 from pretrain.model.huggingface import kept_from_source
-from pretrain.observe.audit import in_short
+from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
 from pretrain.optimizer import adamw
 from pretrain.plan.rendering import render
@@ -91,7 +91,7 @@ class Run:
         self._take_over_parity()
         self.console.panel(
             f"precision of each product, as observed (all: {self.folder.audit})",
-            in_short(self.assembly.audit),
+            console_rows(self.assembly.audit),
         )
         for note in notes:
             self.console.notice(note)
@@ -154,7 +154,7 @@ class Run:
         self.write_audit()
         self.console.notice(
             f"the precision changes from {before} to {name} after step {self.state.step}; audit: "
-            f"{in_short(self.assembly.audit)['products']}"
+            f"{console_rows(self.assembly.audit)['products']}"
         )
 
     def record_of_step(
