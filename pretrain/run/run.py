@@ -1,4 +1,4 @@
-"""The object that holds all parts of a run, and the functions that describe and log the run.
+"""The class `Run`, which contains all parts of a run, and functions that describe and log a run.
 
 The precision schedule alone determines at which step the precision changes. A run that is resumed
 at such a step repeats the change. A run that is resumed later loads the histories of delayed
@@ -53,8 +53,8 @@ class Run:
     state: TrainState
     # True if the run starts without a checkpoint or branches from another run. False if it resumes.
     is_new: bool
-    # This process has trained the steps after this step. It is the step of the checkpoint that the
-    # run has resumed from, or 0. A rollback to an earlier step lowers it.
+    # The step after which this process has trained all steps: the step of the checkpoint that the
+    # run has resumed from, or 0. A rollback to an earlier step changes it to the earlier step.
     resumed_step: int
     health: Health
     recorder: Recorder
