@@ -127,8 +127,9 @@ def audit_products(
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in in_routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
-            # stacked. They compute as transformers implements them (on a CPU, routers in FP32). So
-            # the observed precision is reported as the requested one.
+            # stacked. These modules compute in the precision that transformers has implemented (on
+            # a CPU, routers compute in FP32). So the observed precision is also reported as the
+            # requested precision.
             entry["requested"] = entry["effective"]
             if active.precision.quantized and not decision.reason:
                 entry["reason"] = "not a linear layer; low precision replaces only linear layers"
@@ -418,6 +419,7 @@ def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if lost:
         raise InputError(
             f"model: {len(lost)} parameters would not be trained, for example {lost[0]}, because "
-            "they have no gradient or the optimizer does not contain them. If the attention of "
-            f"{type(hf).__name__} uses them in its own way, choose another model"
+            "they have no gradient or the optimizer does not contain them. If "
+            f"{type(hf).__name__} uses these parameters only in its own implementation of "
+            "attention, choose another model"
         )

@@ -31,8 +31,8 @@ class Step:
     # True in the run's first step, and in the first step after each change of the precision.
     starts_precision: bool
     # True in the first two steps of this process, the first two steps after a rollback, and the
-    # first two steps of each phase of precision. Two steps, because the second step is the first
-    # one that uses updated weights.
+    # first two steps of each phase of precision. The second step is included because it is the
+    # first step with updated weights.
     is_new: bool
 
     def measures_operands(self, every: int | None) -> bool:
@@ -174,7 +174,7 @@ class Observers:
 
     observers: the observers, in the order in which their hooks are called.
     precision: the model's precision, whose schedule determines the phases.
-    resumed_step: the step of the loaded checkpoint, or 0. The first observed step is the next one.
+    resumed_step: the step of the loaded checkpoint, or 0. The first observed step comes after it.
     """
 
     observers: Sequence[Observer]

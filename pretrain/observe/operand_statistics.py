@@ -180,8 +180,8 @@ class OperandStatistics:
     def __call__(self, name: str, role: Role, x: Tensor) -> None:
         """Measure the operand x [rows, features] of the linear `name`.
 
-        Several calls for one operand are added up, because the LM head computes in chunks of
-        tokens.
+        The LM head computes in chunks of tokens, so there are several calls for each of its
+        operands. The figures of these calls are added up.
         """
         # The infinity norm is the largest magnitude. It makes no copy of x.
         amax = torch.linalg.vector_norm(x, math.inf).float()

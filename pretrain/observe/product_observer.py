@@ -95,10 +95,11 @@ def sample(
 
 
 def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
-    """Return a function that returns a generator for a device, always the same one.
+    """Return a function that maps a device to a random generator.
 
-    Each generator is seeded with `seed`. torch's default generators are not used, because drawing
-    from them would change the random numbers of the training.
+    For the same device, the function always returns the same generator. Each generator is seeded
+    with `seed`. torch's default generators are not used, because drawing from them would change the
+    random numbers of the training.
     """
     return functools.cache(lambda device: torch.Generator(device).manual_seed(seed))
 
@@ -173,7 +174,7 @@ class ObservedProduct(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A block that announces its products, see `watched` in pretrain/precision/observed.py."""
+    """The arguments of a `watched` block that is entered, see pretrain/precision/observed.py."""
 
     names: Sequence[str]  # the linears, several if a product is fused
     gemm: str
@@ -200,8 +201,8 @@ class ProductObserver(ProductWatcher):
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active
         self._examined = examined
-        # The blocks that are entered, innermost last. Recomputation runs a forward inside the
-        # backward of another product.
+        # The `watched` blocks that are entered, the innermost block last. Blocks are nested if a
+        # layer is recomputed inside the backward of another product.
         self._calls: list[_Call] = []
         # A tuple for each examined operand. The tensor has the two counts that `examine` returns.
         self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []
@@ -209,9 +210,9 @@ class ProductObserver(ProductWatcher):
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe the products inside the block that are announced by `watched`.
+        """Observe all products in `watched` blocks that run inside this `with` block.
 
-        Products inside the `watched` block may be computed by torch or by Transformer Engine.
+        Torch or Transformer Engine may compute the products.
         """
         extension: Any = sys.modules.get("transformer_engine_torch")
         multiply: Any = getattr(extension, "generic_gemm", None)

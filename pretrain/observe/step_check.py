@@ -91,7 +91,7 @@ class StepCheck(Observer):
         # One FP64 [2] for each microbatch whose backward has begun: the number of its labels, and
         # the factor by which backward multiplies its summed loss.
         seen: list[Tensor] = []
-        # Becomes one bool scalar, the result of `_fit_bf16` after the second microbatch.
+        # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
         sums_fit_bf16: list[Tensor] = []
         # The code before the block does not wait for the device. It computes sums of magnitudes,
         # because squares of gradients may underflow.
@@ -363,7 +363,8 @@ class TorchUpdate:
         """Return a bool tensor: True for each value that differs from its expected value.
 
         before: the values before the update, from which the tolerance is computed.
-        in_bf16: `actual` is stored in BF16, so the limits of the tolerance are rounded to BF16.
+        in_bf16: True if `actual` is stored in BF16. Then the limits of the tolerance are rounded to
+            BF16 too.
 
         NaN always differs.
         """

@@ -51,7 +51,7 @@ class Gemm(ABC):
         """Create the products of the layer `name`.
 
         A checkpoint stores the layer's histories under this name. `members` are the names of the
-        layers whose weights are stacked. By default, it is the layer `name` alone.
+        layers whose weights are stacked. By default, the only member is the layer `name`.
         """
         self.name = name
         self.members = members or (name,)
@@ -76,8 +76,9 @@ class Gemm(ABC):
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Operand:
         """Return x [rows, features] as an operand.
 
-        With `both`, the operand can be used in both products that x takes part in. Without `both`,
-        it can be used only in the product that sums along the features.
+        Each operand is a factor of two products: one sums along its features, the other one along
+        its rows. With `both`, the returned operand can be used in both products. Without `both`, it
+        can be used only in the product that sums along the features.
         """
 
     def quantizer(self, role: Role, *, both: bool) -> Any | None:
@@ -95,7 +96,7 @@ class Gemm(ABC):
         matrix: returns the weight [out, in]. It is called only if the weight must be quantized.
         refresh: quantize the weight even if a quantized weight is cached. It is set in the first
             microbatch of a step.
-        differentiable: whether a backward can follow. If False, the weight is always quantized, and
+        differentiable: True if a backward can follow. If False, the weight is always quantized, and
             the cache is neither used nor modified.
         """
         if not differentiable:
@@ -284,7 +285,7 @@ class GemmEngine(ABC):
     def _make(
         self, name: str, in_features: int, out_features: int, bias: bool, members: Sequence[str]
     ) -> Gemm:
-        """Create and return a Gemm. With delayed scaling, it gets separate histories and scales."""
+        """Create and return a Gemm. With delayed scaling, also create its histories and scales."""
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:

@@ -155,8 +155,8 @@ class LinearState:
     def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:
         """Create the state of the layer `name`, without any Gemm.
 
-        `members` are the names of the layers whose weights are stacked. By default, it is the layer
-        `name` alone.
+        `members` are the names of the layers whose weights are stacked. By default, the only member
+        is the layer `name`.
         """
         self.name = name
         self.members = members or (name,)
@@ -191,9 +191,9 @@ class LinearState:
         ends: int32 [experts], for a mixture of experts. The rows are then sorted by expert, `ends`
             are the ends of each expert's rows, and weight is [experts, out, in].
 
-        In low precision, x, weight and bias are cast to the context's compute dtype, otherwise to
-        the dtype of x. The first microbatch of a step quantizes the weight. The other microbatches
-        use the cached quantized weight.
+        In low precision, x, weight and bias are cast to the context's compute dtype. Otherwise,
+        weight and bias are cast to the dtype of x. The first microbatch of a step quantizes the
+        weight. The other microbatches use the cached quantized weight.
         """
         gemm = self.low
         context = self.context
@@ -233,7 +233,7 @@ class LinearPass:
         """Create a pass.
 
         refresh: quantize the weight even if a quantized weight is cached.
-        differentiable: whether a backward can follow.
+        differentiable: True if a backward can follow.
         ends: int32 [experts], the end of each expert's rows. None if the products are not grouped.
         """
         self.gemm = gemm
@@ -416,9 +416,9 @@ class LinearFunction(torch.autograd.Function):
 def summing_where(parameter: Tensor, copy: Any, *, transposed: bool = False) -> Tensor:
     """Return `copy`, a cast of `parameter`, with the `main_grad` of `parameter` as an attribute.
 
-    The gradient of the copy is then added to the same sum as the gradient of the parameter. Set
-    `transposed` if `copy` is the transpose of `parameter`. It cannot be found out from the shapes,
-    because the transpose of a square matrix has the same shape.
+    With this attribute, backward adds the gradient of the copy to the gradient sum of the
+    parameter. Set `transposed` if `copy` is the transpose of `parameter`. The function cannot
+    derive this from the shapes, because the transpose of a square matrix has the same shape.
     """
     main = getattr(parameter, "main_grad", None)
     if main is not None and copy is not parameter:

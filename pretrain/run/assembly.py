@@ -189,7 +189,7 @@ def _fuse(
     layers: map names to the decoder layers.
     precisions: the precisions of the run.
 
-    The first value is None if no layer was fused. Then the text says why.
+    The first value is None if no layer was fused. In this case the text contains the reason.
     """
     # Sort quantized precisions first. The arithmetic of the first precision is used for all, and if
     # several precisions do not support fusing, the reason of the first one is returned.

@@ -170,9 +170,10 @@ def check_tokens(
     fingerprint: the fingerprint of the model's own tokenizer, or None if it is not known.
     most: the largest number of tokens in a document, or None if there is no limit.
 
-    Packs are read and checked if `most` is set or if the packs do not record the size of their
-    vocabulary: the first 1,000 packs and 65,536 evenly spaced packs of each source. All other packs
-    are checked when batches are made from them.
+    If the packs record the size of their vocabulary, this size is compared with `vocab_size`. Packs
+    are read only if `most` is set or if the packs do not record this size. Then the first 1,000
+    packs and 65,536 evenly spaced packs of each source are read and checked. All other packs are
+    checked when batches are made from them.
     """
     check_model(data.train, vocab_size, fingerprint)
     for packs in [*parts_of(data.train), *parts_of(data.held_out)]:

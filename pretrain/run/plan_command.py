@@ -126,7 +126,7 @@ def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[
 def _reasons(plans: Sequence[tuple[Target, Plan]]) -> list[str]:
     """Return lines "TARGETS: reason" about targets with restrictions.
 
-    A reason says why the targets cannot run the plan, or why experts compute in BF16 there.
+    A reason explains why the targets cannot run the plan, or why experts compute in BF16 on them.
 
     plans: the targets and their plans.
     """

@@ -77,8 +77,8 @@ class ResumePoint:
     def place(self, job: Job) -> int:
         """Return the position in the order of packs after the checkpoint's last pack.
 
-        The position counts packs of the job's `data.length`, even if the checkpoint had another
-        `data.length`.
+        The position is a number of packs with the job's `data.length`. If the checkpoint was made
+        with another `data.length`, its position is converted and rounded up.
         """
         if self.is_of_another_stream(job):
             return 0

@@ -235,8 +235,9 @@ class QuantizedPrecision(Precision):
 
         The result is 1 if FP8 products of the device accept both layouts (Transformer Engine's
         nvte_is_non_tn_fp8_gemm_supported()) and the operand has no scales of blocks. Otherwise the
-        transpose must be stored too. Blocks extend along the axis of the sum, so the transpose has
-        other blocks. `capability` is the CUDA compute capability of the device. None means Hopper.
+        device must also store the transpose. In a format with blocks, the transpose must be
+        quantized separately, because blocks extend along the axis of the sum. `capability` is the
+        CUDA compute capability of the device. None means Hopper.
         """
         both_ways = capability is not None and (
             BLACKWELL <= capability < (12, 0) or capability >= (13, 0)
