@@ -111,7 +111,7 @@ def launch(arguments: argparse.Namespace) -> int:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
     # The model can be freed now, because the objects of the run went out of scope in `carry_out`.
     distributed.end_processes(accelerator)
-    # 128 plus the signal's number is the status that shells report after a signal.
+    # Return 128 plus the signal's number, as shells do if a signal has ended a process.
     return 128 + stopped_by if stopped_by else 0
 
 
@@ -173,9 +173,9 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
         ):
             # accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
             model, _ = accelerator.prepare(model, optimizer)
-    # Without FSDP2 the model is already on its device, and `prepare` is not called: it would wrap
-    # the model in DistributedDataParallel, which sums gradients in the dtype of the parameters. Our
-    # RankSums sums gradients over ranks in FP32.
+    # Without FSDP2 the model is already on its device. `prepare` is not called, because it would
+    # wrap the model in DistributedDataParallel, which sums gradients over ranks in the dtype of the
+    # parameters. The class `RankSums` sums them in FP32 instead.
     set_weights(hf, values, optimizer, exact=exact)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
@@ -260,7 +260,8 @@ def train(run: Run) -> int:
     """
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
-        # The loop repeats after each rollback, which changes the packs of the following steps.
+        # `train_on` returns after each rollback. The loop then opens the batches again, because a
+        # rollback changes the packs of the following steps.
         while not run.state.finished:
             with run.job.batches(run.accelerator, run.state.shift).steps(
                 *run.state.data_steps
@@ -360,8 +361,8 @@ def train_step(
             optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     elif decision.action == "skip":
         model.context.go_back(histories)
-    # Clear gradients here, so that the device has this work queued when the host waits for the
-    # update.
+    # Queue the clearing of gradients before `record_of_step`, in which the host waits for the
+    # update. So the device has work while the host waits.
     adamw.clear_gradients(optimizer, model)
     state.advance(
         tokens=batches.tokens,

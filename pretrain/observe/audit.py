@@ -76,8 +76,8 @@ def audit_products(
     decisions: map the name of each linear to its precision. Empty if nothing is quantized.
     optimizer: the run's optimizer, which must contain every trained parameter.
 
-    Raises InputError if a product computed in another precision than decided, if a product did not
-    run, or if a parameter would not be trained.
+    Raises InputError if a linear multiplied in a precision that differs from its decision, if one
+    of its products did not run, or if a parameter would not be trained.
     """
     matrices = _matrices(packed)
     low = {
@@ -127,8 +127,9 @@ def audit_products(
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in in_routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
-            # stacked. They compute as transformers implements them (on a CPU, routers in FP32). So
-            # the observed precision is reported as the requested one.
+            # stacked. These modules compute in the precision that transformers has implemented (on
+            # a CPU, routers compute in FP32). So the observed precision is also reported as the
+            # requested precision.
             entry["requested"] = entry["effective"]
             if active.precision.quantized and not decision.reason:
                 entry["reason"] = "not a linear layer; low precision replaces only linear layers"
@@ -161,8 +162,8 @@ def _watching_forwards(
 
     modules: map names to modules. Products are recorded under the name of their module.
 
-    The whole forward is observed, so a product in another precision that somebody has added to a
-    forward is found too.
+    The whole forward is observed. So the audit also finds an additional product, computed in
+    another precision, that somebody has added to the forward of a module.
     """
     # Map each module to its names. A module of grouped experts has two names.
     names: dict[nn.Module, list[str]] = defaultdict(list)
@@ -189,8 +190,8 @@ class ProductAudit(Observer):
 
     In a step with `Step.is_new` all microbatches are observed. In a statistics step
     (`log.fp8_statistics`) the first microbatch is observed, the operands of some linears are
-    examined, and every history of delayed scaling must have one more entry. Raises InputError
-    before the step's update if a product or a history is wrong.
+    examined, and the microbatch must add exactly one entry to every history of delayed scaling.
+    Raises InputError before the step's update if a product or a history is wrong.
 
     every: `log.fp8_statistics`, or None if there are no statistics steps.
     write: writes audit.json.
@@ -285,8 +286,12 @@ def describe(
     }
 
 
-def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
-    """Return two rows for the console: "products" with counts by precision, and "settings".
+def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
+    """Return two rows that summarise the audit on the console.
+
+    The value of "products" lists the number of modules for each precision, backend, dtype of the
+    weights, and reason. The value of "settings" lists the attention, the dtype of gradient sums,
+    fused kernels and torch.compile.
 
     audited: the contents of audit.json.
     """
@@ -319,10 +324,11 @@ def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
 def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     """Return the precision of products that torch computed, for example "bf16".
 
-    If their operands have different dtypes, or a dtype of no precision, return the dtypes.
+    If the operands have different dtypes, or a dtype that belongs to no precision, return the names
+    of the dtypes instead. Return "not run" if there are no products.
 
     observed: the products of one linear.
-    all_three: also report each of forward, dgrad and wgrad that did not run.
+    all_three: if one of forward, dgrad and wgrad did not run, add this to the text.
     """
     if not observed:
         return "not run"
@@ -337,8 +343,9 @@ def _effective_in(
 ) -> dict[str, str]:
     """Map the name of each low-precision linear in `names` to its effective precision.
 
-    This is the name of the active precision if all three products ran and their operands had its
-    formats without faults. Otherwise it is a list of the faults, as text.
+    The effective precision is the name of the active precision if forward, dgrad and wgrad ran, and
+    if all their operands were valid in the formats of this precision. Otherwise it is a text that
+    lists the faults.
     """
     effective = {}
     faults = observer.faults()
@@ -355,7 +362,7 @@ def _effective_in(
 
 
 def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
-    """Return texts such as "dgrad not run" for those of the three gemms that were not observed."""
+    """Return a text such as "dgrad not run" for each kind of product missing in `observed`."""
     return sorted(
         f"{gemm} not run" for gemm in OPERANDS.keys() - {product.gemm for product in observed}
     )
@@ -364,7 +371,8 @@ def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
 def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     """Return whether both operands have the kind (format and scaling) that the precision requires.
 
-    The kind of an emulated operand is only claimed. `ProductObserver` examines its blocks.
+    For an emulated operand, the observer takes the kind from the settings instead of the data. So
+    `ProductObserver` also examines whether the blocks of the data fit this kind.
     """
     precision = cast(QuantizedPrecision, active.precision)
     return [product.left, product.right] == [
@@ -391,11 +399,12 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError if a parameter would not be trained.
 
-    A parameter is not trained if the optimizer does not contain it, because the parameter was
-    created after the optimizer. It is not trained either if it has no gradient, because the model
-    computes with a copy of it, because it was untied from the tensor that the model computes with,
-    or because packed attention does not use it. Experts are not required to have a gradient: the
-    gradient is missing if no token of the pack has chosen the expert.
+    There are two checks. The optimizer must contain the parameter, which is not the case if the
+    parameter was created after the optimizer. And the parameter must have a gradient. The gradient
+    is missing if the model computes with a copy of the parameter, if the parameter was untied from
+    the tensor that the model computes with, or if packed attention does not use the parameter. The
+    weights of an expert may lack a gradient, because no token of the pack may have chosen the
+    expert.
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     lost = [
@@ -410,6 +419,7 @@ def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if lost:
         raise InputError(
             f"model: {len(lost)} parameters would not be trained, for example {lost[0]}, because "
-            "they have no gradient or the optimizer does not contain them. If the attention of "
-            f"{type(hf).__name__} uses them in its own way, choose another model"
+            "they have no gradient or the optimizer does not contain them. If "
+            f"{type(hf).__name__} uses these parameters only in its own implementation of "
+            "attention, choose another model"
         )

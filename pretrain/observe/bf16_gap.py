@@ -43,8 +43,8 @@ PIECE = 2**24
 class GapMeter(Observer):
     """Compare the first microbatch's loss and gradient with BF16, every `log.gap` steps.
 
-    The health check judges the comparison. If it finds too large a gap and `health.on_gap` is
-    `switch`, the precision schedule switches to BF16 after the step.
+    The health check judges the comparison. If the health check finds that the gap is too large and
+    `health.on_gap` is `switch`, the precision schedule switches to BF16 after the step.
     """
 
     separates_first_microbatch = True
@@ -72,9 +72,9 @@ class GapMeter(Observer):
         self._layers = tuple(decoder_layers(packed.hf))
         self._figures: dict[str, Any] = {}
         # Map the name of each matrix to the position of its gradient relative to the BF16 gradient
-        # (see `_place`). Rounding moves the gradient: in a deep model in FP4 the distance is as
-        # large as the norm of the gradient. But the distance is about the same in every
-        # measurement, until training breaks.
+        # (see `_place`). Rounding moves the gradient away from the BF16 gradient. In a deep model
+        # in FP4 the distance is as large as the norm of the gradient, and this is not a fault. But
+        # the distance stays about the same in all measurements as long as training is stable.
         self.places: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
@@ -83,7 +83,7 @@ class GapMeter(Observer):
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Compute the first microbatch in BF16 before the block, and the figures after it."""
+        """Compute the first microbatch in BF16 before the block. After it, compute the figures."""
         self._compute_in_bf16(batches)
         # Seed again, so that the step draws the same random numbers as without the BF16 pass.
         seed_step(self._recipe.seed, step.number - 1, self._accelerator.process_index)
@@ -92,7 +92,7 @@ class GapMeter(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Record loss, routing and gradients of the block, and compare them with the BF16 pass."""
+        """Record loss, routing and gradients of the pass in the block. Compare them with BF16."""
 
         def after_forward(module: nn.Module, inputs: Any, loss: Tensor) -> None:
             self._losses[0] = loss.detach()
@@ -112,7 +112,8 @@ class GapMeter(Observer):
             for name, gradient, _ in self._gradients()
             if name in self._in_bf16
         }
-        self._in_bf16.clear()  # free their memory
+        # Free the memory of the BF16 gradients and of the experts that were chosen in BF16.
+        self._in_bf16.clear()
         self._chosen_in_bf16.clear()
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
@@ -148,7 +149,8 @@ class GapMeter(Observer):
         device = self._accelerator.device
         self._in_bf16: dict[str, Tensor] = {}  # maps names of parameters to BF16 gradients
         self._products = {}  # maps names of parameters to the result of `_products`
-        # Three values: the loss in low precision, the loss in BF16, and the number of labels.
+        # Three values: the summed loss in low precision, the summed loss in BF16, and the number of
+        # labels.
         self._losses: Tensor = torch.zeros(3, dtype=torch.float64, device=device)
         # Two counts: choices of experts that BF16 did not make, and all choices of experts.
         self._choices: Tensor = torch.zeros(2, dtype=torch.float64, device=device)
@@ -179,10 +181,10 @@ class GapMeter(Observer):
     def _gradients(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield one tuple (parameter name, gradient, is_sum) for each trained parameter.
 
-        The gradient is this process's part of it. `is_sum` is True if the gradient is stored in a
-        buffer of sums, and False if it is the parameter's `.grad`. Under FSDP2 the gradient is
-        either this process's sum over microbatches, while parameters are gathered, or else its
-        shard of the reduced gradient.
+        The yielded gradient is the part that this process stores. `is_sum` is True if the gradient
+        is stored in a buffer of sums, and False if it is the parameter's `.grad`. Under FSDP2 there
+        are two cases. While parameters are gathered, the gradient is this process's sum over
+        microbatches. Otherwise it is this process's shard of the reduced gradient.
         """
         for name, parameter in self._packed.hf.named_parameters():
             gradient = gradient_of(parameter)

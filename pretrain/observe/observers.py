@@ -31,8 +31,8 @@ class Step:
     # True in the run's first step, and in the first step after each change of the precision.
     starts_precision: bool
     # True in the first two steps of this process, the first two steps after a rollback, and the
-    # first two steps of each phase of precision. Two steps, because the second step is the first
-    # one that uses updated weights.
+    # first two steps of each phase of precision. The second step is included because it is the
+    # first step with updated weights.
     is_new: bool
 
     def measures_operands(self, every: int | None) -> bool:
@@ -78,11 +78,14 @@ class Observer:
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Enclose forward and backward of the first microbatch, which quantizes the weights."""
+        """Enclose forward and backward of the first microbatch, which quantizes the weights.
+
+        The other microbatches use the cached quantized weights.
+        """
         yield
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        """Return the decision whether to update the weights: `decision`, or one that replaces it.
+        """Return `decision`, or another decision whether to update the weights, to replace it.
 
         The gradients of the step are complete when this hook is called.
         """
@@ -171,7 +174,7 @@ class Observers:
 
     observers: the observers, in the order in which their hooks are called.
     precision: the model's precision, whose schedule determines the phases.
-    resumed_step: the step of the loaded checkpoint, or 0. The first observed step is the next one.
+    resumed_step: the step of the loaded checkpoint, or 0. The first observed step comes after it.
     """
 
     observers: Sequence[Observer]

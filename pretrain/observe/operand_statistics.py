@@ -53,8 +53,8 @@ LOSSES = {
         "`precision=current`, `fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin`",
     ),
 }
-# The initial delayed scale of an operand, which no step has quantized before. It is not judged,
-# because the scale of the next step is computed from an observed amax.
+# The scale of delayed scaling before the first microbatch. An operand with this scale gets no
+# warning, because the scale of its next step is computed from an observed amax.
 NEVER_SCALED = 1.0
 
 
@@ -62,8 +62,9 @@ NEVER_SCALED = 1.0
 class OperandWatch(Observer):
     """Write the statistics of operands to fp8_statistics.jsonl, and warn if they lose too much.
 
-    The file has a line for each measured step, with an object for each operand. All ranks measure,
-    so that no rank waits for a slower one. Only the main process writes.
+    The file has a line for each measured step, with an object for each operand. All ranks measure
+    their own operands, because a rank that does not measure would only wait for the ranks that do.
+    Only the main process writes.
     """
 
     precision: ModelPrecision
@@ -113,8 +114,8 @@ def warning_of(
 
     number: the number of the step.
     records: the result of `OperandStatistics.records`.
-    given: the kinds of loss, keys of LOSSES, that are not warned about again. The kinds that the
-        returned warning reports are added.
+    given: the kinds of loss (keys of LOSSES) for which a warning was already given. They are not
+        reported again. The kinds that the returned warning reports are added to this set.
     """
     scales_are_late = precision.keeps_history
     limits = {
@@ -179,8 +180,8 @@ class OperandStatistics:
     def __call__(self, name: str, role: Role, x: Tensor) -> None:
         """Measure the operand x [rows, features] of the linear `name`.
 
-        Several calls for one operand are added up, because the LM head computes in chunks of
-        tokens.
+        The LM head computes in chunks of tokens, so there are several calls for each of its
+        operands. The figures of these calls are added up.
         """
         # The infinity norm is the largest magnitude. It makes no copy of x.
         amax = torch.linalg.vector_norm(x, math.inf).float()

@@ -54,12 +54,14 @@ ORDER_OF_SUMS = 2.0**-10
 # The cosine of the run's error and our quantizer's error must reach this value. It is 0.8 or more
 # if both used the same scales, and about zero otherwise.
 LEAST_LIKENESS = 0.5
-# The cosine is not judged if the errors of two stochastic roundings have a lower cosine than this.
+# The cosine is not judged if two stochastic roundings of the same operands by our quantizer give
+# errors whose cosine is below this value.
 KNOWN_LIKENESS = 0.1
 # Relative tolerance of an amax. A library may compute it from the output of a normalization before
 # this output is rounded to BF16.
 AMAX_TOLERANCE = 2.0**-6
-# Relative tolerance of a scale. We divide, and a library may multiply by the reciprocal instead.
+# Relative tolerance of a scale. Our code divides by the amax, and a library may multiply by the
+# reciprocal of the amax instead.
 SCALE_TOLERANCE = 2.0**-20
 
 
@@ -69,8 +71,7 @@ class Compared:
 
     name: str
     error: float  # the norm of the difference, divided by the norm of the reference
-    # The error divided by the tolerance. A value above 1 is a mismatch. `of` replaces NaN by
-    # infinity.
+    # The error divided by the tolerance. A value above 1 is a mismatch.
     excess: float
 
     @classmethod
@@ -168,10 +169,11 @@ class _ProductCheck:
         """Sample an operand [rows, features] before it is quantized."""
         is_repeated = (name, role, "features") in self._samples
         if role != "input" and name != self._head and is_repeated:
-            # Ignore the weight and gradient of a layer that were sampled before: the layer is
-            # recomputed. The LM head is always sampled again, so its last chunk of tokens is used:
-            # the check compares documents at the end of a microbatch. An input is also sampled
-            # again: if a forward calls a layer several times, backward starts with the last call.
+            # The weight or the gradient of this layer was already sampled. It occurs again because
+            # the layer is recomputed, so ignore it. There are two exceptions. The LM head is always
+            # sampled again, so that the last chunk of tokens is used, because the compared
+            # documents are at the end of a microbatch. An input is always sampled again, because a
+            # forward may call a layer several times, and backward starts with the last call.
             return
         amax = tensor.abs().amax().float()
         is_weight = role == "weight"
@@ -255,10 +257,10 @@ class _ProductCheck:
         operands: the two samples by role, in the order of the product's factors.
         exact: the exact product of the samples.
 
-        The bound is the larger of two estimates. The first one assumes that the rounding errors of
-        all values are independent. The second one assumes that all rows of an operand are equal and
-        so have equal errors. Then the relative error of the product is as large as the relative
-        errors of both operands together.
+        The bound is the larger of two estimates. The first estimate assumes that the rounding
+        errors of all values are independent. The second estimate assumes that all rows of an
+        operand are equal, so that their rounding errors are equal too. In this case the squared
+        relative error of the product is the sum of the squared relative errors of both operands.
         """
         left, right = (operand.to_quantize.float().square() for operand in operands.values())
         of_left, of_right = (
@@ -276,8 +278,9 @@ class _ProductCheck:
         operand: a sample of the operand.
         scale: the delayed scale, or None if the scale is computed from the operand.
 
-        The step q between representable values around a value x is at most |x| 2^-mantissa_bits.
-        Below the format's smallest normal value, q is that of the smallest normal value, under the
+        The distance q between two neighbouring representable values around a value x is at most
+        |x| 2^-mantissa_bits. For values below the smallest normal value of the format, q is as
+        large as for the smallest normal value. The smallest normal value is computed with the
         largest decoding scale that the block may have. Rounding to nearest has a uniformly
         distributed error of variance q²/12. Stochastic rounding has a triangularly distributed
         error of variance q²/6. The bound is infinite if a delayed scale saturates the operand.

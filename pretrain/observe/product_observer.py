@@ -48,10 +48,11 @@ FACTORS |= dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3)
 SAMPLED_VALUES = 2**15
 # The number of consecutive values in a sampled block if the whole tensor has one scale.
 PIECE = 128
-# Blocks with a smaller scale are not judged: a code times the scale may be too small for FP32.
+# Blocks with a scale below this number are not judged, because the product of a code and such a
+# scale may be too small for FP32.
 SMALLEST_SCALE = 2.0**-100
-# Relative tolerance of an emulated code. The code times its scale was rounded to FP32, and is
-# divided by the scale to recover the code.
+# Relative tolerance of the code of an emulated value. The value is the code times the scale,
+# rounded to FP32. The code is recovered by dividing the value by the scale.
 ROUNDING = 2.0**-20
 MAGNITUDE = 0x7F  # mask of the bits of an FP8 code without its sign
 
@@ -94,10 +95,11 @@ def sample(
 
 
 def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
-    """Return a function that returns a generator for a device, always the same one.
+    """Return a function that maps a device to a random generator.
 
-    Each generator is seeded with `seed`. torch's default generators are not used, because drawing
-    from them would change the random numbers of the training.
+    For the same device, the function always returns the same generator. Each generator is seeded
+    with `seed`. torch's default generators are not used, because drawing from them would change the
+    random numbers of the training.
     """
     return functools.cache(lambda device: torch.Generator(device).manual_seed(seed))
 
@@ -108,7 +110,7 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 def examine(
     codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None
 ) -> Tensor:
-    """Return the number of blocks and the number of bad blocks, FP64 [2].
+    """Check the blocks of an operand. Return the number of blocks and of bad blocks, FP64 [2].
 
     codes: the values of each block divided by the block's scale, FP32 [n, values].
     scale: the scale of each block, FP32 [n].
@@ -172,7 +174,7 @@ class ObservedProduct(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A block that announces its products, see `watched` in pretrain/precision/observed.py."""
+    """The arguments of a `watched` block that is entered, see pretrain/precision/observed.py."""
 
     names: Sequence[str]  # the linears, several if a product is fused
     gemm: str
@@ -199,8 +201,8 @@ class ProductObserver(ProductWatcher):
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active
         self._examined = examined
-        # The blocks that are entered, innermost last. Recomputation runs a forward inside the
-        # backward of another product.
+        # The `watched` blocks that are entered, the innermost block last. Blocks are nested if a
+        # layer is recomputed inside the backward of another product.
         self._calls: list[_Call] = []
         # A tuple for each examined operand. The tensor has the two counts that `examine` returns.
         self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []
@@ -208,9 +210,9 @@ class ProductObserver(ProductWatcher):
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe the products inside the block that are announced by `watched`.
+        """Observe all products in `watched` blocks that run inside this `with` block.
 
-        Products inside the `watched` block may be computed by torch or by Transformer Engine.
+        Torch or Transformer Engine may compute the products.
         """
         extension: Any = sys.modules.get("transformer_engine_torch")
         multiply: Any = getattr(extension, "generic_gemm", None)
@@ -367,7 +369,10 @@ class ProductObserver(ProductWatcher):
         self._findings.append((call, role, grid, counts))
 
     def _note(self, call: _Call, left: str, right: str) -> bool:
-        """Record a product with the kinds of its operands. Return whether to examine them."""
+        """Record a product with the kinds of its operands.
+
+        Return True if the caller must also examine the operands.
+        """
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
         is_examined = self._examined is None or not self._examined.isdisjoint(call.names)

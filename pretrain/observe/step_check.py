@@ -34,9 +34,9 @@ from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
 VALUES = 1024  # the largest number of values that are checked in each parameter
-# Tolerance of an updated value, relative to the change of the value, or to the root mean square of
-# the changes in its tensor if that is larger. Gradient norms that are summed in different orders
-# differ by 1e-6.
+# Tolerance of an updated value, relative to the change of this value, or relative to the root mean
+# square of all changes in its tensor if this is larger. Gradient norms that are summed in different
+# orders differ by 1e-6.
 RELATIVE = 1e-4
 # Additional tolerance, relative to the value itself. FP32 rounds to 2^-24, and an update rounds a
 # few times.
@@ -91,7 +91,7 @@ class StepCheck(Observer):
         # One FP64 [2] for each microbatch whose backward has begun: the number of its labels, and
         # the factor by which backward multiplies its summed loss.
         seen: list[Tensor] = []
-        # Becomes one bool scalar, the result of `_fit_bf16` after the second microbatch.
+        # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
         sums_fit_bf16: list[Tensor] = []
         # The code before the block does not wait for the device. It computes sums of magnitudes,
         # because squares of gradients may underflow.
@@ -107,8 +107,9 @@ class StepCheck(Observer):
             loss.register_hook(
                 lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()]))
             )
-            # Look at the sums before the third microbatch adds to them. Its additional bits would
-            # hide that the sum of the first two was rounded to BF16.
+            # Check the sums of the first two microbatches before the third one is added. Afterwards
+            # the sums would have more bits, and the check could not find that the sum of the first
+            # two microbatches was rounded to BF16.
             if len(seen) == 2:
                 sums_fit_bf16.append(self._fit_bf16())
 
@@ -362,7 +363,8 @@ class TorchUpdate:
         """Return a bool tensor: True for each value that differs from its expected value.
 
         before: the values before the update, from which the tolerance is computed.
-        in_bf16: `actual` is stored in BF16, so the limits of the tolerance are rounded to BF16.
+        in_bf16: True if `actual` is stored in BF16. Then the limits of the tolerance are rounded to
+            BF16 too.
 
         NaN always differs.
         """

@@ -91,8 +91,8 @@ class DelayedState:
         When the context is left, the amaxes of the forward enter the histories, but only if
         gradients are enabled.
         """
-        # Finish the previous backward if its callback did not run. This is the case if the backward
-        # ran inside of a forward only, or if it failed.
+        # Finish the previous backward if its callback did not run. The callback does not run if
+        # backward failed, or if the only backward was that of the LM head inside of the forward.
         self._finish_backward()
         self.forward_scales = self._state_of("forward").scale.clone()
         with overridden(self, _in_forward=True):

@@ -51,7 +51,7 @@ class Gemm(ABC):
         """Create the products of the layer `name`.
 
         A checkpoint stores the layer's histories under this name. `members` are the names of the
-        layers whose weights are stacked. By default, it is the layer `name` alone.
+        layers whose weights are stacked. By default, the only member is the layer `name`.
         """
         self.name = name
         self.members = members or (name,)
@@ -76,8 +76,9 @@ class Gemm(ABC):
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Operand:
         """Return x [rows, features] as an operand.
 
-        With `both`, the operand can be used in both products that x takes part in. Without `both`,
-        it can be used only in the product that sums along the features.
+        Each operand is a factor of two products: one sums along its features, the other one along
+        its rows. With `both`, the returned operand can be used in both products. Without `both`, it
+        can be used only in the product that sums along the features.
         """
 
     def quantizer(self, role: Role, *, both: bool) -> Any | None:
@@ -95,7 +96,7 @@ class Gemm(ABC):
         matrix: returns the weight [out, in]. It is called only if the weight must be quantized.
         refresh: quantize the weight even if a quantized weight is cached. It is set in the first
             microbatch of a step.
-        differentiable: whether a backward can follow. If False, the weight is always quantized, and
+        differentiable: True if a backward can follow. If False, the weight is always quantized, and
             the cache is neither used nor modified.
         """
         if not differentiable:
@@ -160,15 +161,17 @@ class Gemm(ABC):
 
     @staticmethod
     def restore(tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
-        """Return the operands for which `save` returned `tensors` and `rest`."""
+        """Build operands again from the two results of `save`: the saved tensors and the rest."""
         return tensors
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """Return True if this Gemm is the first one in the current forward of the model.
+        """Return True in the first call of a forward of the model, and False in all later calls.
 
-        It must be called exactly once for each Gemm in a forward. Backward reaches the first Gemm
-        last, and `finish_backward` must be called after it.
+        Each Gemm calls this method exactly once in a forward, so only the Gemm that runs first
+        receives True. In backward this Gemm runs last. Then all gradients have been quantized, and
+        `finish_backward` must be called. Return False in every call if `finish_backward` is not
+        needed.
         """
         return False
 
@@ -244,8 +247,9 @@ class GemmEngine(ABC):
 
     # True in a phase with `forward: bf16`: forward products multiply BF16 operands, and the two
     # products of backward multiply quantized operands. Loss and activations then equal those of a
-    # BF16 model, and two of three products keep the speed of the low precision. Near the end of a
-    # training, this recovers most of the loss that NVFP4 adds (arXiv:2509.25149, appendix D).
+    # BF16 model, and two of three products keep the speed of the low precision. If the last part of
+    # a training uses this mode, most of the additional loss of NVFP4 disappears (arXiv:2509.25149,
+    # appendix D).
     forward_in_bf16: bool = False
 
     def __init__(self) -> None:
@@ -281,7 +285,7 @@ class GemmEngine(ABC):
     def _make(
         self, name: str, in_features: int, out_features: int, bias: bool, members: Sequence[str]
     ) -> Gemm:
-        """Create and return a Gemm. With delayed scaling, it gets separate histories and scales."""
+        """Create and return a Gemm. With delayed scaling, also create its histories and scales."""
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:

@@ -66,7 +66,7 @@ class PrecisionContext:
     result_observers: list[Callable[[str, GemmKind, Tensor, Tensor | None], None]] = field(
         default_factory=list
     )
-    # False while `python -m pretrain parity` runs the model without quantization.
+    # False while parity or the measurement of `log.gap` runs the model without quantization.
     quantizing: bool = True
     # Map a layer's name to the ends of each expert's rows in the layer's latest grouped products.
     groups: dict[str, Tensor] = field(default_factory=dict)
@@ -118,9 +118,10 @@ class PrecisionContext:
     def go_back(self, copies: Sequence[Tensor]) -> None:
         """Restore histories and scales from `copies`, and reset all other state of the engines.
 
-        `copies` is the result of `copied_state`. Use this after a skipped step, because its
-        overflow would stay in a history for 1,024 microbatches. Use it after a failed pass, because
-        the pass leaves scales that were stored for recomputing a layer.
+        `copies` is the result of `copied_state`. Call this method after a skipped step. Otherwise
+        an overflow in the step would stay in the histories, for 1,024 microbatches by default. Call
+        it also after a pass that failed. Otherwise the scales that the pass stored for recomputing
+        its layers would be used by the next recomputation.
         """
         self.forget()
         for tensor, before in zip(self.saved_state().values(), copies, strict=True):
@@ -154,8 +155,8 @@ class LinearState:
     def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:
         """Create the state of the layer `name`, without any Gemm.
 
-        `members` are the names of the layers whose weights are stacked. By default, it is the layer
-        `name` alone.
+        `members` are the names of the layers whose weights are stacked. By default, the only member
+        is the layer `name`.
         """
         self.name = name
         self.members = members or (name,)
@@ -190,9 +191,9 @@ class LinearState:
         ends: int32 [experts], for a mixture of experts. The rows are then sorted by expert, `ends`
             are the ends of each expert's rows, and weight is [experts, out, in].
 
-        In low precision, x, weight and bias are cast to the context's compute dtype, otherwise to
-        the dtype of x. The first microbatch of a step quantizes the weight. The other microbatches
-        use the cached quantized weight.
+        In low precision, x, weight and bias are cast to the context's compute dtype. Otherwise,
+        weight and bias are cast to the dtype of x. The first microbatch of a step quantizes the
+        weight. The other microbatches use the cached quantized weight.
         """
         gemm = self.low
         context = self.context
@@ -232,7 +233,7 @@ class LinearPass:
         """Create a pass.
 
         refresh: quantize the weight even if a quantized weight is cached.
-        differentiable: whether a backward can follow.
+        differentiable: True if a backward can follow.
         ends: int32 [experts], the end of each expert's rows. None if the products are not grouped.
         """
         self.gemm = gemm
@@ -415,9 +416,9 @@ class LinearFunction(torch.autograd.Function):
 def summing_where(parameter: Tensor, copy: Any, *, transposed: bool = False) -> Tensor:
     """Return `copy`, a cast of `parameter`, with the `main_grad` of `parameter` as an attribute.
 
-    The gradient of the copy is then added to the same sum as the gradient of the parameter. Set
-    `transposed` if `copy` is the transpose of `parameter`. It cannot be found out from the shapes,
-    because the transpose of a square matrix has the same shape.
+    With this attribute, backward adds the gradient of the copy to the gradient sum of the
+    parameter. Set `transposed` if `copy` is the transpose of `parameter`. The function cannot
+    derive this from the shapes, because the transpose of a square matrix has the same shape.
     """
     main = getattr(parameter, "main_grad", None)
     if main is not None and copy is not parameter:

@@ -36,8 +36,8 @@ class PrecisionSchedule:
 
     phases: the phases of the recipe, in order.
     steps: the number of steps of the run.
-    unquantized: the precision with which `log.gap` compares the quantized ones. After a switch, the
-        run computes in it. None if no phase is quantized.
+    unquantized: the unquantized precision with which `log.gap` compares the quantized precisions.
+        After a switch, the run computes in this precision. None if no phase is quantized.
     switched_after: the step after which `health.on_gap` switched the run to `unquantized`. None if
         the run was not switched.
     """

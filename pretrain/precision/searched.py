@@ -58,11 +58,11 @@ _BF16 = torch.bfloat16
 # The only compute capability whose FP8 products this file computes. Blackwell's FP8 products expect
 # operands in other layouts.
 _FP8_ON = (9, 0)
-# The maximum number of algorithms that the heuristic may list. It lists about half as many.
+# The maximum number of algorithms that the heuristic may list. It usually lists about eight.
 _REQUESTED = 16
 # The number of times that each algorithm is timed.
 _ROUNDS = 5
-# The first algorithm is used unless another one is faster by at least this share.
+# The first algorithm of the heuristic is used unless another algorithm is faster by this share.
 _LEAST_GAIN = 0.01
 # Clock cycles (about a millisecond) for which the GPU waits while the CPU queues the launches.
 _HEAD_START = 2_000_000
@@ -92,7 +92,7 @@ class Problem(NamedTuple):
     m: int
     n: int
     k: int
-    # The dtypes of a, of b, and of c and d, which have the same dtype.
+    # Three dtypes: the dtype of a, the dtype of b, and the common dtype of c and d.
     types: tuple[torch.dtype, torch.dtype, torch.dtype]
     # Whether a is transposed, and whether b is transposed.
     transposed: tuple[bool, bool]
@@ -355,9 +355,10 @@ def same_as_first(
     d: the tensor that every launch writes to.
     added: the matrix that every launch adds to its product, or None.
 
-    Return the indices of these launches, and True if the comparison is decisive. Bits are compared
-    by the sum of d as integers. The comparison is not decisive if the product is zero or if d is
-    not finite, because every algorithm would then write the same bits.
+    Return the indices of these launches, and True if the comparison is decisive. Two results have
+    the same bits if the sums of their bits as int64 numbers are equal. The comparison is not
+    decisive if the product is zero or if d is not finite, because every algorithm would then write
+    the same bits.
     """
     ran = []
     sums = []

@@ -86,7 +86,9 @@ def select_precision(
             f"{stand_in.name}, or set `precision` to one that runs here: "
             f"{', '.join(candidate.name for candidate in available)}"
         )
-    name = stand_in.name + PLAIN_FORWARD * (stand_in.quantized and requested.plain_forward)
+    name = stand_in.name
+    if stand_in.quantized and requested.plain_forward:
+        name += PLAIN_FORWARD
     return ActivePrecision(
         precision,
         precision_called(name),

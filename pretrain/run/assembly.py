@@ -43,10 +43,10 @@ from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.run.job import Job
 
-# The number of packs from which delayed scaling fills its histories before the first step. Two
-# packs are needed to record the gradients of all layers. More packs bring the recorded amaxes
-# closer to the amax of a microbatch. After one pack, the first gradient of a 1.7 B model was
-# saturated so much that its norm was 82 % of the correct norm.
+# The number of packs from which delayed scaling fills its histories before the first step. At least
+# two packs are needed to record the gradients of all linears (see `rehearse`). The more packs run,
+# the closer is the largest recorded amax to the amax of a microbatch. After one pack, the first
+# gradient of a 1.7 B model was saturated so much that its norm was 82 % of the correct norm.
 REHEARSALS = 8
 # The number of tokens in the audit's microbatch if nothing is quantized or fused. This number is
 # enough to observe every linear. A whole pack may not fit into memory without torch.compile.
@@ -103,9 +103,9 @@ class Assembly:
         """
         self.context.forget()
         self.precision.use(name)
-        # Set a seed, because dropout changes the amaxes in the histories. The histories must not
-        # depend on random numbers that were drawn earlier, because a run that is resumed at this
-        # step has drawn other numbers.
+        # Set a seed, because dropout changes the amaxes in the histories. Without the seed, the
+        # histories would depend on all random numbers that this process has drawn before. A run
+        # that is resumed at this step has drawn different random numbers.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
         record = self.precision.current.audit
         record["products"] = rehearse(job, accelerator, self)
@@ -189,7 +189,7 @@ def _fuse(
     layers: map names to the decoder layers.
     precisions: the precisions of the run.
 
-    The first value is None if no layer was fused. Then the text says why.
+    The first value is None if no layer was fused. In this case the text contains the reason.
     """
     # Sort quantized precisions first. The arithmetic of the first precision is used for all, and if
     # several precisions do not support fusing, the reason of the first one is returned.
@@ -246,7 +246,7 @@ def set_weights(
 
     hf: the model.
     values: map names of parameters to values. Each value is removed from the dict when it is
-        loaded, so that its memory is free before the next parameter needs memory.
+        loaded, so that its memory can be used for the next parameter.
     exact: True for `weights: bf16_exact`. Then the optimizer stores the lower 16 bits of each FP32
         value as a remainder.
     """
@@ -272,8 +272,9 @@ def audit_precisions(
     Raises InputError if a product does not compute in its precision.
     """
     precision = assembly.precision
-    # Audit the present precision last. It may share histories of delayed scaling with a phase whose
-    # forward computes in BF16, and these histories must be filled in the present precision.
+    # Audit the present precision last. It may share histories of delayed scaling with the same
+    # precision in a phase with `forward: bf16`. The last audit fills these histories, and they must
+    # be filled in the present precision.
     for entry in sorted(precision.in_model.values(), key=lambda entry: entry is precision.current):
         with precision.using(entry.name):
             if entry.backend is not None:
@@ -291,10 +292,15 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Ent
     """Run packs through the model in its present precision. Return the audit of the first pack.
 
     With delayed scaling, REHEARSALS packs fill the histories. Otherwise only one pack runs. The
-    loss is scaled as in training, so the amaxes in the histories are those of training. Two packs
-    are needed at least: the initial scales are 1, with which quantized gradients round to zero. So
-    in the first backward only the last products of a layer receive a gradient that is not zero. The
-    second backward records the gradients of all other products.
+    loss is scaled as in training, so that the histories contain gradients of the same size as in
+    training.
+
+    At least two packs are needed to record the gradients of all linear layers. In the first
+    backward, all scales are 1, and gradients that are quantized with this scale become zero. Only
+    the last linear of each attention and each MLP receives a gradient that is not zero, because the
+    residual connections carry this gradient past all quantized products. The linears before it
+    receive zeros. After the first backward, the last linears have scales that suit their gradients,
+    so the second backward passes gradients on to all other linears.
     """
     packed = assembly.model
     packed.train()

@@ -40,8 +40,8 @@ from pretrain.settings.config import resolved
 # The stop code of a failure. All ranks use the largest code of any rank, so this code exceeds every
 # signal number.
 FAILED = 999
-# The settings that determine the scales of gradients under delayed scaling, or the beginnings of
-# their keys: the divisor of the loss, the loss function, and the number format.
+# Beginnings of the keys of settings that determine the scales of gradients under delayed scaling:
+# the divisor of the loss, the loss function, and the number format.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
 
 # ── Save ──────────────────────────────────────────────────────────────────────────────────────────
@@ -112,8 +112,8 @@ def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> in
     """Return the stop code of this rank: a signal's number, FAILED, or 0 to continue.
 
     FAILED means that this rank could not write its part of a checkpoint, that it could not read its
-    next packs, or that the packer has ended before it made them. The caller combines the codes of
-    all ranks.
+    next packs, or that the packer ended before it made these packs. The caller combines the codes
+    of all ranks.
     """
     return FAILED if run.checkpoints.failed or batches.failure else stop.requested or 0
 
@@ -224,8 +224,9 @@ def load_weights(
 ) -> list[str]:
     """Load weights, moments and histories, and return notes for the user.
 
-    mode: the setting `weights` of the recipe. If the checkpoint was saved with another setting, its
-        weights are read in their stored dtype, converted to FP32, and stored as `mode` requires.
+    mode: the setting `weights` of the recipe. If the checkpoint was saved with another value of
+        this setting, its weights are read in their stored dtype, converted to FP32, and stored in
+        the model as `mode` requires.
 
     Histories of delayed scaling are loaded only if the checkpoint has exactly the histories that
     the run has.
@@ -326,9 +327,11 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
     """Return whether the histories of the present precision must be filled again after loading.
 
     This is necessary if the saved histories belong to other products, or to gradients of another
-    size. Then the caller must call `Assembly.start_precision` after it has loaded the weights.
-    Until then the histories belong to the initial weights of the model, whose gradients are many
-    times as large. Return False if the present precision has no histories.
+    size. If True is returned, the caller must load the weights and call
+    `Assembly.start_precision`. Without this call, the run would continue with histories of the
+    initial weights, which the assembly has recorded. The gradients of initial weights are many
+    times as large as those of trained weights. Return False if the present precision has no
+    histories.
     """
     if not assembly.context.state():
         return False
@@ -377,9 +380,9 @@ def roll_back(run: Run, reason: str | None) -> None:
     checkpoint is restored, if there is one.
 
     The lines of discarded steps in metrics.jsonl are replaced by one line with the event
-    `rollback`, which contains them. The `step` of this line is the checkpoint's step plus 1. If the
-    run is later resumed from the same checkpoint, the line is removed like those of all steps after
-    the checkpoint. Then the run trains the bad step again, and rolls back again.
+    `rollback`, which contains the discarded lines. The `step` of this line is the checkpoint's step
+    plus 1. If the run is later resumed from the same checkpoint, all lines of later steps are
+    removed, including this line. Then the run trains the bad step again, and rolls back again.
     """
     judged = run.state
     rollbacks = run.health.state.rollbacks + 1
@@ -391,8 +394,8 @@ def roll_back(run: Run, reason: str | None) -> None:
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)
-    # Steps after `resumed_step` are trained by this process. After a rollback to an earlier step,
-    # these include the steps after it.
+    # `resumed_step` is the step after which this process has trained all steps. If the rollback
+    # goes back to an earlier step, this process trains the steps after that step again.
     run.resumed_step = min(run.resumed_step, step)
     run.health.state.rollbacks = rollbacks
     # Continue after the packs of the bad step, and not at the checkpoint's position in the packs.
@@ -429,6 +432,7 @@ def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint
     # If the run folder has no checkpoint, use the checkpoint that the run was resumed from.
     path = cast(Path, checkpoints.newest() or checkpoints.latest)
     record = checkpoints.read_state(path)
+    # If the counters differ, the run was already rolled back after this checkpoint was saved.
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)

@@ -27,8 +27,8 @@ from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
-# The number of packs from which the attention cost is estimated, and of first packs that are always
-# checked.
+# The number of packs of each source from which the attention cost is estimated. It is also the
+# number of packs at the beginning of each source that `check_tokens` always includes.
 _SAMPLED_PACKS = 1000
 # The largest number of evenly spaced packs that are checked. With 4,096 tokens a pack they have
 # 1 GiB of token ids. Reading them takes less than a second, because the files are in the page cache
@@ -170,9 +170,10 @@ def check_tokens(
     fingerprint: the fingerprint of the model's own tokenizer, or None if it is not known.
     most: the largest number of tokens in a document, or None if there is no limit.
 
-    Packs are read and checked if `most` is set or if the packs do not record the size of their
-    vocabulary: the first 1,000 packs and 65,536 evenly spaced packs of each source. All other packs
-    are checked when batches are made from them.
+    If the packs record the size of their vocabulary, this size is compared with `vocab_size`. Packs
+    are read only if `most` is set or if the packs do not record this size. Then the first 1,000
+    packs and 65,536 evenly spaced packs of each source are read and checked. All other packs are
+    checked when batches are made from them.
     """
     check_model(data.train, vocab_size, fingerprint)
     for packs in [*parts_of(data.train), *parts_of(data.held_out)]:
@@ -203,9 +204,9 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
     Without labels the loss of the source would be 0. The first token of a pack is never a label.
     With `data.mask_boundaries`, the first token of each document is not a label either.
     """
-    for use, split, limit in (
-        ("trained on", data.train, None),
-        ("held out", data.held_out, evaluated),
+    for kind_of_pack, split, limit in (
+        ("training pack", data.train, None),
+        ("held-out pack", data.held_out, evaluated),
     ):
         parts = parts_of(split)
         for packs in filter(len, parts):
@@ -218,8 +219,9 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
             )
             if not any(labels):
                 raise InputError(
-                    f"{packs.path}: no token {use} in the first {plural(count, 'pack')} has a "
-                    "loss, because each token is masked or is the first one of a document or pack; "
-                    "either prepare longer packs (`data.length`), or prepare packs with other "
-                    "labels, or raise `evaluate.packs`"
+                    f"{packs.path}: no token in the first {plural(count, kind_of_pack)} has a "
+                    "loss, because every token either is masked or is the first token of a "
+                    "document or pack; either prepare longer packs (`data.length`), or prepare "
+                    "packs in which fewer tokens are masked, or, for held-out packs, raise "
+                    "`evaluate.packs`"
                 )

@@ -1,9 +1,9 @@
 """`python -m pretrain doctor`: print which precisions work on this machine, and their speed.
 
-A library may report that a device supports a precision although its products fail there. So the
-doctor trains a model of one layer for a few steps in each precision (a trial). Each trial is a
-separate process, because a CUDA error may end it. Before the first step, parity compares the model
-with plain transformers.
+A library may report that a device supports a precision although the products of this precision fail
+on the device. So the doctor trains a model of one layer for a few steps in each precision (a
+trial). Each trial runs in a separate process, because a CUDA error may end the process. Before the
+first step of a trial, parity compares the model with plain transformers.
 """
 
 from __future__ import annotations

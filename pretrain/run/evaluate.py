@@ -60,15 +60,16 @@ def evaluate(run: Run) -> None:
 def evaluate_once(run: Run) -> None:
     """Evaluate the run, unless metrics.jsonl already contains the evaluation. Collective.
 
-    An evaluation is the same if it has the same step and the same measure (see `measure_of`).
+    Two evaluations are the same if they have the same step and the same measure (see `measure_of`).
+    Only the main process reads metrics.jsonl.
     """
-    is_done = run.accelerator.is_main_process and any(
+    is_logged = run.accelerator.is_main_process and any(
         kind(line) == "evaluation"
         and line["step"] == run.state.step
         and same_measure(line, measure_of(run))
         for line in read_metrics(run.folder.path)
     )
-    if not largest_over_ranks(run.accelerator, int(is_done)):
+    if not largest_over_ranks(run.accelerator, int(is_logged)):
         evaluate(run)
 
 

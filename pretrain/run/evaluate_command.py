@@ -54,32 +54,32 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
             f"{parsed.recipe}: this folder is not a run folder, because it has no config.yaml; "
             "choose either a run folder, such as runs/NAME, or a recipe"
         )
-    texts = [argument for argument in parsed.overrides if "=" not in argument]
-    if len(texts) > 1:
+    datasets = [argument for argument in parsed.overrides if "=" not in argument]
+    if len(datasets) > 1:
         raise InputError(
-            f"command line: {' '.join(texts)}: only one dataset can be evaluated at a time; choose "
-            "either one file or a folder of files"
+            f"command line: {' '.join(datasets)}: only one dataset can be evaluated at a time; "
+            "choose either one file or a folder of files"
         )
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
-        if texts:
+        if datasets:
             folder = packing_folder(recipe, accelerator, stack)
-            with_text = load_recipe(path, [*overrides, *text_overrides(texts[0], folder)])
-            recipe = recipe.model_copy(update={"data": with_text.data})
+            with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
+            recipe = recipe.model_copy(update={"data": with_dataset.data})
         _evaluate(recipe, accelerator, notices, parsed.resume, assemble)
         end_processes(accelerator)
     return 0
 
 
 def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -> Path:
-    """Create a temporary folder for the packs of other documents, and return its path. Collective.
+    """Create a temporary folder for the packs of the dataset on the command line. Collective.
 
-    The folder contains a link `packs` to the packs of `recipe`. Only the present user can read the
-    folder. On each machine, the first process creates the folder and sends its path to the other
-    processes. It deletes the folder when `stack` ends.
+    Return the path of the folder. The folder contains a link `packs` to the packs of `recipe`. Only
+    the present user can read the folder. On each machine, the first process creates the folder,
+    sends its path to the other processes, and deletes the folder when `stack` ends.
     """
     made = None
     if accelerator.is_local_main_process:
@@ -94,14 +94,14 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
     return [folder for folder in up_to_this_rank if folder][-1]
 
 
-def text_overrides(text: str, folder: Path) -> list[str]:
-    """Return overrides with which a recipe is evaluated on the documents at `text`.
+def dataset_overrides(dataset: str, folder: Path) -> list[str]:
+    """Return overrides of a recipe, so that it is evaluated on the documents of `dataset`.
 
-    text: the path of a file or of a folder of files.
+    dataset: the path of a file or of a folder of files.
     folder: the result of `packing_folder`, where the documents are packed.
 
-    The training packs of the recipe are still used, so the documents are packed with their
-    tokenizer.
+    The training packs of the recipe are still used, so the documents are packed with the tokenizer
+    of the training packs.
     """
     return [
         *(f"data.{key}=null" for key in ("source", "sources", "subset")),
@@ -109,7 +109,7 @@ def text_overrides(text: str, folder: Path) -> list[str]:
         "data.streaming=false",
         "data.held_out=0",
         f"data.packs={folder / 'packs'}",
-        f"data.validation={json.dumps({'source': text})}",
+        f"data.validation={json.dumps({'source': dataset})}",
     ]
 
 
@@ -122,9 +122,9 @@ def _evaluate(
 ) -> None:
     """Print the held-out loss in each precision of the recipe, and in BF16. Collective.
 
-    resume_from: a checkpoint of any recipe with the same model, or "auto". With "auto" the newest
-        checkpoint of the run folder is evaluated. If there is none, the weights of the model's
-        source are evaluated, with which the run would start.
+    resume_from: the path of a checkpoint, or "auto". The checkpoint may belong to any recipe with
+        the same model. With "auto", the newest checkpoint of the run folder is evaluated. If the
+        run folder has no checkpoint, the weights of the model's source are evaluated.
 
     Raises InputError if no packs are held out, or if the run has neither a checkpoint nor weights
     from a source.

@@ -2,7 +2,8 @@
 
 A run exports its last step to `final/`. `python -m pretrain export` exports any checkpoint. The
 configuration of the model is built from the run's config.yaml (`model.source` or `model.config`).
-The tokenizer is the tokenizer of the packs, or the tokenizer that `data` in config.yaml names.
+The exported tokenizer is the tokenizer of the packs, or the tokenizer that `data` in config.yaml
+sets.
 """
 
 from __future__ import annotations
@@ -70,21 +71,22 @@ def main(options: argparse.Namespace) -> int:
     if out.exists():
         raise InputError(f"{out}: already exists; choose a folder that does not exist")
     if options.push is not None:
-        # Create the repository first. If the hub refuses it, no gigabytes were written in vain.
+        # Create the repository before the export. If the hub refuses the repository, no gigabytes
+        # have been written in vain.
         make_repository(options.push)
     saved_as = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)["identity"]["weights"]
     stored_as: Weights = options.dtype or ("fp32" if saved_as == "fp32" else "bf16")
     recipe = load_recipe(run_dir / "config.yaml")
     hf = empty_model(recipe, stored_as)
     tokenizer, why_not = tokenizer_of(recipe, run_dir)
-    beside = {}
+    further_files = {}
     # Omit the card if the run's records are missing, or if the checkpoint's folder was renamed and
     # so has no step in its name.
     with suppress(InputError, ValueError):
         run = read_run(run_dir, step_of(checkpoint))
-        beside[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None)
-        beside[PICTURE] = picture_of_run(run)
-    model.export(hf, tensor_reader(checkpoint, hf, stored_as), tokenizer, out, beside)
+        further_files[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None)
+        further_files[PICTURE] = picture_of_run(run)
+    model.export(hf, tensor_reader(checkpoint, hf, stored_as), tokenizer, out, further_files)
     remark = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
     print(f"{checkpoint} is exported to {out}: weights in {stored_as}{remark}")
     if options.push is not None:
@@ -98,7 +100,7 @@ def make_repository(name: str) -> None:
     Raises InputError if the hub refuses it.
     """
     if "/" not in name or not HUB_NAME.fullmatch(name):
-        raise InputError(f"--push {name}: is not the name of a repository; write it as OWNER/NAME")
+        raise InputError(f"--push {name}: not the name of a repository; pass a name OWNER/NAME")
     if get_token() is None:
         raise InputError(
             "--push: this machine has no token for the hub; either run `hf auth login`, or set "
@@ -215,9 +217,9 @@ def tensor_reader(
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """Return (tokenizer, ""): the tokenizer that the run in `run_dir` was trained with.
+    """Return the tokenizer that the run in `run_dir` was trained with, as a tuple (tokenizer, "").
 
-    Return (None, reason) if the tokenizer is missing or has changed.
+    If the tokenizer is missing or has changed, return the tuple (None, reason).
     """
     try:
         environment = load_object(run_dir / "environment.json", "start the run again to write it")
@@ -246,7 +248,7 @@ def export_trained(run: Run, record: RunRecord) -> None:
     """
     hf = run.assembly.hf
     checkpoint = step_folder(run.folder.checkpoints, run.state.step)
-    beside = {
+    further_files = {
         CARD: model_card(record, hf, has_tokenizer=run.job.tokenizer is not None),
         PICTURE: run.folder.loss_plot.read_bytes(),
     }
@@ -255,7 +257,7 @@ def export_trained(run: Run, record: RunRecord) -> None:
         tensor_reader(checkpoint, hf, run.job.recipe.weights),
         run.job.tokenizer,
         run.folder.final,
-        beside,
+        further_files,
     )
 
 
@@ -275,7 +277,7 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, has_tokenizer: bool) -> b
 
     run: the record of the run, from which all facts are taken except the size of the model.
     hf: the model, on any device.
-    has_tokenizer: the folder contains a tokenizer, which the card's example uses.
+    has_tokenizer: True if the folder contains a tokenizer. The card's example then uses it.
     """
     recipe = run.config
     source = recipe["model"].get("source")

@@ -63,7 +63,8 @@ class Job:
     run_dir: Path
     model_config: PretrainedConfig
     shapes: PreTrainedModel  # the model on the meta device, with modules but without weights
-    # None in a plan for other machines if the packs are not prepared. Such a plan does not use it.
+    # None in a plan for other machines if the packs are not prepared. Such a plan does not use the
+    # attribute.
     data: Data
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
@@ -257,9 +258,10 @@ def resolve_precisions(
 
 
 def _open_existing(recipe: Recipe, accelerator: Accelerator, purpose: Purpose) -> Data | None:
-    """Open the packs of the recipe. Return None if they are missing and `purpose` is "elsewhere".
+    """Open the packs of the recipe.
 
-    Raises InputError if they are missing and `purpose` is "plan".
+    If the packs are missing, return None if `purpose` is "elsewhere", and raise InputError if
+    `purpose` is "plan".
     """
     missing = unprepared(recipe.data)
     if missing and purpose == "plan" and recipe.data.prepares:
@@ -290,10 +292,10 @@ def _check_model(recipe: Recipe, shapes: PreTrainedModel, phases: Sequence[Phase
 def _load_tokenizer(
     recipe: Recipe, data: Data | None, model_config: PretrainedConfig
 ) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, or None if none is found and none is needed.
+    """Return the tokenizer. Return None if there is no tokenizer and the recipe needs none.
 
-    The recipe needs a tokenizer if it has prompts (`evaluate.samples`). Raises InputError if it is
-    needed and missing, and if a prompt leaves no position for new tokens.
+    The recipe needs a tokenizer if it has prompts (`evaluate.samples`). Raises InputError if a
+    needed tokenizer is missing, and if a prompt leaves no position for new tokens.
     """
     samples = recipe.evaluate.samples
     tokenizer: Any = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))

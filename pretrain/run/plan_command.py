@@ -32,10 +32,11 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
-# With fewer parameters, a step spends more time on kernel launches than on matrix products.
+# A step of a model with fewer parameters than this spends more time on kernel launches than on
+# matrix products.
 SMALL = 50_000_000
-# The precision of `python -m pretrain plan` if neither the recipe nor the command line sets one. In
-# a launch the accelerate configuration would set it.
+# The precision of `python -m pretrain plan` if neither the recipe nor the command line sets a
+# precision. In a launch, the accelerate configuration would set the precision.
 DEFAULT_PRECISION = "bf16"
 
 
@@ -125,7 +126,7 @@ def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[
 def _reasons(plans: Sequence[tuple[Target, Plan]]) -> list[str]:
     """Return lines "TARGETS: reason" about targets with restrictions.
 
-    A reason says why the targets cannot run the plan, or why experts compute in BF16 there.
+    A reason explains why the targets cannot run the plan, or why experts compute in BF16 on them.
 
     plans: the targets and their plans.
     """

@@ -77,8 +77,8 @@ class ResumePoint:
     def place(self, job: Job) -> int:
         """Return the position in the order of packs after the checkpoint's last pack.
 
-        The position counts packs of the job's `data.length`, even if the checkpoint had another
-        `data.length`.
+        The position is a number of packs with the job's `data.length`. If the checkpoint was made
+        with another `data.length`, its position is converted and rounded up.
         """
         if self.is_of_another_stream(job):
             return 0
@@ -224,14 +224,19 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
 
     changes: the result of `compare_identities`.
 
-    A branch has an empty list of past changes. A resumed run appends `changes` to the list in the
-    checkpoint. The number of steps that rollbacks skipped before the first step in the run folder
-    (`left_out`) is taken from the checkpoint's counters if the checkpoint is in another folder. If
-    it is in the run folder, the stored `left_out` is kept, because metrics.jsonl there records
-    later rollbacks.
+    `past` has two keys, `changed` and `left_out`:
 
-    Every change has a note, except changes that follow from another change: `train.begin_with` of a
-    branch, and options in `fp8_config` that the saved precision does not have.
+    changed: a list of past changes. It is empty for a branch. For a resumed run it is the list in
+        the checkpoint, followed by `changes`.
+    left_out: the number of steps whose packs rollbacks have skipped, without the rollbacks that are
+        recorded in metrics.jsonl of the run folder. If the checkpoint is in another folder, it is
+        the number in the checkpoint's counters, because metrics.jsonl of the run folder does not
+        record any of these rollbacks. If the checkpoint is in the run folder, the stored number is
+        kept.
+
+    `notes` has a line for every change, except for changes that follow from another change: for
+    `train.begin_with` of a branch, and for options in `fp8_config` that the saved precision does
+    not have.
     """
     progress = source.record["progress"]
     past = source.record["past"]
@@ -263,11 +268,11 @@ def horizon_may_move(record: Mapping[str, Any], job: Job) -> bool:
 
     record: the content of the checkpoint's state.json.
 
-    True if the run had the same number of steps, even if the recipe gives it in another unit. Also
-    true if the new schedule gives all past steps the learning rates that they had. It is enough to
-    compare the last past step, because its learning rate differs if the decay had begun. Never true
-    for another number of steps if the precision changes during the run, because the phases scale
-    with the number of steps.
+    Return True if the number of steps is the same, even if the recipe gives it in another unit. If
+    the number of steps differs, return True if two conditions are met. First, the new schedule must
+    give all past steps the learning rates that they had. It is enough to compare the last past
+    step, because its learning rate differs if the decay had begun. Second, the precision must not
+    change during the run, because the phases of precision scale with the number of steps.
     """
     saved_steps = record["progress"]["steps"]
     if saved_steps == job.plan.steps:
@@ -337,8 +342,9 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
 
     A checkpoint in the run folder may be at the last step, because then the run is finished.
 
-    Also raise InputError if the recipe gives the length in tokens or epochs, and the checkpoint's
-    steps had another number of tokens. Then the length in steps is not defined.
+    Also raise InputError if the recipe gives the length in tokens or epochs, and the steps before
+    the checkpoint had another number of tokens than the steps of the job (`batch.tokens`). Then the
+    length cannot be converted to a number of steps.
     """
     plan = job.plan
     tokens = source.record["progress"]["tokens"]
@@ -346,8 +352,9 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
         steps_to_train = math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step)
         steps = source.step + max(steps_to_train, 0)
         raise InputError(
-            f"{source.path}: the steps of the checkpoint had another `batch.tokens`; "
-            f"set the length of the run in steps, as `train.steps: {steps}`"
+            f"{source.path}: the steps before this checkpoint were trained with another "
+            "`batch.tokens`, so the length of the run must be given in steps; set "
+            f"`train.steps: {steps}` to train the same number of tokens"
         )
     if source.step > plan.steps or (source.step == plan.steps and not source.in_run_folder):
         new_run = ", or set another `run_dir` to start a new run" if source.in_run_folder else ""

@@ -1,4 +1,4 @@
-"""The object that holds all parts of a run, and the functions that describe and log the run.
+"""The class `Run`, which contains all parts of a run, and functions that describe and log a run.
 
 The precision schedule alone determines at which step the precision changes. A run that is resumed
 at such a step repeats the change. A run that is resumed later loads the histories of delayed
@@ -29,7 +29,7 @@ from pretrain.metrics.run_record import Record, last_screen, read_finished, same
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.distributed import describe_topology
 from pretrain.model.huggingface import kept_from_source
-from pretrain.observe.audit import in_short
+from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
 from pretrain.optimizer import adamw
 from pretrain.plan.rendering import render
@@ -53,8 +53,8 @@ class Run:
     state: TrainState
     # True if the run starts without a checkpoint or branches from another run. False if it resumes.
     is_new: bool
-    # This process has trained the steps after this step. It is the step of the checkpoint that the
-    # run has resumed from, or 0. A rollback to an earlier step lowers it.
+    # The step after which this process has trained all steps: the step of the checkpoint that the
+    # run has resumed from, or 0. A rollback to an earlier step changes it to the earlier step.
     resumed_step: int
     health: Health
     recorder: Recorder
@@ -91,7 +91,7 @@ class Run:
         self._take_over_parity()
         self.console.panel(
             f"precision of each product, as observed (all: {self.folder.audit})",
-            in_short(self.assembly.audit),
+            console_rows(self.assembly.audit),
         )
         for note in notes:
             self.console.notice(note)
@@ -154,7 +154,7 @@ class Run:
         self.write_audit()
         self.console.notice(
             f"the precision changes from {before} to {name} after step {self.state.step}; audit: "
-            f"{in_short(self.assembly.audit)['products']}"
+            f"{console_rows(self.assembly.audit)['products']}"
         )
 
     def record_of_step(

@@ -61,13 +61,15 @@ def sample(
 ) -> str:
     """Return the text that the model generates after `prompt`, without the prompt.
 
-    tokens: the largest number of new tokens. There are fewer if the model has no more positions.
+    tokens: the largest number of new tokens. Fewer tokens are generated if the model generates a
+        token that ends the text, or if the model has no more positions.
     temperature: the temperature of sampling. Near 0, the most likely token is always chosen.
-    top_p: sample from the most likely tokens whose probabilities sum to this value.
+    top_p: the sum of probabilities for nucleus sampling. Each token is sampled from the smallest
+        set of most likely tokens whose probabilities sum to at least this value.
     seed: the seed of the random numbers.
 
-    From the model's generation config, only the tokens that end a text are used. Raises InputError
-    if the prompt fills all positions of the model.
+    The model's generation config is ignored, except for the tokens that end a text. Raises
+    InputError if the prompt fills all positions of the model.
 
     The model runs without torch.compile and with the attention of transformers, because packed
     attention supports neither a cache nor a growing document. Every training step sets its own

@@ -41,8 +41,8 @@ from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 
 # Share of a device's memory that stays free for fragments, communication buffers and evaluation.
 RESERVE = 0.04
-# The number of packs in a microbatch of parity. It is used only if nothing is compiled, because
-# torch.compile would compile again for a shape that differs from the shape in training.
+# The largest number of packs in a microbatch of parity if nothing is compiled. Otherwise parity
+# uses the microbatch of training, because torch.compile would compile again for another shape.
 PARITY_MICROBATCH = 2
 # Parts of messages by which errors about full memory are recognized. Some libraries allocate memory
 # without torch, and torch has no error class for host memory.
@@ -67,8 +67,8 @@ def make_observers(run: Run, *, profiles: bool = False) -> Observers:
     if profiles:
         observers.append(StepProfile(run.folder.path, accelerator, run.state, run.console))
     if recipe.log.gap:
-        # The GapMeter comes before the other observers of the passes, so that they do not observe
-        # its pass in BF16.
+        # The GapMeter must be entered before the other observers of the passes. Otherwise these
+        # observers would observe the GapMeter's pass in BF16.
         observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
         ProductAudit(model, run.precision, every, run.write_audit),
@@ -175,8 +175,9 @@ def largest_that_fits(
     Returns 0 if not even one pack fits. Leaves the model in training mode with zero gradients.
 
     Ranks may wait for each other within a trial. If one rank ran out of memory, the others would
-    wait forever. So the first trial has half a pack, and a larger size is tried only if the memory
-    of the smaller trials, on the rank that uses most, predicts that it fits.
+    wait forever. So the first trial has only half a pack. The memory of a larger trial is predicted
+    from the memory that the smaller trials used, on the rank that used most. The larger trial runs
+    only if the predicted memory is available.
     """
     # A model that was loaded from a folder is in evaluation mode, in which no layer is recomputed.
     model.train()
@@ -210,16 +211,18 @@ def grow(
     """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or 0.
 
     sizes: numbers of packs, ascending.
-    most_used: runs a trial with a given number of packs, and returns the bytes that it used.
-    first: the number of packs in the first trial: a part of a pack, or one.
+    most_used: a function that runs a trial with a given number of packs, and returns the number of
+        bytes that the trial used.
+    first: the number of packs in the first trial, at most one. It may be a fraction of a pack.
 
     The memory of the next trial is predicted from the last two trials by a straight line. The line
     has an offset, because a large part of the memory is used at any size. A trial has at most four
     times as many packs as the previous one, so that the prediction is corrected in time if memory
     does not grow linearly.
     """
-    fewer, less = first, most_used(first)  # the packs and the bytes of the previous trial
-    if less > limit:
+    previous_packs = first
+    previous_bytes = most_used(first)
+    if previous_bytes > limit:
         return 0
     largest = int(first) if first in sizes else 0
     following = [size for size in sizes if size > first][:1]
@@ -230,8 +233,9 @@ def grow(
             sizes = [size for size in sizes if size < packs]
         else:
             largest = packs
-        bytes_per_pack = max((used - less) / (packs - fewer), 0)
-        fewer, less = packs, used
+        bytes_per_pack = max((used - previous_bytes) / (packs - previous_packs), 0)
+        previous_packs = packs
+        previous_bytes = used
         following = [
             size
             for size in sizes
@@ -258,9 +262,9 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
         for is_last in (False, True):
             with ExitStack() as contexts:
                 if model.sharding and not is_last:
-                    # Do not exchange gradients: ranks that hold the whole model must not wait for a
-                    # rank that has run out of memory. With sharded parameters ranks wait for each
-                    # other in any case.
+                    # Do not exchange gradients. Ranks that store the whole model must not wait for
+                    # a rank that has run out of memory. With sharded parameters, ranks wait for
+                    # each other in any case.
                     contexts.enter_context(model.sharding.accumulating())
                 accelerator.backward(model(**inputs_of(batch, device)))
     finally:

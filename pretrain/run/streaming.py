@@ -19,8 +19,8 @@ from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
 
-# A rank waits this number of seconds for its packs. Then all ranks agree whether they continue to
-# wait.
+# A rank waits this number of seconds for its packs. If a rank still has no packs, all ranks decide
+# together whether they continue to wait.
 _LOOK = 0.5
 
 
@@ -66,12 +66,13 @@ def wait_for_packs(
     """Wait until all ranks have the packs of the next step, and return 0.
 
     steps: the prefetched batches of this rank.
-    reason_to_stop: returns a stop code above 0 if this rank should stop, else 0.
+    reason_to_stop: a function that returns a stop code above 0 if this rank should stop, else 0.
 
     If a rank should stop while others wait, return the largest stop code of all ranks. Collective.
 
-    This function also allows the packer to delete the packs before the next step. All ranks have
-    read these packs, because the last step needed the gradients of all ranks.
+    This function also allows the packer to delete the packs that come before the packs of the next
+    step. All ranks have already read these packs, because the last step needed the gradients of
+    all ranks.
     """
     stream = run.job.data.stream
     if stream is None:

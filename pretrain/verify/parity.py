@@ -46,8 +46,8 @@ from pretrain.verify.reference_quantizer import watching_quantizers
 
 # Type of functions that run forward and backward of a step and return the loss.
 Pass = Callable[..., float]
-# Boundaries of the four documents in a random pack, in sevenths of the pack's length. They are not
-# at the boundaries of the blocks that kernels compute.
+# Boundaries of the four documents in a random pack, in sevenths of the pack's length. Sevenths are
+# used because they are not boundaries of the blocks of tokens that attention kernels process.
 SEVENTHS = (0, 1, 3, 5, 7)
 # Number of documents with labels in the first microbatch.
 DOCUMENTS = 3
@@ -75,10 +75,11 @@ SUMS_APART = 0.1
 # correct FP4 runs is at most 1.3.
 NORM_RATIO = 2.0
 # The allowed error in FP32, as a share of the measured error of BF16. FP32 rounds 2^16 times more
-# finely than BF16. The share is larger than 2^-16, because sums may have another order.
+# finely than BF16. The share is larger than 2^-16, because the run and plain transformers may add
+# the same numbers in different orders.
 FP32_OF_BF16 = 2.0**-8
-# Matches the names of attributes that hold the rate of a module's noise in training. The attribute
-# `p` is the rate of torch's dropout modules.
+# Pattern for the names of attributes of modules. An attribute with such a name stores the rate of
+# dropout or of other noise in training. The attribute `p` is the rate of torch's dropout modules.
 NOISES = re.compile("drop|jitter_noise|^p$")
 # Number of the worst entries of a table that are reported.
 SHOWN = 10
@@ -112,8 +113,8 @@ class Parity:
     products: Sequence[Compared] = ()
     # Comparisons of the codes of some operands with the codes of the reference quantizers.
     codes: Sequence[Compared] = ()
-    # Comparisons of the quantized gradients over all microbatches with the sum of the gradients of
-    # the single microbatches.
+    # Comparisons of the quantized gradients of a pass over all microbatches with the sum of the
+    # gradients of separate passes, one for each microbatch.
     sums: Sequence[Compared] = ()
     # Loss of the packed path with quantization.
     quantized_loss: float | None = None
@@ -406,14 +407,17 @@ def _compare_quantized(
 
 
 def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches) -> list[Compared]:
-    """Compare the gradients of a step with the sum of the gradients of its single microbatches.
+    """Compare the gradients of a step with the sum of the gradients of separate microbatches.
 
-    The norm of every matrix's gradient is compared. Return the comparisons, the worst one first.
+    The first gradients are computed in one pass over all microbatches of the step. The second
+    gradients are computed in one pass for each microbatch and added up. The norm of every matrix's
+    gradient is compared. Return the comparisons, the worst one first.
 
-    The step and the single microbatches use the same random numbers, and start with the same
-    histories and scales. On a CPU, both gradients are equal bit for bit. On a GPU, an attention
-    kernel sums in a different order in each run. Quantization amplifies these differences to the
-    size of the quantization error, so only the norms can be compared. Collective.
+    The passes use the same random numbers. The pass over the step and the first pass over a single
+    microbatch start with the same histories and scales. On a CPU, both gradients are equal bit for
+    bit. On a GPU, an attention kernel adds in a different order in each pass. Quantization
+    amplifies these differences to the size of the quantization error, so only the norms can be
+    compared. Collective.
     """
     copies = model.context.copied_state()
     torch.manual_seed(0)
@@ -470,8 +474,9 @@ def _with_choices(
 
     Args:
         microbatches: Documents of each microbatch.
-        choices: For each layer, the experts of the microbatch's tokens in each forward. A layer
-            that is recomputed in backward has two forwards per microbatch.
+        choices: For each layer, one tensor per forward of the layer, in the order of the forwards:
+            the experts that the tokens of the microbatch have chosen. A layer that is recomputed in
+            backward has two forwards per microbatch.
     """
     result = []
     for number, documents in enumerate(microbatches):
@@ -509,7 +514,8 @@ def draw_microbatch(
 ) -> tuple[Microbatch, list[Document]]:
     """Draw random tokens in the shapes of a microbatch.
 
-    Return the microbatch, and its documents with labels. The label of a token is the next token.
+    Return a tuple: the microbatch, and a list of the documents in it that have labels. The label of
+    a token is the next token.
 
     Args:
         shapes: Microbatch whose number of packs and pack length are used.
@@ -545,9 +551,9 @@ def draw_microbatch(
 # summands cancel. Therefore the tolerance of a tensor is derived from the measured errors of BF16
 # in this tensor and in the same tensors of other layers.
 
-# A gradient whose norm is below this share of the norm of all gradients is treated as zero, for
-# example the gradient of a key's bias without rotary embeddings. The values of such a gradient are
-# rounding noise. The measured gradient must be below this share too.
+# A gradient of the reference is treated as zero if its norm is below this share of the norm of all
+# gradients. The values of such a gradient are rounding noise. An example is the gradient of a key's
+# bias without rotary embeddings. The measured gradient must be below this share too.
 NEGLIGIBLE = 1e-6
 # Name of the entry for all tensors together.
 TOTAL = "all of them together"
@@ -622,7 +628,7 @@ def judge(
 
     Args:
         measured: Distances of the gradients of the model.
-        noise: Distances of the gradients of plain transformers in BF16 from those in FP32.
+        noise: Distances between the gradients of plain transformers in BF16 and in FP32.
         resolution: The allowed error as a multiple of BF16's error.
 
     Returns:
@@ -663,8 +669,9 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
     not detect that two norms are swapped. After the block all values are restored bit for bit.
 
     Yield the factor by which the inputs of the LM head must be multiplied. It gives the logits of a
-    new model a standard deviation of LOGITS, because nearly equal logits hide most of the gradient
-    of softmax and penalty. The factor is 1.0 if no parameter was changed.
+    new model a standard deviation of LOGITS. Without the factor, the logits of a new model would be
+    nearly equal, and an error in the gradient of softmax or penalty would be too small to detect.
+    The factor is 1.0 if no parameter was changed.
 
     Draws random numbers. Collective.
     """
@@ -693,8 +700,8 @@ def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
     Training mode is needed, because low precision and recomputation depend on it. All dropout rates
     are zero, in torch's dropout modules and in layers that call the dropout function. The noise on
     the inputs of experts is zero too. Routers are in evaluation mode, because some routers choose
-    experts randomly in training mode. The attributes of routers are not changed, because the rate
-    of the noise also determines the experts that they consider.
+    experts randomly in training mode. The attributes of routers are not changed, because the noise
+    rate of a router also determines which experts the router considers.
     """
     routers = model.routing.routers if model.routing else ()
     with ExitStack() as changes:

@@ -28,10 +28,11 @@ from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
-# If the compared model and the reference choose different experts, rounding is accepted as the
-# reason up to this distance of the logits. The distance is measured from the lowest logit that the
-# reference has chosen to the lowest logit that the compared model has chosen, in standard
-# deviations of a token's logits. In most small correct models the distance is at most 0.15.
+# If the compared model and the reference choose different experts for a token, rounding is accepted
+# as the reason if two router logits differ by at most this number of standard deviations of a
+# token's logits. The two logits are the lowest logit among the experts that the reference has
+# chosen, and the lowest logit among the experts that the compared model has chosen. In most small
+# correct models the difference is at most 0.15.
 NEAR = 0.25
 
 
@@ -40,7 +41,8 @@ def wrong_batches(
 ) -> Iterator[str]:
     """Yield a line for each microbatch that differs from the packs with the same tokens.
 
-    A row of a microbatch that occurs more often than in `packs` must have no labels.
+    If the microbatches contain a pack more often than `packs`, the additional rows must have no
+    labels.
 
     Args:
         microbatches: Microbatches of one step.
@@ -91,7 +93,7 @@ def _labels(pack: Pack, tokens: Tensor, unlabelled_ends: Sequence[int]) -> Tenso
     """
     labels = tokens[: int(pack.lengths.sum())].roll(-1)
     if pack.trained is not None:
-        # Tokens that must not be learned are no labels.
+        # Tokens that the pack's mask excludes from the loss are not used as labels.
         labels[:-1][torch.from_numpy(~pack.trained[1 : len(labels)])] = IGNORE
     labels[[end - 1 for end in unlabelled_ends]] = IGNORE
     return labels
@@ -276,11 +278,12 @@ def _output_of(plain: PreTrainedModel, document: Document, head_factor: float = 
 def _with_expert_load(
     plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]]
 ) -> Iterator[tuple[Document, Tensor | None]]:
-    """Yield each document with the load of the experts in its microbatch, FP32 [experts].
+    """Yield one tuple (document, load) for each document.
 
-    The load of an expert is the fraction of tokens with a label that have chosen the expert,
-    averaged over the layers. None is yielded instead of the load if the model's configuration does
-    not enable the router loss.
+    `load` is the load of each expert in the microbatch of the document, FP32 [experts]. In one
+    layer, it is the number of tokens that chose the expert, divided by the number of all tokens.
+    Only tokens with a label are counted. The loads of all layers are averaged. `load` is None if
+    the model's configuration does not enable the router loss.
     """
     for documents in microbatches:
         load = None

@@ -26,8 +26,8 @@ from pretrain.precision.settings import ActivePrecision
 
 Array = np.ndarray
 
-# Map the name of each format to its non-negative values in ascending order, FP64. The FP8 bytes
-# above these are left out, because they are NaN, or infinity in E5M2.
+# Map the name of each format to its non-negative finite values in ascending order, FP64. The next
+# bytes after 0x7E in E4M3 and after 0x7B in E5M2 encode NaN or infinity.
 CODES: dict[str, Array] = {
     "E4M3": torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy(),
     "E5M2": torch.arange(0x7C, dtype=torch.uint8).view(torch.float8_e5m2).double().numpy(),
@@ -42,9 +42,9 @@ HADAMARD = SIGNS[:, None] * functools.reduce(np.kron, [np.array([[1, 1], [1, -1]
 # block sizes of all formats.
 ROWS = 128
 COLUMNS = 1024
-# Share of codes that may differ. Some codes differ because a GPU sums the Hadamard transform in
-# another order.
-FOREIGN = 2.0**-8
+# Share of codes that may differ from the reference quantizer's codes. Some codes differ because a
+# GPU adds the summands of the Hadamard transform in another order than the reference.
+TOLERATED_SHARE = 2.0**-8
 
 
 @contextmanager
@@ -53,9 +53,10 @@ def watching_quantizers(
 ) -> Iterator[list[Compared]]:
     """Compare the codes of some operands with the codes of the reference quantizers.
 
-    Inside the `with` block, the caller must compute one microbatch. One operand of each role and
-    width is compared, along both axes. Yield a list of comparisons. The list is filled when the
-    `with` block ends, and begins with the worst comparison. Draws random numbers.
+    Inside the `with` block, the caller must compute one microbatch. For each role and each number
+    of features, one operand is quantized along both axes and compared. Yield a list of comparisons.
+    The list is filled when the `with` block ends, and begins with the worst comparison. Draws
+    random numbers.
     """
     operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
     before = {name: tensor.clone() for name, tensor in context.state().items()}
@@ -72,15 +73,16 @@ def watching_quantizers(
         # Only the context of delayed scaling has a state.
         scale = of_operand(before, name, role, "scale") if before else None
         for along in get_args(Along):
-            share = foreign_codes(active, role, along, operand, scale)
-            compared.append(Compared.of(f"{name} {role} along {along}", share, share / FOREIGN))
+            share = differing_share(active, role, along, operand, scale)
+            excess = share / TOLERATED_SHARE
+            compared.append(Compared.of(f"{name} {role} along {along}", share, excess))
     compared.sort(key=lambda comparison: comparison.excess, reverse=True)
 
 
-def foreign_codes(
+def differing_share(
     active: ActivePrecision, role: Role, along: Along, x: Tensor, scale: Tensor | None
 ) -> float:
-    """Return the share of values for which training's quantizer and the reference differ.
+    """Return the share of values that training's quantizer and the reference quantize differently.
 
     Both quantizers use the same random numbers. Return NaN if a value of `x` is not finite.
 
@@ -99,6 +101,7 @@ def foreign_codes(
     codes = precision.quantizer(settings, role, along)(x, scale, None).dequantize().cpu()
     summed_last = x if along == "features" else x.t()
     uniform = None
+    # The options `disable_...` are None, and not False, in precisions that do not have the option.
     if settings.disable_stochastic_rounding is False and role == "grad_output":
         torch.manual_seed(0)
         uniform = torch.rand_like(summed_last, dtype=torch.float32)

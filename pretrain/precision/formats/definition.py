@@ -235,8 +235,9 @@ class QuantizedPrecision(Precision):
 
         The result is 1 if FP8 products of the device accept both layouts (Transformer Engine's
         nvte_is_non_tn_fp8_gemm_supported()) and the operand has no scales of blocks. Otherwise the
-        transpose must be stored too. Blocks extend along the axis of the sum, so the transpose has
-        other blocks. `capability` is the CUDA compute capability of the device. None means Hopper.
+        device must also store the transpose. In a format with blocks, the transpose must be
+        quantized separately, because blocks extend along the axis of the sum. `capability` is the
+        CUDA compute capability of the device. None means Hopper.
         """
         both_ways = capability is not None and (
             BLACKWELL <= capability < (12, 0) or capability >= (13, 0)
@@ -264,10 +265,13 @@ class QuantizedPrecision(Precision):
     def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
         """Return the function that transforms x^T before x is quantized along its rows, or None.
 
-        It is the random Hadamard transform for both operands of the weight gradient's product.
+        The function is the random Hadamard transform. It is applied to both operands of the weight
+        gradient's product. None is returned for weights, for precisions without this transform, and
+        with `disable_rht`.
         """
         from pretrain.precision.quantizers.blocks import hadamard
 
+        # `disable_rht` is None, and not False, in precisions without the transform.
         return hadamard if settings.disable_rht is False and role != "weight" else None
 
     def is_stochastic(self, settings: OptionValues, role: Role) -> bool:
@@ -276,6 +280,7 @@ class QuantizedPrecision(Precision):
         This is the case for gradients only. Stochastic rounding preserves the expectation of their
         sum. For activations and weights, it would add noise to every forward.
         """
+        # The option is None, and not False, in precisions that always round to the nearest value.
         return settings.disable_stochastic_rounding is False and role == "grad_output"
 
     def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:

@@ -188,10 +188,13 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
     the grid's maximum. With this scale, some values saturate, and training can diverge (Mishra et
     al., arXiv:2506.08027).
 
-    The scale of a block of zeros is 2^-127. The scale of a block with an infinity is 2^127, and the
-    operand contains an infinity. NaN stays NaN and does not influence the scale. `operand` can be
-    represented in BF16 exactly, unless the amax of a block is below 2^-100 or is rounded up to
-    2^128.
+    The scale of a block of zeros is 2^-127. The scale of a block with an infinity is 2^127. The
+    infinity itself gets the largest code. This code times 2^127 exceeds FP32, so `operand` contains
+    an infinity too. NaN stays NaN and does not influence the scale.
+
+    BF16 can represent `operand` exactly, with two exceptions. In a block with an amax below 2^-100,
+    codes times the scale may be too small for BF16. In a block with an amax just below 2^128, the
+    largest value may be rounded up to 2^128, which exceeds the range of BF16 and FP32.
     """
     blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
     split = blocks.split(x)
@@ -199,8 +202,9 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
     # This is `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh.
     bits = (amax * (1.0 / grid.maximum)).view(torch.int32)
     exponent, mantissa = bits >> FP32_MANTISSA_BITS, bits & ((1 << FP32_MANTISSA_BITS) - 1)
-    # Round up to the next power of two: increment the exponent if the mantissa is larger than this
-    # limit. The limit is 0, except for subnormals, where the exponent 0 stands for 2^-127.
+    # Round up to the next power of two: increment the exponent if the mantissa is larger than the
+    # limit `exact`. For normal numbers the limit is 0. For subnormals, whose exponent bits are 0,
+    # the limit is the mantissa of 2^-127, because the byte 0 encodes the scale 2^-127.
     exact = torch.where(exponent == 0, HALF_OF_SMALLEST_NORMAL, 0)
     exponent = (exponent + (mantissa > exact).int()).clamp(max=LARGEST)
     return blocks.quantized(

@@ -144,6 +144,6 @@ def test_packs_without_a_label_are_rejected(
     if labels:
         check_labels(data, settings)
     else:
-        what = "trained on" if split == "train" else "held out"
-        with pytest.raises(InputError, match=f"packs: no token {what} .*`data.length`"):
+        kind = "training" if split == "train" else "held-out"
+        with pytest.raises(InputError, match=f"packs: no token .* 1 {kind} pack .*`data.length`"):
             check_labels(data, settings)

@@ -270,7 +270,7 @@ def test_a_horizon_in_tokens_needs_steps_of_equal_size() -> None:
     record = record_of(4)
     record["progress"]["tokens"] = 4 * 2048
     source = ResumePoint(Path("step"), record)
-    with pytest.raises(InputError, match=r"in steps, as `train.steps: 8`"):
+    with pytest.raises(InputError, match=r"in steps; set `train.steps: 8`"):
         require_steps_to_train(source, job_of())
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.settings import PRECISIONS
-from pretrain.verify.reference_quantizer import foreign_codes
+from pretrain.verify.reference_quantizer import differing_share
 from tests.pretrain.conftest import active_in
 
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
@@ -38,9 +38,9 @@ def test_codes_of_a_format_equal_those_of_the_reference(
     scale = None
     if active.precision.keeps_history:
         scale = active.precision.grid(active.settings, role).maximum / x.abs().amax().float() / 3
-    assert foreign_codes(active, role, along, x, scale) == 0
+    assert differing_share(active, role, along, x, scale) == 0
 
 
 def test_operands_that_are_not_finite_do_not_match() -> None:
     x = torch.full((128, 128), float("nan"))
-    assert np.isnan(foreign_codes(active_in("mxfp8", "emulation"), "input", "features", x, None))
+    assert np.isnan(differing_share(active_in("mxfp8", "emulation"), "input", "features", x, None))
