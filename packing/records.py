@@ -184,8 +184,9 @@ class ChatColumns(Records):
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
         """Return the text and spans of the chat in `record`.
 
-        Returns None if no answer has a loss, or if a prompt has no response. Raises ValueError if
-        the chat is malformed, has no answer, or has a message that the template does not write.
+        Returns None if no answer has a loss, or if the response column of a record with a prompt is
+        empty. Raises ValueError if the chat is malformed, has no message of the assistant, or has a
+        message that the template does not write.
         """
         if self.pair and not self.pair[1].fill(record).strip():
             return None

@@ -269,9 +269,10 @@ class SourceStream:
         is_recorded = asdict(start) == self.record["start"]
         if is_recorded and part.packs.fingerprint != self.record["fingerprint"]:
             raise InputError(
-                f"{part.packs.path}: is not the part on which the run has trained, so the text has "
-                "changed. Either restore the text (a dataset of the hub with `name@revision`) and "
-                "remove this folder, or set another data.packs and another run_dir"
+                f"{part.packs.path} is not the part on which the run has trained, so the text has "
+                "changed. Either restore the text (for a dataset of the hub, set its earlier "
+                "revision as `name@revision`) and remove this folder, or set another data.packs "
+                "and another run_dir"
             )
         with self._lock:
             self._parts.append(part)

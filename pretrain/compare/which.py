@@ -298,9 +298,9 @@ def new_protocol(
     runs = distinct_runs(cells)
     if len(runs) < 2:
         raise InputError(
-            f"there is nothing to compare: no precision other than {names[0]} has finished its "
-            f"trial with different matrix products; read the logs in {question.folder}/trial, or "
-            "set other --precisions"
+            "there is nothing to compare: no other precision finished its trial with matrix "
+            f"products that differ from those of {names[0]}; read the logs in "
+            f"{question.folder}/trial, or set other --precisions"
         )
     seconds = {
         name: question.recipe.batch.tokens / run.summary["tokens_per_second"]

@@ -186,7 +186,7 @@ def _watching_forwards(
 
 @dataclass(eq=False)
 class ProductAudit(Observer):
-    """Compare the low-precision products of training with the audit before the first step.
+    """Check that the products of training match the audit that ran before the first step.
 
     In a step with `Step.is_new` all microbatches are observed. In a statistics step
     (`log.fp8_statistics`) the first microbatch is observed, the operands of some linears are

@@ -192,8 +192,8 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
         _check_data(recipe, data, model_config)
     elif recipe.train.epochs is not None:
         raise InputError(
-            f"`train.epochs` counts packs, but {recipe.data.packs} has no packs yet; to plan "
-            "without packs, set train.steps=N or train.tokens=N instead"
+            f"`train.epochs` needs the number of packs, but {recipe.data.packs} has none yet; to "
+            "plan without packs, set train.steps=N or train.tokens=N instead"
         )
 
     packs = len(data.train) if data and not data.stream else None

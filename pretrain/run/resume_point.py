@@ -340,7 +340,7 @@ def require_same_stream(source: ResumePoint, job: Job) -> None:
 def require_steps_to_train(source: ResumePoint, job: Job) -> None:
     """Raise InputError if no step is left to train after the checkpoint.
 
-    A checkpoint in the run folder may be at the last step, because then the run is finished.
+    Exception: a checkpoint in the run folder may be at the last step. That run is simply finished.
 
     Also raise InputError if the recipe gives the length in tokens or epochs, and the steps before
     the checkpoint had another number of tokens than the steps of the job (`batch.tokens`). Then the

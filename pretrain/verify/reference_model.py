@@ -139,8 +139,8 @@ def _follow_recorded_choices(
     experts for a token than `router`, and the logits are nearly equal (`NEAR`), the token is sent
     to the experts of the compared model. The weights of these experts are recomputed from the
     scores of `router`. If weights are normalized shares, their sum does not change. All other
-    tokens keep the choice of `router`. If the compared model has chosen wrong experts for them,
-    their gradients differ.
+    tokens keep the choice of `router`. So if the compared model has sent such a token to a wrong
+    expert, gradients differ and the comparison shows the error.
 
     Return the new inputs, or None if no choices were recorded.
 

@@ -288,8 +288,8 @@ class QuantizedPrecision(Precision):
 
         The quantizer is a pure function of tensors, see `Quantize`. Its result is [rows, features]
         for a sum along features, and [features, rows] for a sum along rows. For a sum along rows it
-        ignores the argument `amax`, because x may be transformed first. It raises RuntimeError if
-        the length of the axis is not a multiple of the block size.
+        ignores the argument `amax` unless `serves_both(role)`, because x may be transformed first.
+        It raises RuntimeError if the length of the axis is not a multiple of the block size.
         """
         quantize = self.along_features(settings, role)
         if along == "features":

@@ -98,7 +98,7 @@ def test_a_plan_that_does_not_fit_shows_no_speed(plan: RunPlan) -> None:
     [
         (("--on", "Q9"), "--on Q9"),
         (("--mfu", "1.2"), "--mfu: "),
-        (("train.epochs=2", "data.packs=/no/such"), "`train.epochs` counts packs"),
+        (("train.epochs=2", "data.packs=/no/such"), "`train.epochs` needs the number of packs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
