@@ -58,6 +58,7 @@ from pretrain.model import distributed
 from pretrain.model.packed import forward_backward, same_on_all_ranks
 from pretrain.model.wrapping import wrap_layers
 from pretrain.observe.observers import StepWatch, is_due
+from pretrain.observe.profile import StepProfile
 from pretrain.optimizer import adamw, schedule
 from pretrain.run import (
     checkpointing,
@@ -239,8 +240,11 @@ def build(
             job.recipe.log, folder.path, state.step, main_process=accelerator.is_main_process
         ),
         console=console,
+        profile=StepProfile(folder.path, accelerator, state, console)
+        if arguments.profile
+        else None,
     )
-    run.observers = startup.make_observers(run, profiles=arguments.profile)
+    run.observers = startup.make_observers(run)
     if source:
         checkpointing.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []

@@ -10,9 +10,11 @@ the order of `column_names`. An encoding such as `uint32` may mean one number or
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile, gettempdir
@@ -22,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, check_files, hash_file, hash_of
+from foundation.files import FileRecord, check_files, hash_of
 from foundation.progress import say
 from foundation.reading import load_object, refusing
 from packing.arrow import JoinedPacks, Pack, Packs, checked_index
@@ -149,14 +151,26 @@ class Shard(Packs):
             )
         return data, offsets
 
+    def content_hash(self) -> str:
+        """Return the SHA-256 of the decompressed content, which may not fit on the disk."""
+        with self._stream(f"{self.path}: cannot be read") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    @contextmanager
+    def _stream(self, what: str) -> Iterator[pa.NativeFile]:
+        """Open the decompressed content. Raise errors as an InputError that starts with `what`."""
+        compression = self.codec if self.is_compressed else None
+        with (
+            refusing((OSError, ValueError, NotImplementedError), what, _REMEDY),
+            pa.input_stream(str(self.path), compression=compression) as stream,
+        ):
+            yield stream
+
     def _decompressed(self) -> pa.MemoryMappedFile:
         """Return a memory map of the decompressed content, in a temporary file that is unlinked."""
         what = f"{self.path}: cannot be unpacked into {gettempdir()} (set TMPDIR to another folder)"
-        with (
-            refusing((OSError, ValueError, NotImplementedError), what, _REMEDY),
-            NamedTemporaryFile() as file,
-        ):
-            shutil.copyfileobj(pa.input_stream(str(self.path), compression=self.codec), file)
+        with self._stream(what) as stream, NamedTemporaryFile() as file:
+            shutil.copyfileobj(stream, file)
             file.flush()
             return pa.memory_map(file.name)
 
@@ -258,7 +272,7 @@ class MDSPacks(JoinedPacks):
         if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):
             end_token = load_tokenizer(tokenizer).special.get("eos")
         content = [
-            [shard.samples, shard.layout, shard.hashes or {"sha256": hash_file(shard.path)}]
+            [shard.samples, shard.layout, shard.hashes or {"sha256": shard.content_hash()}]
             for shard in shards
         ]
         # The fingerprint depends on how samples are divided into shards.

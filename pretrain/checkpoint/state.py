@@ -73,18 +73,23 @@ class TrainState:
 NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 
 
+# Settings that earlier checkpoints lack, with the values that they were trained with.
+ADDED_SETTINGS = {"schedule.decay_shape": "linear"}
+
+
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ between two identities.
 
     An identity is a dict that maps dotted keys to settings and fingerprints. A missing key is
-    treated like the value None.
+    treated like the value in ADDED_SETTINGS, or else like the value None.
 
     Args:
         saved: Identity in a checkpoint.
         current: Identity of the run.
     """
     # Convert `current` to JSON and back, like `saved`. JSON turns tuples into lists.
-    current = json.loads(json.dumps(current))
+    current = ADDED_SETTINGS | json.loads(json.dumps(current))
+    saved = {**ADDED_SETTINGS, **saved}
     keys = sorted(saved.keys() | current.keys())
     return [key for key in keys if saved.get(key) != current.get(key)]
 

@@ -31,6 +31,7 @@ from pretrain.model.distributed import describe_topology
 from pretrain.model.huggingface import kept_from_source
 from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
+from pretrain.observe.profile import StepProfile
 from pretrain.optimizer import adamw
 from pretrain.plan.rendering import render
 from pretrain.plan.tokenizer import fingerprint_in_use
@@ -60,6 +61,7 @@ class Run:
     recorder: Recorder
     trackers: Trackers
     console: Console
+    profile: StepProfile | None  # the observer that records one step (`--profile`)
     observers: Observers = field(init=False)
     # The evaluation with the lowest held-out loss, or None. Its checkpoint is not deleted
     # (`checkpoint.best`).

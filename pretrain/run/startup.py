@@ -31,7 +31,6 @@ from pretrain.observe.audit import ProductAudit
 from pretrain.observe.bf16_gap import GapMeter
 from pretrain.observe.observers import Observer, Observers, PeriodicFigures
 from pretrain.observe.operand_statistics import OperandWatch
-from pretrain.observe.profile import StepProfile
 from pretrain.observe.step_check import StepCheck
 from pretrain.plan.memory import TAKES_LESS
 from pretrain.run.assembly import Assembly, first_tokens
@@ -52,20 +51,16 @@ _MESSAGES = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not eno
 # ── Observers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_observers(run: Run, *, profiles: bool = False) -> Observers:
-    """Create the observers of a run.
-
-    profiles: True if one step is recorded (`--profile`). Raises InputError if the run ends before
-        this step.
-    """
+def make_observers(run: Run) -> Observers:
+    """Create the observers of a run, and add its profile."""
     recipe = run.job.recipe
     model = run.assembly.model
     optimizer = run.assembly.optimizer
     accelerator = run.accelerator
     every = recipe.log.fp8_statistics
     observers: list[Observer] = []
-    if profiles:
-        observers.append(StepProfile(run.folder.path, accelerator, run.state, run.console))
+    if run.profile:
+        observers.append(run.profile)
     if recipe.log.gap:
         # The GapMeter must be entered before the other observers of the passes. Otherwise these
         # observers would observe the GapMeter's pass in BF16.

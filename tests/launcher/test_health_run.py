@@ -25,6 +25,29 @@ def copies_in_fp8() -> int:
     return sum(isinstance(candidate, BothWays) for candidate in gc.get_objects())
 
 
+def test_a_rollback_before_the_profiled_step_keeps_the_profile(
+    train_here: Callable, small_recipe: dict[str, Any]
+) -> None:
+    changes = {"train": {"steps": 8}, "checkpoint": {"every": 2}, "evaluate": {}, "parity": "off"}
+    recipe = small_recipe | changes
+    run_dir = Path(recipe["run_dir"])
+    poisoned_steps = []
+
+    def poison(loss: torch.Tensor) -> torch.Tensor:
+        is_logged = (run_dir / "metrics.jsonl").exists()
+        if poisoned_steps or not is_logged or steps_logged(run_dir) != 2:
+            return loss
+        poisoned_steps.append(3)
+        return loss * math.inf
+
+    with losses_changed(poison):
+        finished = train_here("health.on_nan=rollback", "--profile", recipe=recipe)
+    assert finished.status == 0, finished.output
+    assert poisoned_steps == [3]
+    assert "Rollback 1" in finished.output
+    assert (run_dir / "profile.md").is_file()
+
+
 def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_count(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:

@@ -160,6 +160,8 @@ SAVED = {"seed": 0, "train.steps": 8, "precision": "bf16"}
         ({}, False, set()),
         ({"seed": 1}, False, {"seed"}),
         ({"loss.penalty": None}, False, set()),
+        ({"schedule.decay_shape": "linear"}, False, set()),  # Earlier checkpoints lack the key.
+        ({"schedule.decay_shape": "cosine"}, False, {"schedule.decay_shape"}),
         ({"loss.penalty": "neg_entropy"}, False, {"loss.penalty"}),
         ({"train.steps": 9}, False, {"train.steps"}),
         ({"train.steps": 9}, True, set()),
