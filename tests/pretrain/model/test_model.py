@@ -64,6 +64,19 @@ VARIANTS = {
 NOT_FUSED = ("gemma3", "gpt2", "afmoe", "gemma2", "vaultgemma", "granitemoehybrid")
 
 
+def build_from(folder: Path, config: dict[str, object] | None = None) -> PreTrainedModel:
+    """Return the model in `folder` with the changes in `config`, in FP32."""
+    source = ModelSettings(source=str(folder), config=config)
+    return model.build(
+        source,
+        model.load_config(source),
+        weights=torch.float32,
+        seed=1,
+        device=CPU,
+        backend="packed_sdpa",
+    )
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("backend", ["packed_sdpa", "packed_documents"])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -459,15 +472,7 @@ def test_untrained_parameters_stay_untrained_from_a_source(
         pad_token_id=0,
     ).hf
     built.save_pretrained(tmp_path)
-    source = ModelSettings(source=str(tmp_path))
-    loaded = model.build(
-        source,
-        model.load_config(source),
-        weights=torch.float32,
-        seed=1,
-        device=CPU,
-        backend="packed_sdpa",
-    )
+    loaded = build_from(tmp_path)
     kept = {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad}
     assert (
         kept
@@ -496,16 +501,8 @@ def test_nan_weights_and_untied_heads_are_rejected(
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = ModelSettings(source=str(tmp_path))
     with pytest.raises(InputError, match=rf"`model\.source`.*{message}"):
-        model.build(
-            source,
-            model.load_config(source),
-            weights=torch.float32,
-            seed=1,
-            device=CPU,
-            backend="packed_sdpa",
-        )
+        build_from(tmp_path)
 
 
 def test_a_source_that_lacks_weights_is_rejected(build_model: Callable, tmp_path: Path) -> None:
@@ -514,15 +511,7 @@ def test_a_source_that_lacks_weights_is_rejected(build_model: Callable, tmp_path
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
-        source = ModelSettings(source=str(tmp_path))
-        model.build(
-            source,
-            model.load_config(source),
-            weights=torch.float32,
-            seed=1,
-            device=CPU,
-            backend="packed_sdpa",
-        )
+        build_from(tmp_path)
 
 
 # Weights that the source has beyond its configuration, and the key that the message suggests.
@@ -538,31 +527,10 @@ def test_surplus_weights_are_rejected_with_a_fitting_key(
 ) -> None:
     written, read, key = EXTRA[extra]
     build_model("llama", **SMALL, **written).hf.save_pretrained(tmp_path)
-    source = ModelSettings(source=str(tmp_path), config=read)
     with pytest.raises(
         InputError, match=rf"`model.source`.* no place in the model.* set `model\.config\.{key}`"
     ):
-        model.build(
-            source,
-            model.load_config(source),
-            weights=torch.float32,
-            seed=1,
-            device=CPU,
-            backend="packed_sdpa",
-        )
-
-
-def build_from(folder: Path) -> PreTrainedModel:
-    """Return the model in `folder`, in FP32."""
-    source = ModelSettings(source=str(folder))
-    return model.build(
-        source,
-        model.load_config(source),
-        weights=torch.float32,
-        seed=1,
-        device=CPU,
-        backend="packed_sdpa",
-    )
+        build_from(tmp_path, read)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
