@@ -144,7 +144,7 @@ def step_memory(
 ) -> dict[str, int]:
     """Map each part of a device's memory at the peak of a step to its number of bytes.
 
-    Parts without bytes are omitted. The CUDA context and fragments of the allocator, about 1 GiB,
+    Parts without bytes are omitted. The CUDA context and fragmentation of the memory, about 1 GiB,
     are not included.
 
     flops: the FLOPs and sizes of the model.

@@ -310,7 +310,7 @@ class Plan:
 
 # ── The use of a device's memory ──────────────────────────────────────────────────────────────────
 
-# The share of a device's memory that stays free. CUDA, NCCL and fragments of the allocator need it,
+# The share of a device's memory that stays free. CUDA, NCCL and fragmentation of memory need it,
 # and the estimate of memory does not include them.
 KEPT_FREE = 0.08
 # The number of tokens in a microbatch with which an H200 reaches nearly its full speed.

@@ -38,7 +38,8 @@ from pretrain.run.job import Job
 from pretrain.run.run import Run
 from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 
-# Share of a device's memory that stays free for fragments, communication buffers and evaluation.
+# Share of a device's memory that stays free, for fragmentation, communication buffers and
+# evaluation.
 RESERVE = 0.04
 # The largest number of packs in a microbatch of parity if nothing is compiled. Otherwise parity
 # uses the microbatch of training, because torch.compile would compile again for another shape.
@@ -109,7 +110,7 @@ def choose_microbatch(
     Then all sums keep their order, and the resumed run repeats the uninterrupted run bit for bit.
     Otherwise trials on the GPU find the largest microbatch that fits in every precision of the run.
     The plan's estimate of memory is not precise enough, because it includes neither the choices of
-    the compiler nor the fragments of the allocator. On a CPU the estimate is used. Collective.
+    the compiler nor the fragmentation of the memory. On a CPU the estimate is used. Collective.
 
     Raises InputError if not even one pack fits.
     """
