@@ -6,7 +6,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from foundation.units import UNKNOWN, count, markdown
+from docs.recipe_schema import MODELINE
+from foundation.units import UNKNOWN, cell, count
 from pretrain.settings.config import load_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -36,8 +37,11 @@ SUBFOLDERS = {
 
 
 def top_comment(path: Path) -> list[str]:
-    """Return the lines of the comment at the top of a file, without the "# "."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """Return the lines of the comment at the top of a file, without the "# ".
+
+    The line that names the schema of recipes is omitted.
+    """
+    lines = path.read_text(encoding="utf-8").removeprefix(f"{MODELINE}\n").splitlines()
     end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     return [line.removeprefix("#").strip() for line in lines[:end]]
 
@@ -69,7 +73,8 @@ def row(path: Path) -> list[str]:
 def page() -> str:
     """Return the text of docs/recipes.md."""
     header = ["recipe", "model", "tokens", "data", "source", "summary"]
-    parts = [HEAD, markdown(header, [row(path) for path in sorted(FOLDER.glob("*.yaml"))], names=6)]
+    rows = [header, ["---"] * len(header), *map(row, sorted(FOLDER.glob("*.yaml")))]
+    parts = [HEAD, "\n".join(f"| {' | '.join(map(cell, cells))} |" for cells in rows)]
     for folder, title in SUBFOLDERS.items():
         items = [
             list_item(f"[`{path.name}`](../recipes/{folder}/{path.name}): {summary(path)}.")
