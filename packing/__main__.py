@@ -33,13 +33,14 @@ from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import TextTemplate
 from packing.settings import DataSettings
-from packing.sources import open_source
+from packing.sources import kind_of, open_source
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 # Largest number of characters on which a tokenizer is trained. More characters need more memory and
 # do not give better tokens.
 _MOST_TEXT = 10**9
+_RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class _Recipe(Settings):
@@ -118,7 +119,7 @@ def _parser() -> CommandParser:
     follow.set_defaults(run=_follow)
 
     inspect = commands.add_parser("inspect", help="describe Arrow, MDS or token .bin packs")
-    inspect.add_argument("path", type=Path)
+    inspect.add_argument("path", type=Path, help="folder or file of packs, or RECIPE.yaml")
     inspect.add_argument("--index", type=int, help="also print the text of this training pack")
     inspect.add_argument(
         "--tokenizer",
@@ -203,17 +204,20 @@ def _follow(options: argparse.Namespace) -> None:
 def _data_settings(arguments: Sequence[str]) -> DataSettings:
     """Return the settings in the data section of a recipe, overridden by key=value arguments.
 
-    The first argument is the path of the recipe, unless it contains "=". Keys in the recipe's data
-    section override keys in the data sections of its `base` files.
+    The first argument is the path of the recipe, unless it contains "=". It may also be the path of
+    data, which stands for `data.source`. Keys in the recipe's data section override keys in the
+    data sections of its `base` files.
     """
     data: dict[str, Any] = {}
     recipe = None
     if arguments and "=" not in arguments[0]:
         recipe, *arguments = arguments
-        if Path(recipe).is_dir():
+        is_data = kind_of(Path(recipe)) and Path(recipe).suffix not in _RECIPE_SUFFIXES
+        if is_data or Path(recipe).is_dir():
             raise InputError(
-                f"{recipe}: is a folder and not a recipe; either give the path of a recipe, or set "
-                f"data.source={recipe}, data.tokenizer=... and data.packs=..."
+                f"{recipe}: is data and not a recipe; either add data.source={recipe} to the path "
+                f"of a recipe, or set data.source={recipe} data.tokenizer=TOKENIZER "
+                "data.packs=FOLDER"
             )
         for path, content in load_with_bases(recipe):
             section = content.get("data") or {}
@@ -237,6 +241,8 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 def _inspect(options: argparse.Namespace) -> None:
     """Describe the packs at a path, or all packs below it. With --index, print one pack's text."""
     path = options.path
+    if path.suffix in _RECIPE_SUFFIXES and path.is_file():
+        path = _data_settings([str(path)]).packs
     packs = None if options.index is None else _open_splits(path)["train"]
     is_single = (path / MANIFEST).is_file()
     inside = [] if is_single else sorted(file.parent for file in path.rglob(MANIFEST))
