@@ -204,16 +204,16 @@ def _follow(options: argparse.Namespace) -> None:
 def _data_settings(arguments: Sequence[str]) -> DataSettings:
     """Return the settings in the data section of a recipe, overridden by key=value arguments.
 
-    The first argument is the path of the recipe, unless it contains "=". It may also be the path of
-    data, which stands for `data.source`. Keys in the recipe's data section override keys in the
-    data sections of its `base` files.
+    The first argument is the path of the recipe, unless it contains "=". Keys in the recipe's data
+    section override keys in the data sections of its `base` files.
     """
     data: dict[str, Any] = {}
     recipe = None
     if arguments and "=" not in arguments[0]:
         recipe, *arguments = arguments
-        is_data = kind_of(Path(recipe)) and Path(recipe).suffix not in _RECIPE_SUFFIXES
-        if is_data or Path(recipe).is_dir():
+        path = Path(recipe)
+        is_data = kind_of(path) not in (None, "text") and path.suffix not in _RECIPE_SUFFIXES
+        if is_data or path.is_dir():
             raise InputError(
                 f"{recipe}: is data and not a recipe; either add data.source={recipe} to the path "
                 f"of a recipe, or set data.source={recipe} data.tokenizer=TOKENIZER "

@@ -62,7 +62,8 @@ if TYPE_CHECKING:
 # busy, and so long that the time for sending a chunk to another process does not matter.
 CHUNK_BYTES = 2**20
 _ROWS = 1024  # number of rows of a table that are read at once, and then divided by size
-_CSV_BLOCK = 2**25  # bytes of a CSV file that are parsed at once; a row must fit into a block
+# Bytes of a CSV file that are parsed at once. A row must fit. pyarrow reads 32 blocks ahead.
+_CSV_BLOCK = 2**23
 _RECORD_START = re.compile(r"[^\s,\[\]]")  # first character of the next record of a JSON array
 _SUFFIXES = {
     "jsonl": {".jsonl", ".ndjson", ".json"},
