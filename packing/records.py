@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line, refusing
-from packing.settings import DataSettings
+from packing.settings import DataSettings, SourceSettings
 from packing.token_columns import (
     LABELS,
     TOKEN_COLUMNS,
@@ -461,14 +461,24 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
             f"data.chat_template: writes `eos_token`, but {tokenizer.name} has none; set "
             "`eos_token` in its tokenizer_config.json"
         )
+    return chat_columns(settings, template, tuple(sorted(tokens.items())))
+
+
+def chat_columns(
+    settings: SourceSettings, template: str, tokens: tuple[tuple[str, str | None], ...]
+) -> ChatColumns:
+    """Return the rule that reads the chats in the columns `settings.messages`.
+
+    The other arguments are those of `ChatColumns`.
+    """
     optional = (*_SYSTEM_COLUMNS, "tools") if _has_word(template, "tools") else _SYSTEM_COLUMNS
     pair: tuple[TextTemplate, ...] = ()
     if isinstance(settings.messages, str):
-        columns = (settings.messages,)
+        columns: tuple[str, ...] = (settings.messages,)
     else:
-        pair = tuple(map(TextTemplate.parse, settings.messages))
+        pair = tuple(map(TextTemplate.parse, settings.messages or ()))
         columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
-    return ChatColumns(columns, optional, pair, template, tuple(sorted(tokens.items())))
+    return ChatColumns(columns, optional, pair, template, tokens)
 
 
 def _has_word(template: str, word: str) -> bool:
