@@ -96,7 +96,10 @@ def lacking(records: Records, names: Collection[str]) -> str | None:
     if not absent:
         return None
     settings = [key for columns, key in _USUAL_COLUMNS.items() if set(columns) <= set(names)]
-    remedy = " or ".join(settings) or "data.text to one of them, or to a template of columns"
+    remedy = (
+        " or ".join(settings)
+        or "data.text or data.messages to one of them, or to a template of columns"
+    )
     return f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set {remedy}"
 
 

@@ -187,7 +187,7 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
     """Tokenise all documents that `log` does not have yet, and append them to `log`."""
     if log.counts.documents:
         say(f"continuing after document {log.counts.documents:,}", progress)
-    say(f"{maker.processes} processes read {maker.source.description}", progress)
+    say(f"reading with {maker.processes} processes: {maker.source.description}", progress)
     with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
         for result in maker.tokenize(maker.source.chunks(log.place)):
             log.append(result)

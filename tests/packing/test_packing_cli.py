@@ -10,6 +10,7 @@ import pytest
 
 from packing.__main__ import main
 from packing.arrow import ArrowPacks
+from packing.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -70,3 +71,16 @@ def test_mistakes_on_the_command_line_are_named(recipe: Path, capsys) -> None:
     assert main(["prepar"]) == 2 and "prepare" in capsys.readouterr().err
     for wrong in ([str(recipe.parent)], [str(recipe), "--source", "x"]):
         assert main(["prepare", *wrong]) == 2 and "data.source=" in capsys.readouterr().err
+
+
+def test_a_tokenizer_is_trained_on_the_words_of_chats(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "words"}, {"role": "assistant", "content": "answers"}]
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": chat}))
+    vocabularies = []
+    for out, settings in (("a", []), ("b", ["data.messages=messages"])):
+        options = ["--out", str(tmp_path / out), "--vocabulary", "290"]
+        assert main(["tokenizer", str(source), *settings, *options]) == 0
+        vocabularies.append(load_tokenizer(str(tmp_path / out)).tokenizer.get_vocab())
+    assert vocabularies[0] == vocabularies[1]
+    assert {"words", "answers"} <= vocabularies[0].keys()

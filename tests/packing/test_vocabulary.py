@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -89,16 +88,3 @@ def test_a_tokenizer_is_never_overwritten_and_needs_256_ids(
     options = ["--vocabulary", "300", "--special", "<|x|>"]
     assert main(["tokenizer", str(source), "--out", str(tmp_path / "new"), *options]) == 0
     assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).token_to_id("<|x|>") == 1
-
-
-def test_a_tokenizer_is_trained_on_the_words_of_chats(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "words"}, {"role": "assistant", "content": "answers"}]
-    source = tmp_path / "chats.jsonl"
-    source.write_text(json.dumps({"messages": chat}))
-    vocabularies = []
-    for out, settings in (("a", []), ("b", ["data.messages=messages"])):
-        options = ["--out", str(tmp_path / out), "--vocabulary", "290"]
-        assert main(["tokenizer", str(source), *settings, *options]) == 0
-        vocabularies.append(load_tokenizer(str(tmp_path / out)).tokenizer.get_vocab())
-    assert vocabularies[0] == vocabularies[1]
-    assert {"words", "answers"} <= vocabularies[0].keys()
