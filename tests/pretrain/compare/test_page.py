@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.compare.figures import COLOUR, moving_mean, picture_of_run
+from pretrain.compare.figures import COLOUR, HELD_OUT_COLOUR, moving_mean, picture_of_run
 from pretrain.compare.page import (
     curves_figure,
     differing_values,
@@ -137,7 +137,9 @@ def test_any_run_has_a_loss_plot_and_a_page(tmp_path):
             "precision=nvfp4",
             held_out=len(losses) > 1,
         )
-        assert shows(COLOUR, picture_of_run(run)) or losses[0] is None
+        picture = picture_of_run(run)
+        assert shows(COLOUR, picture) or losses[0] is None
+        assert shows(HELD_OUT_COLOUR, picture) or not run.evaluations
         other = trained(tmp_path / f"other {name}", (4.0, 3.0, 2.0))
         on_other_data = trained(tmp_path / f"t {name}", losses, fingerprint="cd")
         assert "</html>" in page_of([other, run, on_other_data], tmp_path, "data")
