@@ -143,8 +143,8 @@ def _end_suffix(compared: ComparedRun) -> str:
 
 def _averaged_steps(run: RunRecord) -> str:
     """Return the first and the last step of a run's loss at the end, as " (steps 937 to 1,000)"."""
-    first = run.summary["steps"] - run.summary[END_KEY] + 1
-    return f" (steps {first:,} to {run.summary['steps']:,})"
+    last = run.summary["steps"]
+    return f" (steps {last - run.summary[END_KEY] + 1:,} to {last:,})"
 
 
 def _loss_up_to(step: int, run: RunRecord) -> float | None:

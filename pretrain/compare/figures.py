@@ -114,8 +114,10 @@ def _title_of(run: RunRecord) -> str:
         precision += " (emulated)"
     tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} per step"
     failure = f", which {run.broke_off}" if run.broke_off else ""
-    title = f"Training and held-out loss of {run.name}{failure}"
-    return f"{title}\n{model_name(run)} · {precision} · {tokens}"
+    return (
+        f"Training and held-out loss of {run.name}{failure}\n"
+        f"{model_name(run)} · {precision} · {tokens}"
+    )
 
 
 def model_name(run: RunRecord) -> str:

@@ -313,8 +313,11 @@ def losses_beside_normal(compared: ComparedRun) -> str:
     quantized precisions, the limits are those of the last one.
     """
     measured = [step for step in compared.run.steps[1:] if "fp8/underflow" in step]
-    precisions = map(PRECISIONS.get, _audits_of(compared.run))
-    quantized = [precision for precision in precisions if isinstance(precision, QuantizedPrecision)]
+    quantized = [
+        precision
+        for precision in map(PRECISIONS.get, _audits_of(compared.run))
+        if isinstance(precision, QuantizedPrecision)
+    ]
     if not measured or not quantized:
         return ""
     texts = [
