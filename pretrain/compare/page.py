@@ -378,7 +378,10 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
     return figure.update_layout(
         height=min(1200, 200 + 14 * rows),
         **{
-            axis: {"colorscale": "Viridis", "colorbar": {"title": MEASURES[measure]}}
+            axis: {
+                "colorscale": "Viridis",
+                "colorbar": {"title": {"text": MEASURES[measure], "side": "right"}},
+            }
             for measure, axis in axes.items()
         },
         updatemenus=[
