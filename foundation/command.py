@@ -70,9 +70,9 @@ class CommandParser(argparse.ArgumentParser):
 
         The options of a subcommand are checked by the parser of the subcommand.
         """
-        arguments = sys.argv[1:] if arguments is None else arguments
+        arguments = list(sys.argv[1:] if arguments is None else arguments)
         options = [text for text in self._option_string_actions if text.startswith("--")]
-        for text, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        for text, after in zip(arguments, [*arguments, ""][1:], strict=True):
             name, _, value = text.partition("=")
             # A prefix of an option is an abbreviation. argparse reads texts with spaces as values.
             is_known = any(option.startswith(name) for option in options)
