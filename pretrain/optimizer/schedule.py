@@ -27,6 +27,8 @@ _REMAINING = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
+# Keys that set the number of steps.
+_LENGTH = {"train", "batch.tokens", *HORIZON}
 
 
 def learning_rate(
@@ -86,12 +88,12 @@ def fit_to_command_line(recipe: Recipe, overrides: Sequence[str]) -> tuple[Recip
     """Return the recipe with a schedule that fits the length set in `overrides`, and notices.
 
     If warm-up and decay are longer than the run, they are shortened in proportion, and a notice is
-    returned. If the recipe file sets the length itself, the schedule stays, and `check` refuses it.
+    returned. If `overrides` do not change the number of steps, `check` refuses such a schedule.
     """
     settings = recipe.schedule
     steps = recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
     decay = decay_steps(settings, steps)
-    is_given = {key for key, _ in parse_overrides(overrides)} & {"train", *HORIZON}
+    is_given = {key for key, _ in parse_overrides(overrides)} & _LENGTH
     if not is_given or not 0 < steps < settings.warmup + decay:
         return recipe, []
     warmup = steps * settings.warmup // (settings.warmup + decay)
