@@ -13,10 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel
-
 from foundation.errors import InputError
-from foundation.settings import closest_key
 
 # Exit statuses that a shell reports for a process that SIGINT or SIGPIPE has ended.
 SIGINT_STATUS = 130
@@ -41,12 +38,11 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises InputError instead of printing the usage and exiting.
 
     `remedy` is appended to every error message. `--help` prints the description with its line
-    breaks. An unknown option is an error before anything else, and the message suggests the option
-    that was probably meant, or the key of `settings`, which the command accepts as key=value.
+    breaks. An unknown option is reported before all other mistakes, with the option that was
+    probably meant.
     """
 
     remedy = "use --help to list the options"
-    settings: type[BaseModel] | None = None
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(
@@ -68,31 +64,30 @@ class CommandParser(argparse.ArgumentParser):
     def _check_options(self, arguments: Sequence[str] | None) -> None:
         """Raise InputError if an argument looks like an option, but is none.
 
-        The options of a subcommand are checked by the parser of the subcommand.
+        The parser of a subcommand checks the options of the subcommand.
         """
         arguments = list(sys.argv[1:] if arguments is None else arguments)
-        options = [text for text in self._option_string_actions if text.startswith("--")]
         for text, after in zip(arguments, [*arguments, ""][1:], strict=True):
             name, _, value = text.partition("=")
-            # A prefix of an option is an abbreviation. argparse reads texts with spaces as values.
-            is_known = any(option.startswith(name) for option in options)
+            # argparse reads abbreviations of options, and reads texts with spaces as values.
+            is_known = any(option.startswith(name) for option in self._option_string_actions)
             if name.startswith("--") and not is_known and " " not in text and not self._subparsers:
-                hint = self._suggest(name, value or after, options)
-                raise InputError(f"command line: unknown option {name}; {hint or self.remedy}")
+                meant = self.suggest(name.removeprefix("--").replace("-", "_"), value or after)
+                hint = f"did you mean {meant}?" if meant else self.remedy
+                raise InputError(f"command line: unknown option {name}; {hint}")
 
-    def _suggest(self, name: str, value: str, options: Sequence[str]) -> str | None:
-        """Return a question that suggests an option or a setting for an unknown option, or None.
+    def suggest(self, name: str, value: str) -> str | None:
+        """Return the option that was probably meant by an unknown option, or None.
 
-        value: the argument after the option, which may be its value.
+        name: the unknown option, with `_` for `-`.
+        value: the text after the option, which may be its value.
         """
-        plain = name.removeprefix("--").replace("-", "_").lower()
-        by_name = {option.removeprefix("--").replace("-", "_"): option for option in options}
-        other = by_name.get(_OTHER_NAMES.get(plain, ""))
-        if other or (similar := difflib.get_close_matches(plain, by_name, n=1, cutoff=0.75)):
-            return f"did you mean {other or by_name[similar[0]]}?"
-        key = closest_key(self.settings, plain) if self.settings else None
-        shown = "VALUE" if not value or value.startswith("-") or "=" in value else value
-        return f"did you mean {key}={shown}?" if key else None
+        options = {
+            option.removeprefix("--").replace("-", "_"): option
+            for option in self._option_string_actions
+        }
+        similar = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+        return options.get(_OTHER_NAMES.get(name, "")) or next(map(options.get, similar), None)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"command line: {message}; {self.remedy}")
@@ -136,15 +131,17 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
 def report_error(error: InputError | OSError) -> int:
     """Print an error and return the exit status of the process.
 
-    Under torchrun the error is recorded instead of printed. torchrun then prints the message in its
-    table of failures, which is the last output of a launch. Only the first failing rank of a
-    machine records its error: usually all ranks fail because of the same mistake.
+    In a rank that torchrun has started, the error is recorded instead of printed. torchrun then
+    prints the message in its table of failures, which is the last output of a launch. Only the
+    first failing rank of a machine records its error: usually all ranks have the same error.
     """
     # An OSError is reported with the kind and the status of an InputError.
     reported_as = error if isinstance(error, InputError) else InputError
     message = f"{reported_as.kind}: {error}"
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _record_first(message, reported_as.status, Path(error_file))
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    # torchrun makes a folder for each attempt, and in it a folder for each rank.
+    if error_file.parent.name == os.environ.get("LOCAL_RANK"):
+        _record_first(message, reported_as.status, error_file)
     else:
         print(message, file=sys.stderr)
     return reported_as.status
@@ -156,7 +153,6 @@ def _record_first(message: str, status: int, error_file: Path) -> None:
     The file has the format of torch.distributed.elastic. torchrun shows `py_callstack` in its
     table. For an exception, `@record` of torch writes the traceback there.
     """
-    # The folder of the attempt has a folder for each rank, which contains the rank's error file.
     first = error_file.parent.parent / "first_message"
     with contextlib.suppress(FileExistsError):
         first.touch(exist_ok=False)

@@ -61,13 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(CommandParser):
-    """Parser of these commands, which accept settings of the data section."""
+    """Parser of these commands."""
 
     remedy = (
         "write settings as key=value, such as data.source=my_text, before all options; "
         "use --help to list the options"
     )
-    settings = _Recipe
 
 
 def _parser() -> CommandParser:

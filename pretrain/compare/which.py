@@ -120,7 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(prog="python -m pretrain which", description=__doc__)
-    parser.settings = Recipe
     parser.add_argument(
         "recipe", type=Path, help="recipe of the training that you want to run, a YAML file"
     )

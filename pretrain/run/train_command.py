@@ -48,12 +48,9 @@ def main(options: argparse.Namespace) -> int:
     Raises InputError for a mistake in the recipe or in the accelerate configuration.
     """
     recipe = load_recipe(options.recipe, options.overrides)
-    if options.config:
-        configuration = find_configuration(options.config)
-        processes = options.processes
-        reason = ""
-    else:
-        configuration, processes, reason = choose_configuration(recipe, options.processes)
+    configuration, processes, reason = choose_configuration(
+        recipe, options.config, options.processes
+    )
     launch = ["--config_file", _shown(configuration)]
     if processes is not None:
         launch += ["--num_processes", str(processes)]
@@ -71,27 +68,31 @@ def find_configuration(name: str) -> Path:
     InputError if there is no such file.
     """
     shipped = CONFIGURATIONS / f"{name.removesuffix('.yaml')}.yaml"
-    path = Path(name).expanduser()
-    if not path.is_file() and shipped.is_file():
-        path = shipped
-    if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
+    path = next(filter(Path.is_file, (Path(name).expanduser(), shipped)), None)
+    if path is None:
         raise InputError(
             f"--config {name}: there is no such file; name a path, or one of these configurations: "
-            f"{names}"
+            + ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
         )
     load_yaml(path)
     return path
 
 
-def choose_configuration(recipe: Recipe, processes: int | None) -> tuple[Path, int | None, str]:
-    """Choose the configuration and the number of processes for this machine.
+def choose_configuration(
+    recipe: Recipe, config: str | None, processes: int | None
+) -> tuple[Path, int | None, str]:
+    """Choose the configuration for this machine, and the number of processes.
 
-    Each process needs one pack of a step at least, so a small step uses fewer GPUs. `processes` is
-    the number that the user has set, or None.
+    Each process needs one pack of a step at least, so a small step uses fewer GPUs.
 
-    Returns the path, the number of processes if there are several, and a line with the reason.
+    config: configuration that the user has set, or None.
+    processes: number that the user has set, or None.
+
+    Returns the path, the number of processes unless the configuration sets it, and a line with the
+    reason.
     """
+    if config:
+        return find_configuration(config), processes, ""
     gpus = count_gpus()
     packs = recipe.batch.tokens // recipe.data.length
     number = processes or min(gpus, packs)

@@ -27,7 +27,7 @@ from typing import Any
 from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.reading import load_with_bases
-from foundation.settings import parse, set_value, value_from_text
+from foundation.settings import closest_key, parse, set_value, value_from_text
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
@@ -257,7 +257,6 @@ class LaunchParser(CommandParser):
         "write settings as key=value or --key=value; --help lists the options; to evaluate a "
         "checkpoint, use `python -m pretrain evaluate`"
     )
-    settings = Recipe
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description)
@@ -271,6 +270,13 @@ class LaunchParser(CommandParser):
             metavar="key=value",
             help="settings that override the recipe, for example weights=bf16 train.steps=9",
         )
+
+    def suggest(self, name: str, value: str) -> str | None:
+        """Return the option or the key=value that was probably meant by an unknown option."""
+        key = closest_key(Recipe, name)
+        is_value = value and "=" not in value and not value.startswith("-")
+        setting = f"{key}={value if is_value else 'VALUE'}" if key else None
+        return super().suggest(name, value) or setting
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and overrides may be in any order."""

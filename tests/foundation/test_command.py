@@ -45,6 +45,7 @@ def test_torchrun_shows_the_message_of_the_first_failing_rank_alone(
     for rank in (1, 0):
         folder = tmp_path / str(rank)
         folder.mkdir()
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
         assert run_command(failing(InputError("no such folder"))) == 2
     for rank in (0, 1):
@@ -57,3 +58,15 @@ def test_torchrun_shows_the_message_of_the_first_failing_rank_alone(
     assert table.count("no such folder") == 1
     assert table.rstrip("=\n").endswith("traceback : error: no such folder")
     assert "Traceback" not in table
+
+
+@pytest.mark.parametrize("path", ["", "error.json", "0/error.json"])
+def test_the_message_is_printed_if_another_program_sets_the_error_file(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    assert run_command(failing(InputError("no such folder"))) == 2
+    assert capsys.readouterr().err == "error: no such folder\n"
+    assert list(tmp_path.iterdir()) == []

@@ -125,7 +125,7 @@ def test_the_configuration_fits_the_machine(
 ) -> None:
     monkeypatch.setattr(train_command, "count_gpus", lambda: gpus)
     recipe = load_recipe(write_recipe(small_recipe, tmp_path))
-    path, number, _ = train_command.choose_configuration(recipe, processes)
+    path, number, _ = train_command.choose_configuration(recipe, None, processes)
     assert (path, number) == (ROOT / f"accelerate_configs/{name}.yaml", started)
 
 
