@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +128,36 @@ def test_the_configuration_fits_the_machine(
     recipe = load_recipe(write_recipe(small_recipe, tmp_path))
     path, number, _ = train_command.choose_configuration(recipe, None, processes)
     assert (path, number) == (ROOT / f"accelerate_configs/{name}.yaml", started)
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({}, 4),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-3f5c"}, 1),
+        ({"ACCELERATE_USE_CPU": "true"}, 0),
+    ],
+)
+def test_visible_gpus_are_counted(
+    variables: dict[str, str], gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The management library is that of a machine with four GPUs."""
+
+    def count(pointer: Any) -> int:
+        pointer._obj.value = 4
+        return 0
+
+    library = SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr(train_command, "version", lambda package: "2.13.0")
+    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert train_command.count_gpus() == gpus
 
 
 def test_a_configuration_is_named_by_its_path_or_its_name(tmp_path: Path) -> None:
