@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import itertools
 import json
 import os
 import sys
@@ -66,7 +67,8 @@ class CommandParser(argparse.ArgumentParser):
 
         The parser of a subcommand checks the options of the subcommand.
         """
-        arguments = list(sys.argv[1:] if arguments is None else arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        arguments = list(itertools.takewhile("--".__ne__, given))
         for text, after in zip(arguments, [*arguments, ""][1:], strict=True):
             name, _, value = text.partition("=")
             # argparse reads abbreviations of options, and reads texts with spaces as values.

@@ -47,6 +47,11 @@ def test_an_unknown_option_is_answered_with_ours(
     assert message.endswith(f"; {UNKNOWN[line]}\n")
 
 
+def test_arguments_after_two_dashes_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "nowhere", "--", "--prompts-like-this"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_help_and_mistakes_do_not_import_torch() -> None:
     code = """
 import contextlib, sys
