@@ -30,10 +30,9 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import is_true
 from pretrain.settings.recipe import Recipe
 
-# Folder of the checkout, or of the installed packages.
-_ROOT = Path(__file__).resolve().parents[2]
-CONFIGURATIONS = _ROOT / "accelerate_configs"
-LAUNCHER = _ROOT / "train_accelerate.py"
+# Script that trains, in the folder of the checkout or of the installed packages.
+LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
+CONFIGURATIONS = LAUNCHER.with_name("accelerate_configs")
 # Signals that are passed on to the training processes.
 PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
 # Log lines of the launcher: defaults of accelerate, and lines before an error of torchrun.
@@ -150,7 +149,7 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in ("accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.api"):
-        logging.getLogger(name).addFilter(lambda record: not record.msg.startswith(_OMITTED))
+        logging.getLogger(name).addFilter(lambda line: not str(line.msg).startswith(_OMITTED))
     for number in PASSED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _pass_on)
