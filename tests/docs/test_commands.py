@@ -186,9 +186,9 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ROOT.iterdir():
         if path.name not in ("runs", "packs"):
             (tmp_path / path.name).symlink_to(path)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"cat > my.yaml <<'YAML'\n(.*?)YAML\n", readme, re.DOTALL)
-    (tmp_path / "my.yaml").write_text(recipe)
+    page = (ROOT / "docs/first_run.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```yaml\n(# my\.yaml\n.*?)```", page, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(recipe, encoding="utf-8")
     for name, like in STAND_INS.items():
         (tmp_path / name).symlink_to(ROOT / like)
     monkeypatch.chdir(tmp_path)
@@ -216,6 +216,17 @@ def test_settings_in_a_recipes_comment_are_accepted(path: Path) -> None:
     partial = [line for line in joined("\n".join(lines)) if line.strip().startswith("... ")]
     for settings in [*partial, *quoted_settings(" ".join(lines))]:
         check(path, re.findall(SETTING, settings))
+
+
+def test_the_settings_of_the_first_run_are_accepted(stand_ins: None) -> None:
+    """A row of the page's table names another configuration, or uses that of a CPU."""
+    page = (ROOT / "docs/first_run.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|") and "=" in line]
+    assert len(rows) >= 4
+    for row in rows:
+        named = re.search(r"accelerate_configs/(\w+)|--config (\w+)", row)
+        config = named[1] or named[2] if named else "cpu"
+        check(Path("my.yaml"), re.findall(SETTING, row), config)
 
 
 def test_settings_in_coming_from_are_accepted_by_a_guides_recipe() -> None:
