@@ -219,13 +219,13 @@ def test_settings_in_a_recipes_comment_are_accepted(path: Path) -> None:
 
 
 def test_the_settings_of_the_first_run_are_accepted(stand_ins: None) -> None:
-    """A row of the page's table names another configuration, or uses that of a CPU."""
+    """A row of the page's table names a configuration, or is for any device."""
     page = (ROOT / "docs/first_run.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("|") and "=" in line]
     assert len(rows) >= 4
     for row in rows:
         named = re.search(r"accelerate_configs/(\w+)|--config (\w+)", row)
-        config = named[1] or named[2] if named else "cpu"
+        config = named[1] or named[2] if named else "bf16"
         check(Path("my.yaml"), re.findall(SETTING, row), config)
 
 
