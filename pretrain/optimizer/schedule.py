@@ -99,7 +99,7 @@ def fit_to_command_line(recipe: Recipe, overrides: Sequence[str]) -> tuple[Recip
     warmup = steps * settings.warmup // (settings.warmup + decay)
     changes = {"warmup": warmup, "decay": (steps - warmup) / steps if decay else settings.decay}
     fitted = settings.model_copy(update=changes)
-    of_decay = f" and the decay has {plural(steps - warmup, 'step')}" if decay else ""
+    of_decay = f", and the decay has {plural(steps - warmup, 'step')}" if decay else ""
     notice = (
         f"the schedule is shortened to {plural(steps, 'step')}: `schedule.warmup` is {warmup:,} "
         f"instead of {settings.warmup:,}{of_decay}"
