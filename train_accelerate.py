@@ -405,4 +405,8 @@ if __name__ == "__main__":
     # Without `unfreeze` at exit, Triton's library reports its objects as leaked.
     atexit.register(gc.unfreeze)
     gc.enable()
-    sys.exit(main())
+    # Status of an exception. Handlers that libraries register during the run are called earlier.
+    status = 1
+    atexit.register(lambda: distributed.exit_with_group(status))
+    status = main() or 0
+    sys.exit(status)

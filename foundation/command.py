@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -46,8 +49,8 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     continue, 130 for Ctrl-C, and 141 if the program that reads stdout has closed it. Error messages
     are printed to stderr.
 
-    Under torchrun, only local rank 0 prints its error. All ranks record their errors for the table
-    of failures that torchrun prints.
+    Under torchrun, the message of the first failing rank appears once, at the end of the table of
+    failures that torchrun prints. See `report_error`.
 
     If the environment variable PRETRAIN_STATUS_FILE is set to a path, global rank 0 also writes the
     exit status to this file, unless `command` returns None. A batch script needs this file, because
@@ -74,15 +77,34 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
 
 
 def report_error(error: InputError | OSError) -> int:
-    """Print an error and return the exit status. Under torchrun, also record it for torchrun."""
-    under_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ
-    if under_torchrun:
-        # Imported here because torch is slow to import, and most commands do not need it.
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """Print an error and return the exit status of the process.
 
-        get_error_handler().record_exception(error)
+    Under torchrun the error is recorded instead of printed. torchrun then prints the message in its
+    table of failures, which is the last output of a launch. Only the first failing rank of a
+    machine records its error: usually all ranks fail because of the same mistake.
+    """
     # An OSError is reported with the kind and the status of an InputError.
     reported_as = error if isinstance(error, InputError) else InputError
-    if not under_torchrun or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{reported_as.kind}: {error}", file=sys.stderr)
+    message = f"{reported_as.kind}: {error}"
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        _record_first(message, reported_as.status, Path(error_file))
+    else:
+        print(message, file=sys.stderr)
     return reported_as.status
+
+
+def _record_first(message: str, status: int, error_file: Path) -> None:
+    """Write an error to torchrun's `error_file`, unless another rank of this machine was earlier.
+
+    The file has the format of torch.distributed.elastic. torchrun shows `py_callstack` in its
+    table. For an exception, `@record` of torch writes the traceback there.
+    """
+    # The folder of the attempt has a folder for each rank, which contains the rank's error file.
+    first = error_file.parent.parent / "first_message"
+    with contextlib.suppress(FileExistsError):
+        first.touch(exist_ok=False)
+        # torchrun shows the earliest failure last, and takes the present time for ranks without a
+        # record. Times are whole seconds.
+        details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
+        record = {"message": message, "errorCode": status, "extraInfo": details}
+        error_file.write_text(json.dumps({"message": record}), encoding="utf-8")

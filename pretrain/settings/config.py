@@ -283,36 +283,42 @@ class LaunchParser(CommandParser):
         return super().read(normalized)
 
 
+class TrainingParser(LaunchParser):
+    """Parser of train_accelerate.py and of the command `train`, with their common options."""
+
+    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
+        super().__init__(prog, description)
+        self.add_argument(
+            "--resume",
+            default="auto",
+            metavar="CHECKPOINT",
+            help="checkpoint from which the run resumes; default: the newest intact checkpoint in "
+            "the run folder",
+        )
+        self.add_argument(
+            "--accept-changes",
+            action="store_true",
+            help="resume from a checkpoint even if settings have changed since it was saved",
+        )
+        modes = self.add_mutually_exclusive_group()
+        modes.add_argument(
+            "--plan",
+            action="store_true",
+            help="check every setting, print the planned time, memory and settings, and exit",
+        )
+        modes.add_argument(
+            "--profile",
+            action="store_true",
+            help="profile one step, and write profile.md and a trace to the run folder",
+        )
+
+
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """Parse the command line of train_accelerate.py.
 
     `description` is the text that --help prints. Raises InputError for an unknown option.
     """
-    parser = LaunchParser(None, description)
-    parser.add_argument(
-        "--resume",
-        default="auto",
-        metavar="CHECKPOINT",
-        help="checkpoint from which the run resumes; default: the newest intact checkpoint in the "
-        "run folder",
-    )
-    parser.add_argument(
-        "--accept-changes",
-        action="store_true",
-        help="resume from a checkpoint even if settings have changed since it was saved",
-    )
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument(
-        "--plan",
-        action="store_true",
-        help="check every setting, print the planned time, memory and settings, and exit",
-    )
-    modes.add_argument(
-        "--profile",
-        action="store_true",
-        help="profile one step, and write profile.md and a trace to the run folder",
-    )
-    return parser.read(sys.argv[1:])
+    return TrainingParser(None, description).read(sys.argv[1:])
 
 
 def check_arguments(description: str | None) -> None:
