@@ -72,15 +72,13 @@ def test_the_recipe_and_the_settings_of_the_first_run_are_accepted(tmp_path: Pat
     (text,) = re.findall(r"```yaml\n(# my\.yaml\n.*?)```", page, re.DOTALL)
     recipe = tmp_path / "my.yaml"
     recipe.write_text(text, encoding="utf-8")
-    (command,) = re.findall(r"accelerate launch .*", page)
-    check(command, recipe)
-    rows = [line for line in page.splitlines() if line.startswith("|") and quoted_settings(line)]
-    assert len(rows) >= 4
-    for row in rows:
-        # A row names another accelerate file, or uses that of the command.
-        (config,) = re.findall(FILE, row) or re.findall(FILE, command)
-        for settings in quoted_settings(row):
-            check(f"--config_file {config} {settings}", recipe)
+    assert "python -m pretrain train my.yaml\n" in page
+    table = page.partition("| add after `my.yaml` |")[2].partition("\n\n")[0]
+    additions = ["", *re.findall(r"`([^`]+=[^`]+)`", table)]
+    assert len(additions) >= 5
+    for addition in additions:
+        (config,) = re.findall(r"--config (\w+)", addition) or ["bf16"]
+        check(f"--config_file accelerate_configs/{config}.yaml {addition}", recipe)
 
 
 def test_settings_in_coming_from_are_accepted_by_a_guides_recipe() -> None:
