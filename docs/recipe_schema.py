@@ -3,9 +3,9 @@
 The file is a JSON schema of recipes, for editors. An editor with a YAML language server, such as
 VS Code with the YAML extension, then completes keys, shows their documentation, and marks mistakes.
 
-The schema accepts every recipe that the launcher accepts, unless `true` stands for the number 1. So
-no key is required, and a section may be empty, because the command line or the recipe of `base` may
-set its keys. Only the launcher checks combinations of keys.
+The schema accepts every recipe that the launcher accepts, unless `true` or `false` stands for a
+number. So no key is required, and a section may be empty, because the command line or the recipe of
+`base` may set its keys. Only the launcher checks combinations of keys.
 """
 
 from __future__ import annotations
