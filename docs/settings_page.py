@@ -42,9 +42,8 @@ change the text of a key, change the comment on its line: in `pretrain/settings/
   `# yaml-language-server: $schema=PATH`, where PATH is relative to the recipe.
 * `config.yaml` in the run folder has every key with the value that the run used. It can be used as
   a recipe.
-* The accelerate configuration (`accelerate_configs/`) sets how processes are started, and the
-  precision if the recipe does not name one. Its `fp8_config` has the same keys as the recipe's. The
-  recipe overrides it key by key.
+* The recipe [overrides](precision.md#where-a-precision-is-set) the precision and the `fp8_config`
+  of the accelerate configuration (`accelerate_configs/`) key by key.
 """
 # Names of the types of JSON schema.
 TYPES = {
