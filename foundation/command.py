@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from pydantic import BaseModel
 
 from foundation.errors import InputError
+from foundation.settings import closest_key
 
 # Exit statuses that a shell reports for a process that SIGINT or SIGPIPE has ended.
 SIGINT_STATUS = 130
 SIGPIPE_STATUS = 141
 
 
+# Map names of options in other programs, with `_` for `-`, to names here.
+_OTHER_NAMES = {
+    "dry_run": "plan",
+    "num_processes": "processes",
+    "nproc_per_node": "processes",
+    "max_tokens": "tokens",
+    "output": "out",
+    "output_dir": "out",
+    "vocab_size": "vocabulary",
+    "resume_from_checkpoint": "resume",
+    "checkpoint": "resume",
+}
+
+
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises InputError instead of printing the usage and exiting.
 
     `remedy` is appended to every error message. `--help` prints the description with its line
-    breaks.
+    breaks. An unknown option is an error before anything else, and the message suggests the option
+    that was probably meant, or the key of `settings`, which the command accepts as key=value.
     """
 
     remedy = "use --help to list the options"
+    settings: type[BaseModel] | None = None
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(
@@ -36,6 +56,43 @@ class CommandParser(argparse.ArgumentParser):
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed `arguments`. Options and positional arguments may be in any order."""
         return self.parse_intermixed_args(arguments)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._check_options(args)
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._check_options(args)
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def _check_options(self, arguments: Sequence[str] | None) -> None:
+        """Raise InputError if an argument looks like an option, but is none.
+
+        The options of a subcommand are checked by the parser of the subcommand.
+        """
+        arguments = list(sys.argv[1:] if arguments is None else arguments)
+        options = [text for text in self._option_string_actions if text.startswith("--")]
+        for text, after in zip(arguments, [*arguments, ""][1:], strict=True):
+            name, _, value = text.partition("=")
+            # A prefix of an option is an abbreviation. argparse reads texts with spaces as values.
+            is_known = any(option.startswith(name) for option in options)
+            if name.startswith("--") and not is_known and " " not in text and not self._subparsers:
+                hint = self._suggest(name, value or after, options)
+                raise InputError(f"command line: unknown option {name}; {hint or self.remedy}")
+
+    def _suggest(self, name: str, value: str, options: Sequence[str]) -> str | None:
+        """Return a question that suggests an option or a setting for an unknown option, or None.
+
+        value: the argument after the option, which may be its value.
+        """
+        plain = name.removeprefix("--").replace("-", "_").lower()
+        by_name = {option.removeprefix("--").replace("-", "_"): option for option in options}
+        other = by_name.get(_OTHER_NAMES.get(plain, ""))
+        if other or (similar := difflib.get_close_matches(plain, by_name, n=1, cutoff=0.75)):
+            return f"did you mean {other or by_name[similar[0]]}?"
+        key = closest_key(self.settings, plain) if self.settings else None
+        shown = "VALUE" if not value or value.startswith("-") or "=" in value else value
+        return f"did you mean {key}={shown}?" if key else None
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"command line: {message}; {self.remedy}")

@@ -27,6 +27,7 @@ from pretrain.compare.output_files import check_replaceable
 from pretrain.compare.report import Report
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
+from pretrain.settings.recipe import Recipe
 
 
 def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
@@ -177,6 +178,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Run all cells of an experiment and compare them. A cell is one training run "
         "of the experiment. Finished cells are not run again.",
     )
+    parser.settings = Recipe
     parser.add_argument(
         "matrix",
         type=Path,

@@ -54,6 +54,7 @@ from pretrain.compare.matrix_run import (
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS
 from pretrain.settings.config import fill_in, flatten
+from pretrain.settings.recipe import Recipe
 
 # Minimum number of steps of a run. The median of its speed needs a few steps after the warm-up.
 LEAST_STEPS = WARM_UP_STEPS + 3
@@ -255,6 +256,7 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser("python -m pretrain phases", __doc__)
+    parser.settings = Recipe
     parser.add_argument(
         "phases",
         type=Path,

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises InputError for a mistake in the arguments.
     """
     options = parse_arguments(arguments)
-    accelerate = options.config_file or (ON_GPU if has_gpu() else ON_CPU)
+    accelerate = options.config or (ON_GPU if has_gpu() else ON_CPU)
     recipe = load_recipe(options.recipe, options.overrides)
     begin_with = options.begin_with or branch_checkpoint(recipe)
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
@@ -120,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(prog="python -m pretrain which", description=__doc__)
+    parser.settings = Recipe
     parser.add_argument(
         "recipe", type=Path, help="recipe of the training that you want to run, a YAML file"
     )
@@ -175,6 +176,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "baseline's; default: the baseline trains from the start",
     )
     parser.add_argument(
+        "--config",
         "--config_file",
         type=Path,
         metavar="FILE",

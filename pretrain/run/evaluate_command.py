@@ -25,6 +25,7 @@ from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
+from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.run.assembly import Assembly
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
@@ -62,7 +63,9 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
         )
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
-    recipe = with_precision(load_recipe(path, overrides), os.environ)
+    # The schedule has no effect, but a schedule that is too long would be refused.
+    recipe, _ = fit_to_command_line(load_recipe(path, overrides), overrides)
+    recipe = with_precision(recipe, os.environ)
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
         if datasets:

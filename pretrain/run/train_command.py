@@ -36,6 +36,8 @@ CONFIGURATIONS = _ROOT / "accelerate_configs"
 LAUNCHER = _ROOT / "train_accelerate.py"
 # Signals that are passed on to the training processes.
 PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
+# Log lines of the launcher: defaults of accelerate, and lines before an error of torchrun.
+_OMITTED = ("The following values were not passed", "failed (", "Sending process")
 # Errors that accelerate raises for a mistake in its configuration.
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError, RuntimeError)
 
@@ -146,10 +148,8 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # torchrun logs these lines before it raises the error that `_report` prints.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
-        lambda record: not record.msg.startswith(("failed (", "Sending process"))
-    )
+    for name in ("accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.api"):
+        logging.getLogger(name).addFilter(lambda record: not record.msg.startswith(_OMITTED))
     for number in PASSED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _pass_on)

@@ -142,12 +142,13 @@ def export(add: Callable) -> None:
         help="a checkpoint (a step-* folder), or a run folder, whose newest checkpoint is exported",
     )
     add(
-        "out",
+        "folder",
         type=Path,
         nargs="?",
         metavar="OUT",
         help="folder into which the model is exported; default: RUN/export",
     )
+    add("--out", type=Path, metavar="OUT", help="the folder, as an option instead of an argument")
     add(
         "--best",
         action="store_true",

@@ -257,6 +257,7 @@ class LaunchParser(CommandParser):
         "write settings as key=value or --key=value; --help lists the options; to evaluate a "
         "checkpoint, use `python -m pretrain evaluate`"
     )
+    settings = Recipe
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description)
