@@ -197,9 +197,6 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", [*PAGES, *COMMENTED], ids=lambda path: path.name)
 def test_the_commands_of_a_page_are_accepted(path: Path, stand_ins: None) -> None:
     for command in commands_of(path):
-        # The README says below its commands for eight GPUs that its recipe needs larger steps.
-        if path.name == "README.md" and "--num_processes 8" in command:
-            command += " batch.tokens=8192"
         try:
             check_command(command)
         except Exception as error:
