@@ -322,7 +322,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
 def train_step(
     run: Run, batches: StepBatches, watch: StepWatch
 ) -> tuple[dict[str, Any], StepDecision]:
-    """Train one step. Return the metrics of the step, and the decision whether to update weights.
+    """Train one step. Return the metrics of the step, and a decision.
+
+    The decision tells whether the weights were updated, and how the run continues.
 
     batches: the microbatches of the step on this rank.
     watch: the observers that are due in this step.

@@ -196,7 +196,8 @@ class FileSource:
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
-            # An empty block follows the last block. When it is read, the rest is yielded.
+            # The loop ends with an empty block. It yields the bytes that are still pending, which
+            # are a last line without a newline.
             for block in chain(iter(partial(stream.read, size), b""), [b""]):
                 pending += block
                 cut = len(pending)

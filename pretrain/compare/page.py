@@ -74,8 +74,9 @@ NAMES = ("settings.name", "settings.run_dir", "settings.log.")
 
 # Step numbers (int64) and values (float64) of a curve.
 Curve = tuple[np.ndarray, np.ndarray]
-# Map (key of MEASURES, operand) to the heat map of a run. A heat map is a dict with the names of
-# its rows (`layers`), the numbers of its columns (`steps`) and the array `values` [layer, step].
+# Heat maps of one run. Each key is a pair of a key of MEASURES and the name of an operand. Each
+# heat map is a dict with the names of its rows (`layers`), the step numbers of its columns
+# (`steps`), and the array `values` [layer, step].
 HeatMaps = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -302,7 +303,7 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
         shared_yaxes=True,
         subplot_titles=[escape(operand) for operand in operands],
     )
-    # The entry of the menu that shows each trace. A trace is one heat map.
+    # One text per heat map: the menu entry with which the reader shows this heat map.
     choices = []
     for label, maps in statistics.items():
         for (measure, operand), heat_map in maps.items():

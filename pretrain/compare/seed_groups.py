@@ -107,7 +107,8 @@ class GroupResult:
     def loss_text(self) -> str:
         """Return the mean and the standard deviation of the losses over seeds, as text.
 
-        If the group has a difference from the baseline, only seeds of both groups are included.
+        If the group is compared with the baseline's group, only the seeds that both groups have are
+        included. Return UNKNOWN if there is no loss.
         """
         seeds = self.difference.by_seed if self.difference else self.losses
         values = [loss for seed, loss in self.losses.items() if seed in seeds]

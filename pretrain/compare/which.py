@@ -222,7 +222,8 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
     if options.steps and options.steps > (most := steps_in_an_epoch(recipe)):
         raise InputError(
             f"--steps {options.steps}: the data is repeated after step {most}, and repeated data "
-            f"hides the loss of a precision; set --steps {most} or fewer"
+            "makes the losses of two precisions look more similar than they are; set --steps "
+            f"{most} or fewer"
         )
 
 

@@ -160,6 +160,7 @@ class Question:
             name=name,
             recipe=self.recipe_file,
             accelerate=self.accelerate,
+            # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
             groups=[MatrixGroup(axes=axes, cells=merged)],
         )

@@ -130,7 +130,7 @@ def check_ours(path: Path) -> None:
     if foreign and not (config.is_file() and load_yaml(config).keys() >= _CONFIG_KEYS):
         example = foreign[0]
         raise InputError(
-            f"{path}: holds {example} and no config.yaml of a run; either set another "
+            f"{path}: contains {example}, but no config.yaml of a run; either set another "
             f"`run_dir`, or move {example} out of the folder"
         )
 

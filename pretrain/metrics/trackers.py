@@ -161,9 +161,10 @@ class Trackers:
         return json.loads(path.read_bytes())["run"]
 
     def _make(self, name: str, run_id: str) -> GeneralTracker:
-        """Create the tracker `name`.
+        """Create and return the tracker `name`.
 
-        If the run is resumed, W&B and trackio continue the run that the earlier start has created.
+        If the run is resumed, the trackers of W&B and trackio add to the curves that the run has
+        logged before. They find these curves by `run_id`.
         """
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         title = self._run_dir.name

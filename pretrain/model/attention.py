@@ -1,4 +1,4 @@
-"""Packed attention: each token attends only to tokens of its document, with every kernel.
+"""Packed attention: each token attends only to tokens of its own document.
 
 A model that is built with `attn_implementation=choose(...).name` calls one of the functions of this
 module in each layer. The attention registry of transformers passes q, k, v and the keyword

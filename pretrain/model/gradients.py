@@ -345,7 +345,8 @@ class RankSums:
 def _cut(parameters: Iterable[Summed]) -> Iterator[list[Summed]]:
     """Yield buckets: lists of consecutive parameters with at most BUCKET values together.
 
-    A parameter with more than BUCKET values is the only parameter of its bucket.
+    A parameter with more than BUCKET values is the only parameter of its bucket. `parameters` must
+    not be empty.
     """
     bucket: list[Summed] = []
     for parameter in parameters:

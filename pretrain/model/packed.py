@@ -146,12 +146,13 @@ class PackedLanguageModel(nn.Module):
         """Return the mean losses and the expert balance of a step, as FP32 scalars by name.
 
         `loss` is the cross-entropy. `penalty` and `router_loss` are not multiplied by their
-        weights. Collective.
+        weights. All ranks must call this method.
 
         Args:
             accelerator: The run's Accelerator.
             tokens: Number of tokens with a label in the step, on all ranks together.
-            trained: Mean loss that the step minimizes, the same on all ranks.
+            trained: Mean loss that the step minimizes, the same on all ranks. It is the sum of the
+                cross-entropy, the penalty and the router loss, with their weights.
         """
         balance = self.routing.balance(accelerator) if self.routing else {}
         sums = self.take_sums()
@@ -163,6 +164,8 @@ class PackedLanguageModel(nn.Module):
         rank_sums = torch.stack([sums.get(name, zero) for name in names])
         means = accelerator.reduce(rank_sums, reduction="sum") / max(tokens, 1)
         losses = {"loss": trained} | dict(zip(names, means, strict=True))
+        # With a penalty, the head has summed the cross-entropy separately. Without a penalty,
+        # subtract the router loss from the minimized loss to get the cross-entropy.
         if self.routing and "router_loss" in losses and "penalty" not in losses:
             losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
         return losses | balance

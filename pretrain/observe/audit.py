@@ -239,10 +239,13 @@ class ProductAudit(Observer):
 
     @contextmanager
     def _confirming(self, step: Step, *, most: int | None = None) -> Iterator[None]:
-        """Raise InputError unless the block computes the products that the audit has recorded.
+        """Compare the products in the body of the `with` statement with the audit of the precision.
 
-        most: the number of linears whose operands are examined, or None for all. The number of the
-            step seeds the choice of the linears and of the examined blocks.
+        Raises InputError at the end of the body if a product that the audit lists in low precision
+        did not run, or if its operands did not have the formats of this precision.
+
+        step: the step. Its number seeds the choice of the linears and of their examined blocks.
+        most: the maximum number of linears whose operands are examined, or None for all linears.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}

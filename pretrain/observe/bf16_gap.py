@@ -92,7 +92,11 @@ class GapMeter(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Record loss, routing and gradients of the pass in the block. Compare them with BF16."""
+        """Compare the first microbatch in low precision with the same microbatch in BF16.
+
+        The body of the `with` statement is the forward and backward in low precision. Its loss,
+        gradients and routing are compared.
+        """
 
         def after_forward(module: nn.Module, inputs: Any, loss: Tensor) -> None:
             self._losses[0] = loss.detach()
@@ -219,17 +223,20 @@ def _likeness(suffix: str, sums: Any) -> dict[str, float]:
     suffix: the end of the keys, for example "/model.layers.0".
     sums: a result of `_products`, or a sum of several results.
     """
-    dot, low, bf16 = sums.tolist()
-    if not (low and bf16):
+    dot, low_squared, bf16_squared = sums.tolist()
+    if not (low_squared and bf16_squared):
         return {}
     return {
-        f"gap/cosine{suffix}": dot / math.sqrt(low * bf16),
-        f"gap/norm_ratio{suffix}": math.sqrt(low / bf16),
+        f"gap/cosine{suffix}": dot / math.sqrt(low_squared * bf16_squared),
+        f"gap/norm_ratio{suffix}": math.sqrt(low_squared / bf16_squared),
     }
 
 
 def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
-    """Return low·in_bf16, low·low and in_bf16·in_bf16 of two gradients, FP64 [3].
+    """Return the dot product of two gradients, and the squared norm of each gradient, FP64 [3].
+
+    low: a gradient in low precision. Its squared norm is the second value.
+    in_bf16: the BF16 gradient of the same parameter. Its squared norm is the third value.
 
     Pieces of PIECE values are summed in FP32.
     """
@@ -240,13 +247,13 @@ def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
     return total
 
 
-def _place(dot: float, low: float, bf16: float) -> tuple[float, float]:
+def _place(dot: float, low_squared: float, bf16_squared: float) -> tuple[float, float]:
     """Return the position of a low-precision gradient relative to the BF16 gradient.
 
-    dot, low, bf16: the three dot products that `_products` returns.
+    The arguments are the three values that `_products` returns.
 
     The first value is the component parallel to the BF16 gradient, the second value is the norm of
     the perpendicular component. Both are divided by the norm of the BF16 gradient.
     """
-    along = dot / bf16
-    return along, math.sqrt(max(low / bf16 - along**2, 0.0))
+    along = dot / bf16_squared
+    return along, math.sqrt(max(low_squared / bf16_squared - along**2, 0.0))

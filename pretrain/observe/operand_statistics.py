@@ -204,9 +204,10 @@ class OperandStatistics:
         self._of_experts[name, role] = self._of_experts.get((name, role), 0) + of_experts
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a dict of statistics for each operand, in the order of the first calls.
+        """Return a dict of statistics for each operand that was observed.
 
-        Waits for the device once.
+        The operands are in the order in which they were observed for the first time. This method
+        waits for the device once.
         """
         if not self._figures:
             return []

@@ -250,8 +250,8 @@ class LowPrecisionSettings(Settings):
     # E4M3 for gradients too.
     fp8_format: Literal["HYBRID", "E4M3"] | None = None
     # Number of times that the scale is halved, so that values above the recorded maximum do not
-    # saturate. At most 18, because E4M3 has a range of 2**17.8, and a margin of 19 would round the
-    # largest value to zero.
+    # saturate. At most 18: the largest E4M3 value, 448, divided by 2**18 is still rounded to the
+    # smallest value above zero, 2**-9. Divided by 2**19, it would be rounded to zero.
     margin: Annotated[Count, Field(le=18)] | None = None
     # Number of microbatches whose amax (largest absolute value of a tensor) the history stores.
     amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None

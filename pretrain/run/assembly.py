@@ -113,12 +113,15 @@ class Assembly:
 
 
 def build_model(job: Job, accelerator: Accelerator) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Build the Hugging Face model, with the same weights on all ranks. Collective.
+    """Build the Hugging Face model. All ranks must call this function, and get the same weights.
 
-    The second value maps names of parameters to values. `set_weights` loads these values when the
-    model is on its devices. With `weights: bf16_exact` they are the FP32 values of the parameters.
-    Under FSDP2 they are the values of all parameters, on the first rank only, because the model has
-    no values yet. Otherwise the dict is empty.
+    Returns the model, and a dict from names of parameters to values. `set_weights` loads these
+    values when the model is on its devices. There are three cases:
+
+    * Under FSDP2, the returned model has no values yet. The dict of the first rank has the values
+      of all parameters, and the dict of every other rank is empty.
+    * Without FSDP2 and with `weights: bf16_exact`, the dict has the FP32 values of the parameters.
+    * Otherwise the dict is empty.
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"

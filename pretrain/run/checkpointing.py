@@ -208,11 +208,11 @@ def restore(
 ) -> tuple[TrainState, list[str]]:
     """Load the checkpoint `source` into the model, the optimizer and `health`.
 
-    Returns the counters of the run, and notes for the user. Collective. The caller must call
-    `Checkpoints.abandon_newer` afterwards.
+    Returns the counters of the run, and notes for the user. All ranks must call this function. The
+    caller must call `Checkpoints.abandon_newer` afterwards.
     """
-    place = {"shift": source.shift(job), "place": source.place(job)}
-    state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | place)
+    data_position = {"shift": source.shift(job), "place": source.place(job)}
+    state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | data_position)
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health

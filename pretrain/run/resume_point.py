@@ -45,7 +45,8 @@ class ResumePoint:
     is_branch: bool = False
     in_run_folder: bool = False  # True if the checkpoint is in the run folder
     notes: Sequence[str] = ()  # changes of the recipe, as lines for the user
-    # The history of the run's settings, see `NO_PAST`. A branch has no past changes.
+    # Earlier changes of the run's settings, in the format of `NO_PAST`. A branch has `NO_PAST`
+    # itself, because none of its settings has changed yet.
     past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)
 
     @property

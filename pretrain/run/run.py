@@ -92,7 +92,7 @@ class Run:
         self.console.notice(render(self.job.plan, brief=True))
         self._take_over_parity()
         self.console.panel(
-            f"precision of each product, as observed (all: {self.folder.audit})",
+            f"precision of each product, as observed (full list: {self.folder.audit})",
             console_rows(self.assembly.audit),
         )
         for note in notes:
@@ -239,12 +239,12 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 
 
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
-    """Create the console, and print notices about the launch and the job on it.
+    """Create and return the console of the run, and print notices to the console.
 
-    notices: lines about corrections of the launch, from `as_launched`.
+    There are three kinds of notices: `notices`, the settings that the model keeps from its source,
+    and a warning for each precision of the recipe that is replaced by another precision.
 
-    Also printed are the settings that the model keeps from its source, and a warning for each
-    precision that is replaced by another one.
+    notices: lines about settings that `as_launched` has corrected in the accelerate configuration.
     """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in [*notices, *kept_from_source(job.recipe.model)]:

@@ -452,7 +452,8 @@ def _correct_fsdp(
         replicas = 1
         environ["ACCELERATE_USE_FSDP"] = "false"
         ignored.append("FSDP (each process stores the whole model)")
-    # Each decoder layer is a shard group. The name of the layers' class is read from the model.
+    # Each decoder layer is a shard group. accelerate reads the name of the layers' class from the
+    # model. Remove the class in the configuration, because it may be the class of another model.
     environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     if environ.pop("FSDP_IGNORED_MODULES", None):
         ignored.append("`fsdp_ignored_modules` (every module is always sharded)")
