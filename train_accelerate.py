@@ -144,9 +144,10 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 
 
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
-    """Build the model of `job` and its optimizer, and return both ready to train. Collective.
+    """Build the model of `job` and its optimizer, and return both ready to train.
 
-    Each step below needs the result of the previous steps. docs/architecture.md explains the order.
+    All ranks must call this function. Each step below needs the result of the previous steps.
+    docs/architecture.md explains the order.
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
@@ -195,9 +196,10 @@ def build(
     console: Console,
     arguments: argparse.Namespace,
 ) -> Run | None:
-    """Return the run, ready for its next step, or None if it is already finished. Collective.
+    """Return the run, ready for its next step, or None if it is already finished.
 
-    Raises TrainingHalted if the first step differs too much from plain transformers (`parity`).
+    All ranks must call this function. Raises TrainingHalted if the first step differs too much from
+    plain transformers (`parity`).
     """
     require_shared(folder.path)
     job, checkpoints, source = resume_point.where_to_resume(

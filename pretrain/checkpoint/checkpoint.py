@@ -546,11 +546,12 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
 
 
 def checksums(tensors: Tensors) -> dict[str, int]:
-    """Return the checksum of each tensor by name. Collective.
+    """Return the checksum of each tensor by name.
 
-    The checksum is the sum of `sum_of_bits` over the distinct blocks of the tensor, modulo 2^64. It
-    does not depend on the number of shards of the first dimension. Replicas of a block are added
-    once if their bits are equal. If their bits differ, both are added, so the checksum changes.
+    All ranks must call this function. The checksum is the sum of `sum_of_bits` over the distinct
+    blocks of the tensor, modulo 2^64. It does not depend on the number of shards of the first
+    dimension. Replicas of a block are added once if their bits are equal. If their bits differ,
+    both are added, so the checksum changes.
     """
     # For each rank, a dict that maps each tensor to the offset of the rank's block and the sum of
     # the block's bits. Blocks with different offsets are different blocks.
@@ -613,9 +614,10 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def require_shared(folder: Path) -> None:
-    """Raise InputError if `folder` is not on a disk that all processes share. Collective.
+    """Raise InputError if `folder` is not on a disk that all processes share.
 
-    The first process creates a file in the folder, and all processes check that the file exists.
+    All ranks must call this function. The first process creates a file in the folder, and all
+    processes check that the file exists.
     """
     if not torch.distributed.is_initialized():
         return

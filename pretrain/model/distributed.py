@@ -112,10 +112,10 @@ def complete_topology(
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group. Collective.
+    """Free the model, then end the process group.
 
-    Free the model first, because under FSDP2 the process is aborted if the process group ends while
-    the model still exists.
+    All ranks must call this function. Free the model first, because under FSDP2 the process is
+    aborted if the process group ends while the model still exists.
     """
     accelerator.free_memory()
     accelerator.wait_for_everyone()
@@ -233,7 +233,7 @@ def sharded_as_planned(
 def from_all_ranks(item: T) -> list[T]:
     """Return a list of the `item` of each rank, in the order of ranks.
 
-    The items should be small objects, because they are pickled. Collective.
+    The items should be small objects, because they are pickled. All ranks must call this function.
     """
     if not torch.distributed.is_initialized():
         return [item]
@@ -245,7 +245,7 @@ def from_all_ranks(item: T) -> list[T]:
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
     """Return the largest `value` of all ranks. With it, all ranks leave a loop together.
 
-    Collective.
+    All ranks must call this function.
     """
     if accelerator.num_processes == 1:
         return value
@@ -253,11 +253,11 @@ def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
 
 
 def refused_together(make: Callable[[], T]) -> T:
-    """Call `make` on all ranks and return its result. Collective.
+    """Call `make` on all ranks and return its result.
 
-    If `make` raises InputError on any rank, all ranks raise InputError with the message of the
-    first of these ranks. Without this exchange, only the failing rank would stop, and the other
-    ranks would wait for it in their next collective.
+    All ranks must call this function. If `make` raises InputError on any rank, all ranks raise
+    InputError with the message of the first of these ranks. Without this exchange, only the failing
+    rank would stop, and the other ranks would wait for it in their next collective.
     """
     result = None
     refusal = None
@@ -273,10 +273,10 @@ def refused_together(make: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
-    """Overwrite contiguous `tensors` with the tensors of the first rank. Collective.
+    """Overwrite contiguous `tensors` with the tensors of the first rank.
 
-    Use it for values that may differ between ranks, for example because the files and libraries of
-    their machines differ.
+    All ranks must call this function. Use it for values that may differ between ranks, for example
+    because the files and libraries of their machines differ.
     """
     if accelerator.num_processes > 1:
         for tensor in tensors:

@@ -261,9 +261,10 @@ class RankSums:
     """
 
     def __init__(self, parameters: Iterable[Summed]) -> None:
-        """Create the buckets. Collective.
+        """Create the buckets.
 
-        All ranks must pass the same parameters. Their main gradients must be in one allocation.
+        All ranks must call this method, and pass the same parameters. Their main gradients must be
+        in one allocation.
         """
         attached = {id(p): p for p in parameters if getattr(p, "main_grad", None) is not None}
         in_order = sorted(attached.values(), key=lambda p: p.main_grad.storage_offset())
@@ -308,8 +309,8 @@ class RankSums:
         """Start the remaining all-reduces and wait until all main gradients are sums over ranks.
 
         The results are equal bit for bit on all ranks. Call this method once a step, after
-        `starting_early`. A rank that has no microbatch in this step calls only this method.
-        Collective.
+        `starting_early`. A rank that has no microbatch in this step calls only this method. All
+        ranks must call this method.
         """
         while self._started < len(self._buckets):
             self._start()

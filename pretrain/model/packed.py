@@ -123,7 +123,7 @@ class PackedLanguageModel(nn.Module):
         """Discard gradients that FSDP2 has accumulated but not reduced.
 
         Such gradients remain if a backward has failed or was not the last of its step. This method
-        has no effect without FSDP2. Collective.
+        has no effect without FSDP2. All ranks must call this method.
         """
         if self.sharding is not None:
             self.sharding.discard_partial_gradients()
@@ -196,7 +196,7 @@ def forward_backward(
     The mean loss is the sum of the losses of all tokens with a label in the step, on all ranks,
     divided by the number of these tokens. Gradients are summed over ranks, by `rank_sums` or by
     FSDP2. Therefore each token contributes the same gradient for any number of ranks. The returned
-    loss is the same on every rank. Collective.
+    loss is the same on every rank. All ranks must call this function.
 
     Args:
         model: The model, with cleared gradients.
@@ -237,8 +237,8 @@ def forward_backward(
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
     """Return the values of `figures` on the first rank, as floats.
 
-    All ranks get the same values and therefore take the same decisions. Waits for the device.
-    Collective.
+    All ranks get the same values and therefore take the same decisions. Waits for the device. All
+    ranks must call this function.
     """
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
     if accelerator.num_processes > 1:

@@ -145,7 +145,7 @@ class Routing:
         The load of an expert is its number of tokens, divided by the mean number of tokens of the
         experts in its layer. `expert_load` is the largest load of all experts. `starved_experts` is
         the fraction of experts with a load below STARVED. Return an empty dictionary if experts are
-        not grouped. Collective.
+        not grouped. All ranks must call this method.
         """
         if not self._experts:
             return {}

@@ -53,7 +53,7 @@ def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtyp
     """Shard `values` of the first rank like `parameter`, and return the part of this process.
 
     On the first rank, `values` has the full shape of `parameter` and the dtype `dtype`. All other
-    ranks pass None. Collective.
+    ranks pass None. All ranks must call this function.
     """
     device = torch.device(parameter.device_mesh.device_type)
     if values is None:
@@ -69,7 +69,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
     These parameters are those of the embedding, the final norm and the head. Use it for calls that
     bypass the forward of the prepared `model` and its hooks, such as generation. It has no effect
-    without FSDP2. Collective.
+    without FSDP2. All ranks must call this function.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:

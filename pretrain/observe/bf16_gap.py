@@ -1,10 +1,11 @@
-"""Compare the loss and gradient of a step's first microbatch in low precision with those in BF16.
+"""Measure how low precision changes the loss and the gradient of a step's first microbatch.
 
-The microbatch is first computed in BF16, and then in low precision as part of the step. The BF16
-pass changes no state of the run, so the training has the same bits as without the measurement. Each
-process compares the gradient of its own first microbatch before gradients are exchanged. Only if
-FSDP2 has already reduced the gradients, each process compares its shard of the reduced gradients.
-Dot products and losses are summed over processes. docs/verification.md defines the figures.
+The microbatch is first computed in BF16, and then in low precision as part of the step. The two
+losses and the two gradients are compared. The BF16 pass changes no state of the run, so the
+training has the same bits as without the measurement. Each process compares the gradient of its own
+first microbatch before gradients are exchanged. Only if FSDP2 has already reduced the gradients,
+each process compares its shard of the reduced gradients. Dot products and losses are summed over
+processes. docs/verification.md defines the figures.
 """
 
 from __future__ import annotations
@@ -78,12 +79,15 @@ class GapMeter(Observer):
         self.places: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
-        """Return True in every `log.gap`-th step if the step computes in low precision."""
+        """Return True in every `log.gap`-th step, unless the step computes without quantization."""
         return step.is_quantized and is_due(step.number, self._recipe.log.gap)
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Compute the first microbatch in BF16 before the block. After it, compute the figures."""
+        """Compute the first microbatch in BF16 before the body of the `with` statement.
+
+        After the body, compute the figures from the results of both precisions.
+        """
         self._compute_in_bf16(batches)
         # Seed again, so that the step draws the same random numbers as without the BF16 pass.
         seed_step(self._recipe.seed, step.number - 1, self._accelerator.process_index)
@@ -196,7 +200,10 @@ class GapMeter(Observer):
                 yield name, local_part(gradient), gradient is not parameter.grad
 
     def _measure(self) -> None:
-        """Compute the figures of the step, and wait for the device. Collective."""
+        """Compute the figures of the step, and wait for the device.
+
+        All ranks must call this method.
+        """
         # The row of a parameter that has no gradient.
         nothing = torch.zeros_like(self._losses)
         rows = [self._products.get(name, nothing) for name in self._is_matrix]

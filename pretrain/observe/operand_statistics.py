@@ -1,14 +1,15 @@
-"""Measure how many values quantization loses in the operands of a step. Record them, and warn.
+"""Measure how many values of the operands are lost to quantization. Record the counts, and warn.
 
 A sample of each operand is quantized once more, in the layout of the product that sums over the
 operand's features. The values are rounded to nearest even if training rounds stochastically,
 because random numbers drawn here would change the run.
 
-A warning is printed if an operand loses a larger share of its values than its precision usually
-does. It names the worst operand and a remedy. Each kind of loss is warned about once in a process,
-and once more after a rollback or a change of precision. The run continues, because no threshold can
-show whether a restart is worth its cost. docs/verification.md has the limits and the measurements
-behind them.
+A warning is printed if an operand loses a larger share of its values than is usual in its
+precision. The warning names the worst operand and a remedy. Values can be lost in two ways: they
+become zero, or they are too large for the format. Each of the two warnings is printed once in a
+process, and once more after a rollback or a change of precision. The run continues, because no
+threshold can show whether a restart is worth its cost. docs/verification.md has the limits and the
+measurements behind them.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ from pretrain.precision.settings import ActivePrecision
 Record = Mapping[str, Any]
 
 # The share of values that delayed scaling may saturate without a warning. Its scales are computed
-# from the amaxes of earlier steps. Scales that are computed from the operand saturate no value.
+# from the amaxes of earlier steps. In other precisions, scales are computed from the operand
+# itself, and no value is saturated.
 LOST_TO_LATE_SCALES = 1e-3
-# Map each kind of loss to two texts for the warning: what happens to the values, and the remedies.
+# The two ways in which values are lost. Map each way to two texts for the warning: a description
+# and the remedies.
 LOSSES = {
     "underflow": (
         "becomes zero",
@@ -71,7 +74,7 @@ class OperandWatch(Observer):
     every: int  # `log.fp8_statistics`
     file: JsonlTracker  # fp8_statistics.jsonl, opened by the caller
     console: Console
-    # The kinds of loss, keys of LOSSES, that were warned about in the present precision.
+    # The keys of LOSSES about which this process has already warned in the present precision.
     warned: set[str] = field(default_factory=set, init=False)
 
     def due(self, step: Step) -> bool:
@@ -80,7 +83,7 @@ class OperandWatch(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Measure the operands of the first microbatch, which runs inside the block."""
+        """Measure the operands of the microbatch that runs in the body of the `with` statement."""
         context = self.precision.context
         self._statistics = OperandStatistics(
             self.precision.current.active, context.state(), context.groups
@@ -114,8 +117,8 @@ def warning_of(
 
     number: the number of the step.
     records: the result of `OperandStatistics.records`.
-    given: the kinds of loss (keys of LOSSES) for which a warning was already given. They are not
-        reported again. The kinds that the returned warning reports are added to this set.
+    given: the keys of LOSSES for which a warning was already given. No warning is given for them
+        again. The keys of the returned warning are added to this set.
     """
     scales_are_late = precision.keeps_history
     limits = {

@@ -347,7 +347,7 @@ def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel
 def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
     """Return the fraction of all parameter values whose update was lost in the last step.
 
-    `ExactAdamW.frozen_counts` defines lost updates. Collective.
+    `ExactAdamW.frozen_counts` defines lost updates. All ranks must call this function.
     """
     counts = optimizer.frozen_counts().to(accelerator.device)
     frozen, total = accelerator.reduce(counts, reduction="sum").tolist()

@@ -93,7 +93,7 @@ class Devices:
     gathered: bool = False
     # The number of sharded copies of the model. It is larger than 1 with HSDP.
     replicas: int = 1
-    # The CUDA compute capability. None has the same effect as Hopper's.
+    # The CUDA compute capability. If it is None, memory is estimated as for Hopper.
     capability: tuple[int, int] | None = None
 
     @property

@@ -39,8 +39,9 @@ class Plan:
     schedule: PrecisionSchedule
     devices: Devices
     flops: ModelFlops
-    # Mean of a number over all packs. The number is the sum of the squared lengths of the documents
-    # in a pack, divided by the length of the pack.
+    # For each pack, the sum of the squared lengths of its documents is divided by the length of the
+    # pack. This is the mean of these quotients over all packs. The FLOPs of attention per token are
+    # proportional to it.
     mean_squared: float
     # Map the name of each precision of the run to the memory of each layer. Empty if all layers are
     # compiled and none is fused.

@@ -99,7 +99,7 @@ class Assembly:
 
         Cached weights are dropped. The histories of delayed scaling are filled by passes with the
         present weights. The model is audited again. Raises InputError if a product does not compute
-        in the precision. Collective.
+        in the precision. All ranks must call this method.
         """
         self.context.forget()
         self.precision.use(name)
@@ -269,14 +269,15 @@ def set_weights(
 def audit_precisions(
     job: Job, accelerator: Accelerator, assembly: Assembly, console: Console
 ) -> None:
-    """Run packs through the model in each precision, and record the audit. Collective.
+    """Run packs through the model in each precision, and record the audit.
 
-    Call this last in the assembly, because the audit must observe the model exactly as it trains.
-    Raises InputError if a product does not compute in its precision.
+    All ranks must call this function. Call this last in the assembly, because the audit must
+    observe the model exactly as it trains. Raises InputError if a product does not compute in its
+    precision.
     """
     precision = assembly.precision
-    # Audit the present precision last. It may share histories of delayed scaling with the same
-    # precision in a phase with `forward: bf16`. The last audit fills these histories, and they must
+    # Audit the present precision last. A second phase of the same precision with `forward: bf16`
+    # shares its histories of delayed scaling. The last audit fills these histories, and they must
     # be filled in the present precision.
     for entry in sorted(precision.in_model.values(), key=lambda entry: entry is precision.current):
         with precision.using(entry.name):

@@ -113,9 +113,9 @@ def where_to_resume(
     check had switched to BF16. `checkpoints` manages the checkpoints of the run folder. `source` is
     None if the run starts from the beginning.
 
-    Changes nothing on the disk. Collective. Raises InputError as `find_resume_point` does. Also
-    raises InputError if no step is left to train after the checkpoint, and if the start would
-    overwrite files of another training.
+    Changes nothing on the disk. All ranks must call this function. Raises InputError as
+    `find_resume_point` does. Also raises InputError if no step is left to train after the
+    checkpoint, and if the start would overwrite files of another training.
     """
     checkpoints = Checkpoints(
         job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
@@ -142,8 +142,8 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Return the checkpoint to continue from, or None if the run starts from the beginning.
 
-    `requested` is the value of --resume. Collective. Raises InputError as `find_checkpoint` does,
-    and as `require_same_training` does unless `accept_changes` is set.
+    `requested` is the value of --resume. All ranks must call this function. Raises InputError as
+    `find_checkpoint` does, and as `require_same_training` does unless `accept_changes` is set.
     """
     source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
     if source is None:
@@ -171,9 +171,9 @@ def find_checkpoint(
         checkpoint, or the path of a run folder, whose newest checkpoint is used.
     branch_from: the path of another run's checkpoint (`train.begin_with`), or None.
 
-    Collective. Raises InputError if a requested checkpoint does not exist. Also raises InputError
-    if every checkpoint of the run folder is damaged, because a new run would overwrite files that
-    may still be rescued.
+    All ranks must call this function. Raises InputError if a requested checkpoint does not exist.
+    Also raises InputError if every checkpoint of the run folder is damaged, because a new run would
+    overwrite files that may still be rescued.
     """
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
     if path is not None:
@@ -327,9 +327,9 @@ def require_same_training(
 
 
 def require_same_stream(source: ResumePoint, job: Job) -> None:
-    """Raise InputError if a checkpoint to resume belongs to another stream of packs than the run's.
+    """Raise InputError if a checkpoint to resume does not belong to the run's stream of packs.
 
-    A branch may start another stream.
+    The checkpoint that a run branches from may belong to any stream.
     """
     if source.is_of_another_stream(job) and not source.is_branch:
         raise InputError(

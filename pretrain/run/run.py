@@ -142,10 +142,10 @@ class Run:
         }
 
     def follow_schedule(self) -> None:
-        """Change the precision if the schedule has another precision for the next step. Collective.
+        """Change the precision if the schedule has another precision for the next step.
 
-        Call this before random numbers are drawn for the step. Raises InputError if a product does
-        not compute in the new precision.
+        All ranks must call this method. Call this before random numbers are drawn for the step.
+        Raises InputError if a product does not compute in the new precision.
         """
         before = self.precision.current.name
         name = self.precision.schedule.at(self.state.step + 1).precision.name
@@ -173,7 +173,7 @@ class Run:
         losses: the step's mean `loss`, and the other values of `PackedLanguageModel.mean_losses`.
         figures: learning rate, gradient norm, and the figures of observers.
 
-        Collective.
+        All ranks must call this method.
         """
         state = self.state
         loss = losses["loss"]

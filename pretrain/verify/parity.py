@@ -172,7 +172,8 @@ def check_parity(
     """Compare the microbatches of `step` with its packs, and the model with plain transformers.
 
     Gradients are cleared. Weights, random states, training modes, histories and scales are restored
-    bit for bit. If one rank has failures, the result of every rank has failures. Collective.
+    bit for bit. If one rank has failures, the result of every rank has failures. All ranks must
+    call this function.
 
     Args:
         model: Model that accelerate has prepared.
@@ -273,7 +274,7 @@ def _compare(
 
 @contextmanager
 def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
-    """Prepare the model for the comparison inside the block.
+    """Prepare the model for the comparison in the body of the `with` statement.
 
     Yield the factor by which the input of the LM head is multiplied (see `distinct_values`).
 
@@ -417,7 +418,7 @@ def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches)
     microbatch start with the same histories and scales. On a CPU, both gradients are equal bit for
     bit. On a GPU, an attention kernel adds in a different order in each pass. Quantization
     amplifies these differences to the size of the quantization error, so only the norms can be
-    compared. Collective.
+    compared. All ranks must call this function.
     """
     copies = model.context.copied_state()
     torch.manual_seed(0)
@@ -663,17 +664,18 @@ def _kind(name: str) -> str:
 
 @contextmanager
 def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
-    """Add noise inside the block to parameters whose values are all equal.
+    """Context manager that adds noise to parameters whose values are all equal.
 
     The parameters of new norms and biases have equal values. Without noise, the comparison could
-    not detect that two norms are swapped. After the block all values are restored bit for bit.
+    not detect that two norms are swapped. When the context is left, all values are restored bit for
+    bit.
 
     Yield the factor by which the inputs of the LM head must be multiplied. It gives the logits of a
     new model a standard deviation of LOGITS. Without the factor, the logits of a new model would be
     nearly equal, and an error in the gradient of softmax or penalty would be too small to detect.
     The factor is 1.0 if no parameter was changed.
 
-    Draws random numbers. Collective.
+    Draws random numbers. All ranks must call this function.
     """
     torch.manual_seed(0)  # the same seed on all ranks
     before = []
@@ -695,7 +697,7 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
 
 @contextmanager
 def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
-    """Put `model` into training mode without dropout and other noise inside the block.
+    """Put `model` into training mode, without dropout and other noise, and restore it afterwards.
 
     Training mode is needed, because low precision and recomputation depend on it. All dropout rates
     are zero, in torch's dropout modules and in layers that call the dropout function. The noise on
