@@ -1,4 +1,4 @@
-r"""Train a causal language model on packed documents, in the accelerate configuration's precision.
+r"""Train a causal language model on packed documents, in the Accelerate configuration's precision.
 
     accelerate launch --config_file accelerate_configs/bf16.yaml \
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
@@ -173,7 +173,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
         with distributed.sharded_as_planned(
             accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered
         ):
-            # accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
+            # Accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
             model, _ = accelerator.prepare(model, optimizer)
     # Without FSDP2 the model is already on its device. `prepare` is not called, because it would
     # wrap the model in DistributedDataParallel, which sums gradients over ranks in the dtype of the

@@ -40,7 +40,7 @@ of a precision.
 * If the default is `null`, the last column explains `null`.
 * `config.yaml` in the run folder has every key with the value that the run used. It can be used as
   a recipe.
-* The accelerate configuration (`accelerate_configs/`) sets how processes are started, and the
+* The Accelerate configuration (`accelerate_configs/`) sets how processes are started, and the
   precision if the recipe does not name one. Its `fp8_config` has the same keys as the recipe's. The
   recipe overrides it key by key.
 """

@@ -257,7 +257,7 @@ def start(
 def command_of(matrix: Matrix, cell: Cell) -> list[str]:
     """Return the command that trains the cell, as a list of arguments.
 
-    A user can type the same command. `--quiet` suppresses the traceback that accelerate prints
+    A user can type the same command. `--quiet` suppresses the traceback that Accelerate prints
     after the error message of the training script.
     """
     launch = [
@@ -268,7 +268,7 @@ def command_of(matrix: Matrix, cell: Cell) -> list[str]:
         "--config_file",
         str(matrix.settings.accelerate),
     ]
-    # If the matrix file does not set `processes`, accelerate determines the number of processes.
+    # If the matrix file does not set `processes`, Accelerate determines the number of processes.
     if matrix.settings.processes is not None:
         launch += ["--num_processes", str(matrix.processes)]
     return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *cell.overrides]
@@ -278,7 +278,7 @@ def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> 
     """Return the shell command that trains a recipe, for the user to copy.
 
     Args:
-        accelerate: The accelerate configuration.
+        accelerate: The Accelerate configuration.
         recipe: The recipe file.
         overrides: Settings that override the recipe, as key=value.
     """

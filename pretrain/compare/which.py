@@ -72,7 +72,7 @@ TRUNK = 0.2
 # Files in the folder of the runs: the fixed settings, and the verdicts.
 PROTOCOL_FILE = "which.json"
 VERDICT_FILE = "verdict.json"
-# Default accelerate configurations with and without a GPU.
+# Default Accelerate configurations with and without a GPU.
 ON_GPU = Path("accelerate_configs/bf16.yaml")
 ON_CPU = Path("accelerate_configs/cpu.yaml")
 # Keys that the user cannot override, because this command sets them.
@@ -177,7 +177,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--config_file",
         type=Path,
         metavar="FILE",
-        help=f"accelerate configuration; default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
+        help=f"Accelerate configuration; default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
     )
     parser.add_argument(
         "--run_dir",

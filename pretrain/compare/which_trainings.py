@@ -66,7 +66,7 @@ class Question:
     recipe_file: Path
     # Settings from the command line that override the recipe, as key=value.
     overrides: tuple[str, ...]
-    # The accelerate configuration.
+    # The Accelerate configuration.
     accelerate: Path
     # Folder that contains the run folders of all runs.
     folder: Path

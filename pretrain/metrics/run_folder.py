@@ -138,7 +138,7 @@ def check_ours(path: Path) -> None:
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of environment.json: versions, devices, commit and launch settings.
 
-    `accelerate` contains the settings of accelerate, which are recorded unchanged.
+    `accelerate` contains the settings of Accelerate, which are recorded unchanged.
     """
     # Imported here, so that a run folder in use is refused before the slow import.
     import torch

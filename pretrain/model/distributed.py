@@ -29,7 +29,7 @@ T = TypeVar("T")
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
 _explaining_accelerate = partial(
-    refusing, _REFUSED, "accelerate configuration: accelerate does not accept it"
+    refusing, _REFUSED, "Accelerate configuration: Accelerate does not accept it"
 )
 
 
@@ -39,7 +39,7 @@ _explaining_accelerate = partial(
 def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     """Return the Accelerator for the launched processes, and notices about corrected settings.
 
-    The notices are about settings of accelerate's configuration that this project replaces.
+    The notices are about settings of Accelerate's configuration that this project replaces.
     """
     if recipe.deterministic:
         compute_in_a_fixed_order()
@@ -71,7 +71,7 @@ def compute_in_a_fixed_order() -> None:
 def complete_topology(
     accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False
 ) -> None:
-    """Set up parts of the topology that accelerate does not: FSDP2 on CPUs and HSDP.
+    """Set up parts of the topology that Accelerate does not: FSDP2 on CPUs and HSDP.
 
     Args:
         accelerator: The run's Accelerator, changed in place.
@@ -81,27 +81,27 @@ def complete_topology(
             the parameters once a step or for each use.
 
     Raises:
-        InputError: Several processes were launched but do not form a process group. accelerate
+        InputError: Several processes were launched but do not form a process group. Accelerate
             would train an independent model in each process.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     count = accelerator.num_processes
     if launched != count:
         raise InputError(
-            f"accelerate configuration: {launched} processes were launched but each runs alone "
-            f"(accelerate uses {count}); for CPUs, set `distributed_type: MULTI_GPU` in the "
+            f"Accelerate configuration: {launched} processes were launched but each runs alone "
+            f"(Accelerate uses {count}); for CPUs, set `distributed_type: MULTI_GPU` in the "
             "configuration and ACCELERATE_USE_CPU=true in the environment"
         )
     state = accelerator.state
     wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
-        # accelerate has chosen DDP, as it always does for processes on CPUs.
+        # Accelerate has chosen DDP, as it always does for processes on CPUs.
         with _explaining_accelerate():
             state.fsdp_plugin = FullyShardedDataParallelPlugin()
             state.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if replicas > 1:
-        # Set the number of replicas only after FSDP2 has been set, because accelerate rejects
+        # Set the number of replicas only after FSDP2 has been set, because Accelerate rejects
         # replicas without FSDP2. The processes of a replica have consecutive ranks.
         state.parallelism_config = ParallelismConfig(
             dp_replicate_size=replicas, dp_shard_size=count // replicas
@@ -191,8 +191,8 @@ def sharded_as_planned(
     """
     plugin = accelerator.state.fsdp_plugin
     plugin.reshard_after_forward = not once_a_step
-    # Make one shard group of each decoder layer. By default, accelerate reads the layer classes
-    # from the model. PackedLanguageModel does not define them, so accelerate would gather all
+    # Make one shard group of each decoder layer. By default, Accelerate reads the layer classes
+    # from the model. PackedLanguageModel does not define them, so Accelerate would gather all
     # layers at the same time.
     layers = {
         type(module).__name__
@@ -215,7 +215,7 @@ def sharded_as_planned(
     offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offloads else accelerator.device
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    # Replace the optimizer's parameters by the shards. accelerate finds the shard of a parameter by
+    # Replace the optimizer's parameters by the shards. Accelerate finds the shard of a parameter by
     # its address, but parameters on the meta device have no address.
     shards = dict(model.named_parameters())
     for group, parameter_names in zip(optimizer.param_groups, group_names, strict=True):

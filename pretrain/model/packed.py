@@ -110,7 +110,7 @@ class PackedLanguageModel(nn.Module):
             loss = self.routing.add_loss(loss, labels, training=self.training)
         return loss
 
-    # Under FSDP2, accelerate calls the next two methods to keep tied weights in one shard group.
+    # Under FSDP2, Accelerate calls the next two methods to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding of the model."""
         return self.hf.get_input_embeddings()

@@ -1,7 +1,7 @@
-"""Gradient accumulation under FSDP2, on the shard groups that accelerate has created.
+"""Gradient accumulation under FSDP2, on the shard groups that Accelerate has created.
 
 A shard group is a set of parameters that FSDP2 gathers together and whose gradients it reduces
-together. accelerate creates one shard group for each decoder layer, one for the embedding, one for
+together. Accelerate creates one shard group for each decoder layer, one for the embedding, one for
 the head, and one for all other parameters, which are the parameters of the final norm. If embedding
 and head are tied, they are one shard group. There are two modes, which docs/scaling.md describes:
 
@@ -104,7 +104,7 @@ class _Group:
 
 
 class Sharding:
-    """Main gradients and their reduction for one model that accelerate has sharded.
+    """Main gradients and their reduction for one model that Accelerate has sharded.
 
     Create one object for a model, after `accelerator.prepare`. All methods are collective.
 

@@ -36,7 +36,7 @@ from pretrain.settings.recipe import Recipe
 # matrix products.
 SMALL = 50_000_000
 # The precision of `python -m pretrain plan` if neither the recipe nor the command line sets a
-# precision. In a launch, the accelerate configuration would set the precision.
+# precision. In a launch, the Accelerate configuration would set the precision.
 DEFAULT_PRECISION = "bf16"
 
 

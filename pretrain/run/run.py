@@ -244,7 +244,7 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
     There are three kinds of notices: `notices`, the settings that the model keeps from its source,
     and a warning for each precision of the recipe that is replaced by another precision.
 
-    notices: lines about settings that `as_launched` has corrected in the accelerate configuration.
+    notices: lines about settings that `as_launched` has corrected in the Accelerate configuration.
     """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in [*notices, *kept_from_source(job.recipe.model)]:

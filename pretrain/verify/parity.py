@@ -176,7 +176,7 @@ def check_parity(
     call this function.
 
     Args:
-        model: Model that accelerate has prepared.
+        model: Model that Accelerate has prepared.
         optimizer: Optimizer of the model's parameters.
         step: Microbatches of this rank.
         packs: Packs of `step` on all ranks.
