@@ -34,8 +34,8 @@ if __name__ == "__main__":
     gc.disable()
     # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps
     # fragments of memory that no other tensor fits into. With Llama-3.1-8B in shards, the fragments
-    # took 67.9 GiB in addition to the 67.2 GiB in use. A value that the user has set is kept,
-    # whichever of the two names of the variable it was set under.
+    # took 67.9 GiB in addition to the 67.2 GiB in use. If the user has set the variable, under
+    # either of its two names, its value is kept.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # Report mistakes on the command line before the slow imports.
@@ -196,7 +196,7 @@ def build(
     console: Console,
     arguments: argparse.Namespace,
 ) -> Run | None:
-    """Return the run, ready for its next step, or None if it is already finished.
+    """Return the run, ready for its next step. Return None if the run is already finished.
 
     All ranks must call this function. Raises TrainingHalted if the first step differs too much from
     plain transformers (`parity`).
@@ -275,7 +275,7 @@ def train(run: Run) -> int:
                 stopped_by = train_on(run, steps, stop)
             if stopped_by:
                 return stopped_by
-        # Save before the last evaluation, so that an error in it does not lose the weights.
+        # Save before the last evaluation, so that the weights are not lost if the evaluation fails.
         return checkpointing.save_last(run, stop)
 
 
@@ -385,7 +385,7 @@ def train_step(
 
 
 def finish(run: Run) -> None:
-    """Evaluate the last step, export the model, and print the results and where the files are."""
+    """Evaluate the last step, export the model, and print the results and the paths of files."""
     evaluate.evaluate_once(run)
     if run.is_best and run.state.step > run.resumed_step:
         # This writes nothing if the last step is already saved (`checkpoint.at_end`).

@@ -19,8 +19,8 @@ from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunReco
 class Column:
     """A column of a table.
 
-    A row of the table is any object from which `value` computes the value in the column, for
-    example a ComparedRun or a GroupResult.
+    A row of the table is an object, for example a ComparedRun or a GroupResult. `value` computes
+    the value of a row in this column.
     """
 
     title: str

@@ -1,8 +1,8 @@
 """Check the loss and gradient norm of each step, and decide if the step may update the weights.
 
-A spike is a loss far above the losses of the last hundred steps. The usual loss and its noise are
-measured by the median and the median absolute deviation, because a single spike hardly changes
-them.
+A spike is a loss far above the losses of the last hundred steps. The usual loss is the median of
+these losses, and its noise is their median absolute deviation, because a single spike hardly
+changes these two numbers.
 
 All ranks must call the checks with the same numbers. Then all ranks skip a step, roll back or stop
 together. The state of the checks is saved in checkpoints. A resumed run therefore warns, skips,

@@ -199,7 +199,7 @@ def check(model: PreTrainedModel, length: int) -> None:
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if value := getattr(config, key, None):
             raise InputError(
-                f"{name} has {key} {value}, which is not computed here; "
+                f"{name} has {key} {value}, but packed attention does not compute dropout; "
                 f"set `model.config.{key}: 0.0`"
             )
     window = getattr(config, "sliding_window", None)

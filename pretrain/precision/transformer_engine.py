@@ -264,8 +264,8 @@ class TransformerEngineGemm(Gemm):
         scale_b = right._scale_inv.expand(scale_sizes[1]).contiguous()
         # Sums stay in the tensor cores (fast accumulation), for gradients too. With partial sums in
         # FP32 registers, products of small experts run out of registers and have a third of the
-        # speed. The error that this would avoid is smaller than the error of rounding the result to
-        # BF16 (docs/log.md).
+        # speed. The error that partial sums in FP32 would avoid is smaller than the error of
+        # rounding the result to BF16 (docs/log.md).
         with watched(self.members, kind):
             y = torch._scaled_grouped_mm(
                 a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True

@@ -10,8 +10,8 @@ weights that are already rounded.
 `accelerate launch` passes on all keys of `fp8_config` that are in the file. If the file lacks a key
 that Accelerate supports, Accelerate inserts its own default for this key. So if a key has
 Accelerate's default, it is not known whether the user has set the key. If the precision has an
-option with the name of the key, the value is used in both cases. If the precision has no such
-option, Accelerate's default is ignored, and any other value is an error.
+option with the name of the key, the value is used, no matter who has set it. If the precision has
+no such option, Accelerate's default is ignored, and any other value is an error.
 
 There are two special rules for the key `fp8_format` if it has Accelerate's default. If
 `use_mxfp8_block_scaling: true` is set, the format is ignored. If it is not set, and the default

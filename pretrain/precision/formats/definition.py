@@ -277,8 +277,9 @@ class QuantizedPrecision(Precision):
     def is_stochastic(self, settings: OptionValues, role: Role) -> bool:
         """Return True if an operand is rounded stochastically.
 
-        This is the case for gradients only. Stochastic rounding preserves the expectation of their
-        sum. For activations and weights, it would add noise to every forward.
+        This is the case for gradients only. A gradient is summed over many steps, and stochastic
+        rounding preserves the expectation of the sum. Stochastic rounding of activations and
+        weights would add noise to every forward.
         """
         # The option is None, and not False, in precisions that always round to the nearest value.
         return settings.disable_stochastic_rounding is False and role == "grad_output"
