@@ -89,7 +89,7 @@ class MatrixGroup(Settings):
 
 
 class LaunchSettings(Settings):
-    """Settings that exist both in a matrix file and in a phases file."""
+    """Settings that a matrix file and a phases file have in common."""
 
     # Name of the experiment, for paths and reports.
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -108,7 +108,7 @@ class LaunchSettings(Settings):
 
 
 class CellSettings(Settings):
-    """Settings that exist both in a matrix file and in each phase: the cells to train."""
+    """The cells to train. A matrix file and each phase of a phases file have these settings."""
 
     # Map keys of a recipe to the list of their values. Every combination of the values is a cell.
     axes: Axes = Field(default_factory=dict)

@@ -175,8 +175,8 @@ class Plan:
         """Return the peak in TFLOP/s, summed over all devices, for products of dense matrices.
 
         If the run has several precisions, the result is the FLOPs of the run, divided by the time
-        that the run would take if the steps in each precision reached the peak of this precision.
-        Return None if the device is not known, or if a precision is emulated.
+        of a run in which each step reaches the peak of its precision. Return None if the device is
+        not known, or if a precision is emulated.
         """
         spans = self.schedule.spans
         peaks = [self._peak_in(span.active) for span in spans]

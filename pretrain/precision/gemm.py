@@ -186,7 +186,8 @@ class TorchGemm(Gemm):
     quantizes = False
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
-        """Return x, on a GPU as a contiguous tensor. A weight may be a transposed view."""
+        """Return x. On a GPU, return it as a contiguous tensor, because x may be a transposed
+        view."""
         return x.contiguous() if x.is_cuda and role != "weight" else x
 
     def matmul(

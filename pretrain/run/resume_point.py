@@ -229,11 +229,10 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
 
     changed: a list of past changes. It is empty for a branch. For a resumed run it is the list in
         the checkpoint, followed by `changes`.
-    left_out: the number of steps whose packs rollbacks have skipped, without the rollbacks that are
-        recorded in metrics.jsonl of the run folder. If the checkpoint is in another folder, it is
-        the number in the checkpoint's counters, because metrics.jsonl of the run folder does not
-        record any of these rollbacks. If the checkpoint is in the run folder, the stored number is
-        kept.
+    left_out: the number of steps whose packs were skipped by rollbacks that are not in
+        metrics.jsonl of the run folder. If the checkpoint is in another folder, none of its
+        rollbacks is in this file, so the number is the one in the checkpoint's counters. If the
+        checkpoint is in the run folder, the number in its own `past` is kept.
 
     `notes` has a line for every change, except for changes that follow from another change: for
     `train.begin_with` of a branch, and for options in `fp8_config` that the saved precision does

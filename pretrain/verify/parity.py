@@ -278,10 +278,10 @@ def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
 
     Yield the factor by which the input of the LM head is multiplied (see `distinct_values`).
 
-    The chunks of the head are made so small that the head computes two or more. Otherwise a small
-    microbatch would be computed in one chunk, unlike in training. The penalty of the loss has the
-    weight 1.0 in the model and in the reference, because the gradient of a small penalty would be
-    lost in the rounding of the cross-entropy's gradient.
+    The chunks of the head are made so small that the head computes two or more chunks. With chunks
+    of the usual size, a small microbatch would be computed in one chunk, unlike in training. The
+    penalty of the loss has the weight 1.0 in the model and in the reference, because the gradient
+    of a small penalty would be lost in the rounding of the cross-entropy's gradient.
 
     Args:
         model: Model that is compared.
