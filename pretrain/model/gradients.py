@@ -164,7 +164,8 @@ def clear_main_gradients(parameters: Iterable[Summed]) -> None:
 def was_reached(parameter: nn.Parameter) -> bool:
     """Return True if backward has added anything to the gradient since it was cleared.
 
-    Zeros count as well. Waits for the device. Collective if the gradient is sharded.
+    Zeros count as well. Waits for the device. If the gradient is sharded, all ranks must call this
+    function.
     """
     gradient = gradient_of(parameter)
     if gradient is None:

@@ -106,7 +106,7 @@ class _Group:
 class Sharding:
     """Main gradients and their reduction for one model that Accelerate has sharded.
 
-    Create one object for a model, after `accelerator.prepare`. All methods are collective.
+    Create one object for a model, after `accelerator.prepare`. All ranks must call all methods.
 
     Args:
         model: The prepared model.

@@ -232,7 +232,7 @@ class TorchUpdate:
         learning_rate: the learning rate that the schedule gives this step.
         updates: the number of updates that the run has made before this step.
 
-        Collective if gradients are sharded.
+        If gradients are sharded, all ranks must call this method.
         """
         self._optimizer = optimizer
         self._recipe = recipe

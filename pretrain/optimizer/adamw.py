@@ -314,7 +314,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
     The norm is an FP32 scalar on the device of the gradients. The norms of BF16 gradients are
     summed in FP32 too. `clip_grad_norm_` of torch would return a BF16 value, which has only three
-    digits. Collective if gradients are sharded.
+    digits. If gradients are sharded, all ranks must call this function.
     """
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)

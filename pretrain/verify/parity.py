@@ -323,9 +323,10 @@ def _reference(
         model: Model that is compared.
         accelerator: Accelerator of the run.
         microbatches: Documents of each microbatch of this rank.
-        step_tokens: Number of tokens, the divisor of gradients.
+        step_tokens: Number of tokens with a label in the training step. Gradients are divided by
+            it.
         tokens: Number of compared tokens over all ranks.
-        head_factor: Factor of the LM head's input.
+        head_factor: Factor by which the input of the LM head is multiplied.
 
     Returns:
         The mean loss in FP32, the root mean square of BF16's errors in the losses of the tokens,
@@ -440,7 +441,10 @@ def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches)
 
 
 def _norms(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the norm of each matrix's gradient. Collective if gradients are sharded."""
+    """Return the norm of each matrix's gradient.
+
+    If gradients are sharded, all ranks must call this function.
+    """
     norms = {
         name: torch.linalg.vector_norm(gathered(gradient), dtype=torch.float64)
         for name, gradient in gradients.items()
@@ -584,7 +588,8 @@ def distances(
 
     A gradient that is present in only one of `measured` and `reference` is treated as zero in the
     other one. An example is the gradient of a head that is tied in one of the models only.
-    Gradients that are missing in both are skipped. Collective if gradients are sharded.
+    Gradients that are missing in both are skipped. If gradients are sharded, all ranks must call
+    this function.
     """
     norms = []
     sizes = {}
