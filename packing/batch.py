@@ -56,8 +56,8 @@ class StepBatches:
     """One rank's microbatches of a step, and totals of the step over all ranks.
 
     Every rank has the same number of microbatches. The totals need no communication, because every
-    rank reads the document lengths of all packs of the step. It reads only the tokens of its own
-    packs.
+    rank reads the document lengths of all packs of the step. A rank reads only the tokens of its
+    own packs.
     """
 
     microbatches: list[Microbatch]  # microbatches of this rank

@@ -16,7 +16,7 @@ which its training tokens would have to grow to reach the baseline's loss. A pre
 recommended if the whole interval of its gain is above 1. To continue after Ctrl-C, run the same
 command again. To train more rounds for open candidates, run it again with more --hours.
 
-The result is not valid for longer runs or larger models. They may need a more exact precision.
+The result is not valid for longer runs or larger models, which may need a more exact precision.
 
 Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid input,
 and 128 plus the number of the signal if a signal stopped the command.
@@ -228,8 +228,8 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
 
 def has_gpu() -> bool:
     """Return True if torch can use a GPU."""
-    # The import takes seconds. It is here so that mistakes on the command line are reported at
-    # once.
+    # The import takes seconds. It is inside of this function so that mistakes on the command line
+    # are reported at once.
     import torch
 
     return torch.cuda.is_available()

@@ -2,7 +2,8 @@
 
 A te.Linear in a model would store the weight itself and would write a pickled "extra state" into
 every state_dict. So the te.Linear of a Gemm is created on the meta device and is not a submodule of
-the model. It stores the quantizers, histories and scales of the Gemm and never computes.
+the model. This te.Linear stores the quantizers, histories and scales of the Gemm and never
+computes.
 
 Transformer Engine is imported when it is first needed, because the import takes seconds and fails
 on a machine without a GPU driver.
@@ -246,8 +247,8 @@ class TransformerEngineGemm(Gemm):
     ) -> Tensor:
         """Return a grouped product of E4M3 operands, computed by torch's grouped FP8 kernel.
 
-        The kernel expects one scale per row, so the tensor's scale is repeated for all rows. It
-        writes BF16, which is the dtype of the result if `dtype` is None.
+        The kernel expects one scale per row, so the tensor's scale is repeated for all rows. The
+        kernel writes BF16, which is the dtype of the result if `dtype` is None.
         """
         experts = len(ends)
         a = _e4m3(left, transposed=kind == "wgrad")

@@ -453,8 +453,8 @@ def _record_rollback(run: Run, reason: str) -> None:
         "left_out": run.state.left_out,
         "abandoned": [line for line in read_metrics(run.folder.path) if line["step"] > step],
     }
-    # Start new trackers, as when a run is resumed from `step`. They remove the later lines from
-    # metrics.jsonl. A hosted service keeps the discarded steps.
+    # Start new trackers, as when a run is resumed from `step`. The new trackers remove the later
+    # lines from metrics.jsonl. A hosted service keeps the discarded steps.
     run.trackers.finish()
     run.trackers = Trackers(run.job.recipe.log, run.folder.path, step)
     run.trackers.start(resolved(run.job.recipe))

@@ -58,8 +58,8 @@ class ResumePoint:
     def health(self) -> HealthState:
         """Return the state of the health check with which the run continues.
 
-        A branch starts with all counters at zero. It only takes over the recent losses, because
-        spikes are found by comparison with them.
+        A branch starts with all counters at zero. It only takes over the recent losses, which are
+        needed to find spikes.
         """
         values = dict(self.record["health"])
         if self.is_branch:

@@ -159,7 +159,7 @@ class ScheduleSettings(Settings):
     # Length of the decay at the end of training, as a share of all steps. It has an effect only
     # with `kind: wsd`.
     decay: Fraction = 0.2
-    # Curve of the decay, as the decay_type of transformers.get_wsd_schedule. The default there is
+    # Curve of the decay, as the decay_type of transformers.get_wsd_schedule, whose default is
     # cosine. It has an effect only with `kind: wsd`.
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     # Learning rate at the end of training, as a share of `optimizer.learning_rate`. It has no

@@ -1,7 +1,7 @@
 """Plain transformers as the reference for parity, with eager attention and one document at a time.
 
 This module also computes labels, positions and document boundaries from the tokens, lengths and
-masks of a pack. It does not use the code of `packing.batch`, so that it finds mistakes in the
+masks of a pack. This code is independent of `packing.batch`, so that it finds mistakes in the
 batches.
 """
 
