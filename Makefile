@@ -16,11 +16,11 @@ help:
 	@echo "make demo     train a small model without a GPU: tokenizer, packs, training, comparison (4 to 6 minutes)"
 	@echo "make which    after make demo: recommend a precision for a smaller model, with emulated FP8 (3 to 5 minutes)"
 	@echo "make test     install the test requirements and run the tests (3 to 6 minutes on 2 cores)"
-	@echo "make install  create .venv only (for FP8 on a GPU, see docs/b200.md)"
+	@echo "make install  create .venv only (for FP8 on a GPU, see docs/install.md)"
 	@echo "make lint     check style and formatting with ruff"
 	@echo "make types    check the type hints with mypy"
 	@echo "make check    run lint, types and test, as continuous integration does"
-	@echo "make docs     write docs/settings.md from the settings classes and docs/recipes.md from the recipes"
+	@echo "make docs     write docs/settings.md and recipes/schema.json from the settings classes, and docs/recipes.md from the recipes"
 	@echo "make clean    remove the results of the demo and all caches; keep .venv and your own runs"
 	@echo
 	@echo ".venv uses python3. To use another Python (3.11 or newer): make PYTHON=python3.12 ..."
@@ -50,10 +50,11 @@ lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-# docs/settings.md lists every key, with the documentation in the settings classes. docs/recipes.md
-# lists the recipes.
+# docs/settings.md lists every key, with the documentation in the settings classes. recipes/schema.json
+# has the same documentation for editors. docs/recipes.md lists the recipes.
 docs: $(VENV)/.installed
 	$(RUN) -m docs.settings_page > docs/.settings.md && mv docs/.settings.md docs/settings.md
+	$(RUN) -m docs.recipe_schema > recipes/.schema.json && mv recipes/.schema.json recipes/schema.json
 	$(RUN) -m docs.recipes_page > docs/.recipes.md && mv docs/.recipes.md docs/recipes.md
 
 clean:

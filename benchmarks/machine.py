@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -69,7 +70,8 @@ def environment_from_elsewhere() -> dict[str, Any]:
 def with_tables(page: Path, marker: str, *tables: str) -> str:
     """Return the text of `page` with `tables` between <!-- marker --> and <!-- /marker -->.
 
-    Raises InputError if the page does not have both markers.
+    The padding of the tables' cells is removed. Raises InputError if the page does not have both
+    markers.
     """
     text = page.read_text()
     begin = f"<!-- {marker} -->"
@@ -78,7 +80,17 @@ def with_tables(page: Path, marker: str, *tables: str) -> str:
         raise InputError(
             f"{page}: has no place for the table; add the lines {begin} and {end} to mark it"
         )
-    return text.partition(begin)[0] + "\n\n".join([begin, *tables, end]) + text.partition(end)[2]
+    parts = "\n\n".join([begin, *map(without_padding, tables), end])
+    return text.partition(begin)[0] + parts + text.partition(end)[2]
+
+
+def without_padding(text: str) -> str:
+    """Return `text` with its Markdown tables as short as possible."""
+    lines = [
+        re.sub("-{4,}", "---", re.sub(" {2,}", " ", line)) if line.startswith("|") else line
+        for line in text.split("\n")
+    ]
+    return "\n".join(lines)
 
 
 def run_to_its_end(

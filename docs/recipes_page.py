@@ -6,7 +6,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from foundation.units import UNKNOWN, count, markdown
+from docs.recipe_schema import MODELINE
+from foundation.units import UNKNOWN, cell, count
 from pretrain.settings.config import load_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -18,10 +19,8 @@ This page lists the recipes of this repository. `make docs` writes it from `reci
 at the top of each file describes how to start the training, and the source of its figures.
 
 * `base: other.yaml` at the top of a recipe includes another recipe, whose keys the recipe can
-  override. [settings.md](settings.md) has all keys.
-* `--plan` at the end of the launch command predicts the time and memory of a recipe on this
-  machine. `python -m pretrain plan RECIPE` predicts them for other devices
-  ([planning.md](planning.md)).
+  override ([settings.md](settings.md)).
+* `--plan` at the end of the launch command predicts time and memory ([planning.md](planning.md)).
 * `source` is the title of the published document from which the recipe's figures are taken. If a
   comment calls a figure of the document wrong, we have checked the figure by arithmetic.
 * Tests load each recipe, and train a tiny model of each kind. We have trained only `smoke` and
@@ -36,8 +35,11 @@ SUBFOLDERS = {
 
 
 def top_comment(path: Path) -> list[str]:
-    """Return the lines of the comment at the top of a file, without the "# "."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """Return the lines of the comment at the top of a file, without the "# ".
+
+    The line that names the schema of recipes is omitted.
+    """
+    lines = path.read_text(encoding="utf-8").removeprefix(f"{MODELINE}\n").splitlines()
     end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     return [line.removeprefix("#").strip() for line in lines[:end]]
 
@@ -69,7 +71,8 @@ def row(path: Path) -> list[str]:
 def page() -> str:
     """Return the text of docs/recipes.md."""
     header = ["recipe", "model", "tokens", "data", "source", "summary"]
-    parts = [HEAD, markdown(header, [row(path) for path in sorted(FOLDER.glob("*.yaml"))], names=6)]
+    rows = [header, ["---"] * len(header), *map(row, sorted(FOLDER.glob("*.yaml")))]
+    parts = [HEAD, "\n".join(f"| {' | '.join(map(cell, cells))} |" for cells in rows)]
     for folder, title in SUBFOLDERS.items():
         items = [
             list_item(f"[`{path.name}`](../recipes/{folder}/{path.name}): {summary(path)}.")

@@ -1,8 +1,7 @@
 """Write docs/settings.md from the settings classes: `make docs`.
 
 The documentation of a key is the comment at the end of its line, followed by the comment lines
-directly above it. A comment that ends with a colon is the heading of a group of keys. It documents
-none of them.
+directly above it. A comment with a blank line below it documents no key.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from pretrain.settings.recipe import Recipe
 HEAD = """\
 # Settings
 
-This page lists every key of a recipe. `make docs` writes it from the classes that check recipes,
-and a test compares both. To change the text of a key, change the comment on its line: in
-`pretrain/settings/recipe.py`, `packing/settings.py`, `pretrain/precision/settings.py` or the file
-of a precision.
+This page lists every key of a recipe. `make docs` writes it from the classes that check recipes. To
+change the text of a key, change the comment on its line: in `pretrain/settings/recipe.py`,
+`packing/settings.py` or `pretrain/precision/settings.py`.
 
 * A recipe is a YAML file. A key that is not on this page is an error, which names the most similar
   key.
@@ -38,11 +36,14 @@ of a precision.
 * `key=value` on the command line overrides the recipe, with dots for nesting:
   `optimizer.learning_rate=1e-4 train.tokens=2e9`. If a key is given twice, the last value counts.
 * If the default is `null`, the last column explains `null`.
+* **In an editor** with a YAML language server, such as VS Code with the YAML extension,
+  [`schema.json`](../recipes/schema.json) completes and explains keys, and marks mistakes. Recipes
+  in `recipes/` name the schema in their first line. In a recipe of your own, this line is
+  `# yaml-language-server: $schema=PATH`, where PATH is relative to the recipe.
 * `config.yaml` in the run folder has every key with the value that the run used. It can be used as
   a recipe.
-* The Accelerate configuration (`accelerate_configs/`) sets how processes are started, and the
-  precision if the recipe does not name one. Its `fp8_config` has the same keys as the recipe's. The
-  recipe overrides it key by key.
+* The recipe [overrides](precision.md#where-a-precision-is-set) the precision and the `fp8_config`
+  of the Accelerate configuration (`accelerate_configs/`) key by key.
 """
 # Names of the types of JSON schema.
 TYPES = {
@@ -136,7 +137,7 @@ def comments(cls: type[BaseModel]) -> dict[str, str]:
         above: list[str] = []
         for line in inspect.getsource(base).splitlines():
             if comment := re.fullmatch(r"    # (.*)", line):
-                above = [] if comment[1].endswith(":") else [*above, comment[1]]
+                above.append(comment[1])
                 continue
             if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
                 meanings[field[1]] = " ".join(filter(None, [field[2], *above]))

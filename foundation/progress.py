@@ -32,6 +32,20 @@ def advance() -> None:
         _running_tasks[-1].update()
 
 
+class _LogLines:
+    """Stream that writes each state of a bar to stderr as a line, for a log.
+
+    tqdm moves the cursor with control characters. Its texts without a state of the bar are dropped.
+    """
+
+    def write(self, text: str) -> None:
+        if text.startswith("\r") and (line := text.strip()):
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 class Progress(tqdm):
     """Context manager that shows the progress of one task.
 
@@ -48,7 +62,7 @@ class Progress(tqdm):
         options |= counting if unit else {"bar_format": "{desc}"}
         super().__init__(
             desc=task,
-            file=sys.stderr,
+            file=sys.stderr if on_terminal else _LogLines(),
             leave=False,
             dynamic_ncols=True,
             mininterval=TERMINAL_INTERVAL if on_terminal else LOG_INTERVAL,

@@ -53,18 +53,22 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raise InputError if the file is not a YAML mapping."""
+def load_yaml(path: str | os.PathLike[str], remedy: str = "") -> dict[str, Any]:
+    """Return the mapping in a YAML file.
+
+    Raises InputError, with `remedy`, if the file is not a YAML mapping.
+    """
     path = Path(path)
     with refusing(
         (OSError, ValueError, TypeError, yaml.YAMLError),
         f"{path}: cannot be read as YAML",
+        remedy,
     ):
         values = parse_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise InputError(
             f"{path}: a mapping of keys to values is expected, but the file holds "
-            f"{type(values).__name__}"
+            f"{type(values).__name__}{remedy and f'; {remedy}'}"
         )
     return values
 
@@ -81,7 +85,7 @@ def load_with_bases(
     or through other files.
     """
     path = Path(path)
-    values = load_yaml(path)
+    values = load_yaml(path, f"if this is data and not a recipe, set data.source={path}")
     if path.resolve() in above:
         raise InputError(
             f"{path}: this file is its own base, directly or through other files; remove one `base`"

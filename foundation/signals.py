@@ -82,7 +82,8 @@ class StopRequest:
                 os.kill(os.getpid(), signal.SIGINT)
             self._interrupted_at = self._interrupted_at or now
         if is_first and self._announced:
-            text = f"{received.name}: finishing this step, then saving"
+            repeat = "; a second Ctrl-C exits at once" if received == signal.SIGINT else ""
+            text = f"\n{received.name}: finishing this step, then saving{repeat}\n"
             # Writing fails if the terminal is gone. Ctrl-C also ends a `tee` that reads our output.
             with suppress(OSError):
-                os.write(_STDERR, f"\n{text}; a second Ctrl-C exits at once\n".encode())
+                os.write(_STDERR, text.encode())

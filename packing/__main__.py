@@ -31,15 +31,16 @@ from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
 from packing.chunks import Counts, read_chunk, require_documents
 from packing.follow import follow
 from packing.prepare import prepare, summary
-from packing.records import TextTemplate
+from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.settings import DataSettings
-from packing.sources import open_source
+from packing.sources import kind_of, open_source, recognise_chats
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 # Largest number of characters on which a tokenizer is trained. More characters need more memory and
 # do not give better tokens.
 _MOST_TEXT = 10**9
+_RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class _Recipe(Settings):
@@ -74,7 +75,7 @@ def _parser() -> CommandParser:
         "tokenizer",
         help="train a byte-level BPE tokenizer, whose end-of-text token (id 0) ends each document",
     )
-    tokenizer.add_argument("source", metavar="SOURCE", help="file, folder or Hugging Face dataset")
+    tokenizer.add_argument("source", metavar="SOURCE", help="file, folder, pattern or dataset")
     tokenizer.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="keys of data, such as data.text=body"
     )
@@ -118,7 +119,7 @@ def _parser() -> CommandParser:
     follow.set_defaults(run=_follow)
 
     inspect = commands.add_parser("inspect", help="describe Arrow, MDS or token .bin packs")
-    inspect.add_argument("path", type=Path)
+    inspect.add_argument("path", type=Path, help="folder or file of packs, or RECIPE.yaml")
     inspect.add_argument("--index", type=int, help="also print the text of this training pack")
     inspect.add_argument(
         "--tokenizer",
@@ -144,9 +145,9 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
             f"--out {out}: already exists and is not overwritten; "
             "either choose another folder, or move this one away"
         )
-    if settings.messages or settings.input_ids:
+    if settings.input_ids:
         raise InputError(
-            "command line: a tokenizer is trained on text, not on chats or token ids; "
+            "command line: a tokenizer is trained on text, not on token ids; "
             "set `data.text` to a column of text, or to a template of columns"
         )
     fixed = 257 + len(options.special)
@@ -155,17 +156,22 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
             f"--vocabulary {options.vocabulary}: is too small: {fixed} tokens are needed for the "
             "256 bytes, the end-of-text token and the tokens of --special; set a larger number"
         )
-    template = TextTemplate.parse(settings.text)
-    source = open_source(settings, template)
+    source = open_source(settings, Records((), ()))
+    settings = recognise_chats(settings, source)
+    source.records = TextTemplate.parse(settings.text)
+    if settings.messages:
+        source.records = chat_columns(settings, PLAIN, (("eos_token", ""),))
     say(f"reading {source.description}")
 
     def texts() -> Iterator[str]:
         counts = Counts()
         with Progress("learning", "characters") as line:
             for chunk in source.chunks():
-                chunk_texts, chunk_counts = read_chunk(
-                    chunk, template, settings.on_bad_line == "skip"
+                documents, chunk_counts = read_chunk(
+                    chunk, source.records, settings.on_bad_line == "skip"
                 )
+                # The document of a chat is a pair: its text, and its answers.
+                chunk_texts = [text if isinstance(text, str) else text[0] for text in documents]
                 yield from chunk_texts
                 counts += chunk_counts + Counts(documents=len(chunk_texts))
                 line.update(sum(map(len, chunk_texts)))
@@ -210,10 +216,13 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
     recipe = None
     if arguments and "=" not in arguments[0]:
         recipe, *arguments = arguments
-        if Path(recipe).is_dir():
+        path = Path(recipe)
+        is_data = kind_of(path) not in (None, "text") and path.suffix not in _RECIPE_SUFFIXES
+        if is_data or path.is_dir():
             raise InputError(
-                f"{recipe}: is a folder and not a recipe; either give the path of a recipe, or set "
-                f"data.source={recipe}, data.tokenizer=... and data.packs=..."
+                f"{recipe}: is data and not a recipe; either add data.source={recipe} to the path "
+                f"of a recipe, or set data.source={recipe} data.tokenizer=TOKENIZER "
+                "data.packs=FOLDER"
             )
         for path, content in load_with_bases(recipe):
             section = content.get("data") or {}
@@ -237,6 +246,8 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 def _inspect(options: argparse.Namespace) -> None:
     """Describe the packs at a path, or all packs below it. With --index, print one pack's text."""
     path = options.path
+    if path.suffix in _RECIPE_SUFFIXES and path.is_file():
+        path = _data_settings([str(path)]).packs
     packs = None if options.index is None else _open_splits(path)["train"]
     is_single = (path / MANIFEST).is_file()
     inside = [] if is_single else sorted(file.parent for file in path.rglob(MANIFEST))

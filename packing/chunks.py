@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import shlex
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,11 +36,12 @@ Place = dict[str, Any]
 class Chunk:
     """Consecutive records of a source that are not parsed yet."""
 
-    # jsonl: `payload` has lines. table: `payload` is an Arrow IPC stream. text: `payload` is empty,
-    # and the file `origin` is the document.
-    kind: Literal["jsonl", "table", "text"]
+    # jsonl: `payload` has lines. array: `payload` has the records of a JSON array, one per line.
+    # table: `payload` is an Arrow IPC stream. text: `payload` is empty, and the file `origin` is
+    # the document.
+    kind: Literal["jsonl", "array", "table", "text"]
     origin: str  # name of the file or dataset that has the records
-    first: int  # number of the first record: lines count from 1, rows from 0
+    first: int  # number of the first record: lines count from 1, rows and array records from 0
     payload: bytes
     after: Place  # place in the source directly after this chunk
     # Names of all columns of a table. `payload` has only the columns that are read.
@@ -65,11 +67,17 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.CompressedInputStream(raw, compression)
 
 
+# Map columns by which chats are recognised to the value of `data.messages` that reads them, as
+# YAML. The first entry whose columns a dataset has is used.
+CHAT_COLUMNS = {
+    ("messages",): "messages",
+    ("conversations",): "conversations",
+    ("instruction", "input", "output"): r'["{instruction}\n\n{input}", output]',
+    ("instruction", "output"): "[instruction, output]",
+}
 # Map columns that datasets often have to the setting that reads them.
 _USUAL_COLUMNS = {
-    ("messages",): "data.messages=messages",
-    ("conversations",): "data.messages=conversations",
-    ("instruction", "output"): "data.messages='[instruction, output]'",
+    **{columns: f"data.messages={shlex.quote(value)}" for columns, value in CHAT_COLUMNS.items()},
     ("prompt", "completion"): "data.messages='[prompt, completion]'",
     ("prompt", "response"): "data.messages='[prompt, response]'",
     ("question", "answer"): "data.messages='[question, answer]'",
@@ -88,7 +96,10 @@ def lacking(records: Records, names: Collection[str]) -> str | None:
     if not absent:
         return None
     settings = [key for columns, key in _USUAL_COLUMNS.items() if set(columns) <= set(names)]
-    remedy = " or ".join(settings) or "data.text to one of them, or to a template of columns"
+    remedy = (
+        " or ".join(settings)
+        or "data.text or data.messages to one of them, or to a template of columns"
+    )
     return f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set {remedy}"
 
 
@@ -188,7 +199,7 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
         try:
             if isinstance(record, Path):
                 with open_stream(record) as stream:
-                    documents.append(_decoded(stream.read()))
+                    documents.append(decoded(stream.read()))
             else:
                 parsed = _parsed(record, records) if isinstance(record, bytes) else record
                 documents.append(records.fill(parsed))
@@ -210,7 +221,7 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
     return filled, counts
 
 
-def _decoded(data: bytes) -> str:
+def decoded(data: bytes) -> str:
     """Return the text of UTF-8 bytes. Raise ValueError if the bytes have another encoding.
 
     ASCII text in UTF-16 or UTF-32 is also valid UTF-8, but has NUL characters. So a text with NUL
@@ -235,11 +246,12 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
     The place is a text for error messages, such as "data.jsonl:12". A record is an unparsed line of
     JSON, the path of a text file that is not read yet, or the columns of a table's row.
     """
-    if chunk.kind == "jsonl":
+    if chunk.kind in ("jsonl", "array"):
+        before_number = ":" if chunk.kind == "jsonl" else ", record "
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
-                for record in _listed(line):
-                    yield f"{chunk.origin}:{number}", record
+                for index, record in _listed(line):
+                    yield f"{chunk.origin}{before_number}{number}{index}", record
     elif chunk.kind == "text":
         yield chunk.origin, Path(chunk.origin)
     else:
@@ -248,12 +260,26 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
             yield f"{chunk.origin}, row {row}", record
 
 
-def _listed(line: bytes) -> list[bytes]:
-    """Return the records of a line as JSON texts. A line that is a list has several records."""
+def column_names(chunk: Chunk) -> set[str]:
+    """Return the names of all columns in the records of `chunk`, as far as these are readable."""
+    names = set(chunk.columns)
+    for _, record in _records(chunk):
+        with suppress(ValueError):
+            names.update(_parsed(record, Records((), ())) if isinstance(record, bytes) else ())
+    return names
+
+
+def _listed(line: bytes) -> list[tuple[str, bytes]]:
+    """Return a pair (index, record) for each record of a line. A record is a JSON text.
+
+    A line that is a list has several records. Their indices are texts such as ", record 0". For
+    other lines the index is "".
+    """
     if line.lstrip().startswith(b"["):
         with suppress(ValueError):
-            return [json.dumps(record).encode() for record in json.loads(line)]
-    return [line]
+            records = [json.dumps(record).encode() for record in json.loads(line)]
+            return [(f", record {index}", record) for index, record in enumerate(records)]
+    return [("", line)]
 
 
 def _parsed(line: bytes, records: Records) -> dict[str, Any]:
@@ -262,13 +288,13 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
     Raises ValueError if the line is not a JSON object, or if it lacks a column that `records`
     requires.
     """
-    text = _decoded(line)
+    text = decoded(line)
     try:
         value = json.loads(text)
     except ValueError as error:
         raise ValueError(
             f"the line is not valid JSON: {error}; write each record on one line, as `jq -c .[]` "
-            "does with a list"
+            "does with a list, or write one complete list to a .json file"
         ) from None
     if not isinstance(value, dict):
         raise ValueError("the line is not a JSON object; write each record on one line as {...}")

@@ -223,5 +223,5 @@ def make_first_part(part: DataSettings, settings: DataSettings, progress: bool) 
         PackMaker(part, usable_cores(2 * len(settings.shares))) as maker,
         Progress("packing the first part", shown=progress),
     ):
-        say(f"{part.packs}: packing {maker.source.description} while the run trains", progress)
+        say(f"{part.packs}: while the run trains, packing {maker.source.description}", progress)
         return write_part(maker, PartStart(), *make_part(maker, PartStart()))

@@ -18,13 +18,12 @@ from types import ModuleType
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.progress import say
 from packing.arrow import PackWriter
 from packing.chunks import Chunk, Tokens, tokenize
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import LAYOUT_KEYS, TOKEN_KEYS, DataSettings
-from packing.sources import open_source
+from packing.sources import open_source, recognise_chats
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -61,15 +60,15 @@ class PackMaker(AbstractContextManager):
         self.settings = settings
         self.processes = processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
-        self.records = records_of(settings, self.tokenizer)
-        has_chatml_tokens = self.tokenizer.tokenizer.token_to_id("<|im_start|>") is not None
-        if settings.chat_template == "chatml" and not has_chatml_tokens:
-            say("warning: data.chat_template: chatml: the tokenizer splits <|im_start|>")
-        self.source = open_source(settings, self.records)
+        self.source = open_source(settings, Records((), ()))
+        # The settings with which the source is read. `settings` are recorded with the packs.
+        self.reading = recognise_chats(settings, self.source)
+        self.records = records_of(self.reading, self.tokenizer)
+        self.source.records = self.records
         # Each worker loads the tokenizer itself. A tokenizer is larger than the buffer of a pipe.
         # So sending it would block forever if the worker died meanwhile.
         with _isolated_children():  # The pool also starts multiprocessing's resource tracker.
-            self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (settings,))
+            self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (self.reading,))
 
     def __exit__(self, *exception: object) -> None:
         # Close the queue, so that `shutdown` does not wait for a result that is only partly sent.
@@ -117,7 +116,7 @@ class PackMaker(AbstractContextManager):
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out documents in packs. With `held_out`, hold out the share in the settings."""
         share = self.settings.held_out if held_out else 0.0
-        settings = self.settings.model_copy(update={"held_out": share})
+        settings = self.reading.model_copy(update={"held_out": share})
         return Arranged(tokens, settings, text_files=self.source.kind == "text")
 
     def write(
@@ -132,6 +131,8 @@ class PackMaker(AbstractContextManager):
         statistics = arranged.statistics()
         if stream is not None:
             statistics["stream"] = stream
+        if self.reading.messages != self.settings.messages:
+            statistics["chat_columns"] = self.reading.messages
         with PackWriter(path, self.settings.length) as writer:
             if stream is not None and stream["start"]["number"] > 0:
                 arranged.write(writer, "train", self.tokenizer.padding)

@@ -129,6 +129,9 @@ def holds_packs_of(settings: DataSettings) -> bool:
     # Different paths or names may mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
         requested["source"] = recorded["source"]
+    # Chats were recognised by their columns, and now the settings name the same columns.
+    if requested["messages"] == manifest["statistics"].get("chat_columns", ""):
+        requested["messages"] = recorded["messages"]
     # If the tokenizer has the recorded name, and is no file or folder on this machine, the equal
     # name suffices, because packs may be copied to a machine without their tokenizer. Otherwise,
     # compare the fingerprints of the tokenizers instead of their names.
@@ -182,11 +185,9 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
 
 def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
     """Tokenise all documents that `log` does not have yet, and append them to `log`."""
-    say(
-        f"reading {maker.source.description} with {maker.processes} processes, "
-        f"from document {log.counts.documents + 1:,} on",
-        progress,
-    )
+    if log.counts.documents:
+        say(f"continuing after document {log.counts.documents:,}", progress)
+    say(f"reading with {maker.processes} processes: {maker.source.description}", progress)
     with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
         for result in maker.tokenize(maker.source.chunks(log.place)):
             log.append(result)
@@ -289,6 +290,9 @@ def summary(manifest: dict[str, Any]) -> str:
         # The value of a stream is a nested dict. None hides it, because false values are skipped.
         "stream": None,
     }
+    values["fill"] = f"{values['fill']:.2%}"
+    if values["cut_documents"] and manifest["settings"]["packing"] == "truncate":
+        values["cut_documents"] = f"{values['cut_documents']:,}, at the ends of packs (truncate)"
     return "\n".join(
         f"  {name.replace('_', ' '):<20} {f'{value:,}' if isinstance(value, int) else value}"
         for name, value in values.items()

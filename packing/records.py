@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line, refusing
-from packing.settings import DataSettings
+from packing.settings import DataSettings, SourceSettings
 from packing.token_columns import (
     LABELS,
     TOKEN_COLUMNS,
@@ -41,12 +41,22 @@ _NAMED_TEMPLATES = "additional_chat_templates"
 # Prefix of every template. It makes `strftime_now`, with which templates read the date, undefined,
 # because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
+# Template with plain words as marks of roles, so that it needs no special token except EOS.
+PLAIN = (
+    "{% for message in messages %}"
+    "{{ message.role.capitalize() + ':\n' + message.content.strip() }}"
+    "{{ eos_token if message.role == 'assistant' else '\n\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
+)
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 # Map the role of a message in a dataset to the role that a chat template expects.
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
@@ -423,8 +433,8 @@ class TokenColumns(Records):
 def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     """Return the rule that turns the records of `settings.source` into documents.
 
-    Raises InputError if a chat has no template, or if the template writes an EOS token and the
-    tokenizer has none.
+    Raises InputError if a chat has no template, or if the tokenizer lacks EOS or another special
+    token that the template writes.
     """
     if settings.input_ids is not None:
         labels = settings.labels or LABELS
@@ -433,6 +443,15 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     if settings.messages is None:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)
+    if settings.chat_template == "chatml" and None in map(
+        tokenizer.tokenizer.token_to_id, _CHATML_TOKENS
+    ):
+        raise InputError(
+            f"data.chat_template: chatml: {tokenizer.name} lacks the tokens <|im_start|> and "
+            "<|im_end|>; either set data.chat_template=plain, which needs only EOS, or train the "
+            "tokenizer with `python -m packing tokenizer ... --special '<|im_start|>' --special "
+            "'<|im_end|>'`"
+        )
     tokens = {
         f"{role}_token": tokenizer.tokenizer.id_to_token(number)
         for role, number in tokenizer.special.items()
@@ -442,14 +461,24 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
             f"data.chat_template: writes `eos_token`, but {tokenizer.name} has none; set "
             "`eos_token` in its tokenizer_config.json"
         )
+    return chat_columns(settings, template, tuple(sorted(tokens.items())))
+
+
+def chat_columns(
+    settings: SourceSettings, template: str, tokens: tuple[tuple[str, str | None], ...]
+) -> ChatColumns:
+    """Return the rule that reads the chats in the columns `settings.messages`.
+
+    The other arguments are those of `ChatColumns`.
+    """
     optional = (*_SYSTEM_COLUMNS, "tools") if _has_word(template, "tools") else _SYSTEM_COLUMNS
     pair: tuple[TextTemplate, ...] = ()
     if isinstance(settings.messages, str):
-        columns = (settings.messages,)
+        columns: tuple[str, ...] = (settings.messages,)
     else:
-        pair = tuple(map(TextTemplate.parse, settings.messages))
+        pair = tuple(map(TextTemplate.parse, settings.messages or ()))
         columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
-    return ChatColumns(columns, optional, pair, template, tuple(sorted(tokens.items())))
+    return ChatColumns(columns, optional, pair, template, tokens)
 
 
 def _has_word(template: str, word: str) -> bool:
@@ -463,13 +492,13 @@ def _has_word(template: str, word: str) -> bool:
 def chat_template(given: str | None, tokenizer: str) -> str:
     """Return the chat template that `given`, the value of `data.chat_template`, selects.
 
-    `given` may be "chatml", a template, a Jinja file, or the name of one of the tokenizer's
-    templates. Named templates are in tokenizer_config.json, or in a folder that transformers 5
+    `given` may be "plain", "chatml", a template, a Jinja file, or the name of a template of the
+    tokenizer. Named templates are in tokenizer_config.json, or in a folder that transformers 5
     writes. None selects the tokenizer's only template, or its template named default. Raises
     InputError if there is no such template.
     """
-    if given == "chatml":
-        return CHATML
+    if given in _BUILT_IN:
+        return _BUILT_IN[given]
     if given is not None and ("{" in given or "\n" in given):
         return given
     if given and Path(given).is_file():
@@ -494,9 +523,10 @@ def chat_template(given: str | None, tokenizer: str) -> str:
         if not given:
             what = f"{tokenizer} has no template{' named default' if named else ''}"
         in_folder = Path(tokenizer).glob(f"{_NAMED_TEMPLATES}/*.jinja")
-        names = ", ".join(["chatml", *named, *sorted(file.stem for file in in_folder)])
+        names = ", ".join([*_BUILT_IN, *named, *sorted(file.stem for file in in_folder)])
         raise InputError(
             f"data.chat_template: {what}; either set data.chat_template to {names} or a Jinja "
-            "file, or set data.tokenizer to the tokenizer of an instruct model"
+            "file (plain suits every tokenizer), or set data.tokenizer to the tokenizer of an "
+            "instruct model"
         )
     return named[given or "default"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import glob
 import os
 import re
 from collections.abc import Mapping
@@ -10,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from foundation.errors import InputError
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share
 
 # Pattern of the names of repositories on the Hugging Face hub. Any other name is a path.
@@ -29,11 +32,39 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return repository, revision
 
 
+def matching_files(name: str) -> list[Path]:
+    """Return the files that the pattern `name` matches, such as `my_text/*.txt`, in order.
+
+    `**` stands for any number of folders. Hidden files do not match. The list is empty if `name` is
+    not a pattern, or if it is an existing path.
+    """
+    if not glob.has_magic(name) or os.path.exists(name):
+        return []
+    return sorted(path for path in map(Path, glob.glob(name, recursive=True)) if path.is_file())
+
+
+def refuse_near_name(key: str, name: str) -> None:
+    """Raise InputError if a file or folder has nearly the `name`, which no file or folder has.
+
+    `key` is the setting with the value `name`. The name of a hub repository is accepted if it has a
+    revision.
+    """
+    path = Path(name)
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.85)
+    if similar and split_revision(name)[1] is None:
+        hub = f" To load {name} from the Hugging Face hub, write {name}@main"
+        raise InputError(
+            f"{key}: {name}: no such file or folder; did you mean {path.with_name(similar[0])}?"
+            f"{hub if HUB_NAME.fullmatch(name) else ''}"
+        )
+
+
 class SourceSettings(Settings):
     """A source of documents, and the kind of its records."""
 
-    # File, folder or Hugging Face dataset, as `name` or `name@revision` (branch, tag or commit);
-    # null: `packs` already exist.
+    # File, folder, pattern such as `my_text/*.txt`, or Hugging Face dataset, as `name` or
+    # `name@revision` (branch, tag or commit); null: `packs` already exist.
     source: Annotated[PathText, Field(min_length=1)] | None = None
     subset: str | None = None  # name of a config of a Hugging Face dataset
     split: str = "train"  # split of a Hugging Face dataset
@@ -43,10 +74,10 @@ class SourceSettings(Settings):
     text: str = "text"
     # Chats instead of `text`: a column with a list of {role, content}, or a list of two entries,
     # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
-    # assistant's messages are part of the loss.
+    # assistant's messages are part of the loss. null: chats are recognised by their columns.
     messages: str | tuple[str, ...] | None = None
-    # Template of chats: chatml, a Jinja file, the name of one of the tokenizer's templates, or a
-    # template itself; null: the tokenizer's only template, or its template named default.
+    # Template of chats: plain, chatml, a Jinja file, the name of one of the tokenizer's templates,
+    # or a template itself; null: the tokenizer's only template, or its template named default.
     chat_template: PathText | None = None
 
     # Tokens instead of `text`: a column with the token ids of a record. `tokenizer` must be the one
@@ -229,16 +260,25 @@ class DataSettings(SourceSettings):
 
 
 def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
-    """Return True if two sources are the same, or if one is a folder that has the other inside.
+    """Return True if two sources have a common file, or if one is a folder with the other inside.
 
     An exception is a dataset of `save_to_disk`. The folders inside of it are different splits.
     """
-    first, second = (Path(os.path.realpath(str(source.source))) for source in (one, other))
+    first, second = (
+        {Path(os.path.realpath(path)) for path in matching_files(name) or [Path(name)]}
+        for name in (str(one.source), str(other.source))
+    )
     if first == second:
         return (one.subset, one.split) == (other.subset, other.split)
-    is_inside = first in second.parents or second in first.parents
-    outer = min(first, second, key=lambda path: len(path.parts))
-    return is_inside and outer.is_dir() and not (outer / "dataset_dict.json").exists()
+    folders = {
+        parent
+        for paths, other_paths in ((first, second), (second, first))
+        for path in paths
+        for parent in other_paths.intersection(path.parents)
+    }
+    return not first.isdisjoint(second) or any(
+        folder.is_dir() and not (folder / "dataset_dict.json").exists() for folder in folders
+    )
 
 
 def _filled(data: dict[str, Any], source: Any) -> Any:

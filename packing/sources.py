@@ -16,6 +16,10 @@ with more than a few dozen cores.
 
 from __future__ import annotations
 
+import codecs
+import json
+import re
+import shlex
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,11 +33,27 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.files import hash_of
-from foundation.reading import one_line, refusing
+from foundation.progress import say
+from foundation.reading import one_line, parse_yaml, refusing
 from packing.arrow import MANIFEST
-from packing.chunks import COMPRESSION, Chunk, Place, check_columns, open_stream
+from packing.chunks import (
+    CHAT_COLUMNS,
+    COMPRESSION,
+    Chunk,
+    Place,
+    check_columns,
+    column_names,
+    decoded,
+    open_stream,
+)
 from packing.records import Records
-from packing.settings import HUB_NAME, DataSettings, split_revision
+from packing.settings import (
+    HUB_NAME,
+    DataSettings,
+    matching_files,
+    refuse_near_name,
+    split_revision,
+)
 
 if TYPE_CHECKING:
     import datasets
@@ -42,9 +62,13 @@ if TYPE_CHECKING:
 # busy, and so long that the time for sending a chunk to another process does not matter.
 CHUNK_BYTES = 2**20
 _ROWS = 1024  # number of rows of a table that are read at once, and then divided by size
+# Bytes of a CSV file that are parsed at once. A row must fit. pyarrow reads 32 blocks ahead.
+_CSV_BLOCK = 2**23
+_RECORD_START = re.compile(r"[^\s,\[\]]")  # first character of the next record of a JSON array
 _SUFFIXES = {
     "jsonl": {".jsonl", ".ndjson", ".json"},
     "parquet": {".parquet"},
+    "csv": {".csv", ".tsv"},
     "text": {
         ".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".yaml", ".yml", ".toml",
         ".ini", ".cfg", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs",
@@ -54,8 +78,8 @@ _SUFFIXES = {
 }  # fmt: skip
 _KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
 _READABLE = (
-    "JSONL, Parquet and text files (.txt, .md, .py, ...) can be read, also as .gz or .zst; "
-    "set data.packs to read a token .bin file"
+    "JSONL, JSON arrays, Parquet, CSV, TSV and text files (.txt, .md, .py, ...) can be read, also "
+    "as .gz or .zst; set data.packs to read a token .bin file"
 )
 
 
@@ -68,21 +92,24 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     name = str(settings.source)
     path = Path(name)
     is_saved = (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
-    is_hub_name = HUB_NAME.fullmatch(split_revision(name)[0]) and _kind_of(path) is None
+    matches = matching_files(name)
+    if not matches and not path.exists():
+        refuse_near_name("data.source", name)
+    is_hub_name = HUB_NAME.fullmatch(split_revision(name)[0]) and kind_of(path) is None
     if is_saved or (is_hub_name and not path.exists()):
         return DatasetSource(settings, records)
-    if not path.exists():
+    if not matches and not path.exists():
         raise InputError(
-            f"data.source: {name}: no such file or folder "
+            f"data.source: {name}: no such file or folder, and no file matches it "
             "(relative paths start at the current directory)"
         )
-    kind = _kind_of(path)
+    kind = kind_of(path)
     paths = [path]
     unread = ""
-    files = f"{path} ({kind})"
-    if path.is_dir():
-        kind, paths, unread = _files_of(path)
-        files = f"{len(paths):,} {kind} files in {path}"
+    files = name
+    if matches or path.is_dir():
+        kind, paths, unread = _choose(name, matches or _files_below(path))
+        files = f"{len(paths):,} {kind} files in {name}"
     if kind is None:
         raise InputError(f"data.source: {path}: its suffix is not of a known format; {_READABLE}")
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
@@ -97,34 +124,49 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     return FileSource(description, paths, kind, records)
 
 
-def _kind_of(path: Path) -> str | None:
-    """Return the kind of a file by its suffix (without .gz or .zst), or None if it is unknown."""
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file in lower case, without .gz or .zst."""
     name = Path(path.stem) if path.suffix.lower() in COMPRESSION else path
-    return _KINDS.get(name.suffix.lower())
+    return name.suffix.lower()
 
 
-def _files_of(folder: Path) -> tuple[str, list[Path], str]:
-    """Return the kind of files to read below `folder`, their sorted paths, and a note.
+def kind_of(path: Path) -> str | None:
+    """Return the kind of a file by its suffix, or None if it is unknown."""
+    return _KINDS.get(suffix_of(path))
 
-    The note lists files that are not read. Hidden files and folders of other packs are ignored.
-    Text files are not read if there are data files, because many datasets have a README. Raises
-    InputError if there are two kinds of data files, or if the files to read have fewer bytes than
-    the files that are not read.
-    """
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below `folder` in order, without hidden files and without other packs."""
     packs = {manifest.parent for manifest in folder.rglob(MANIFEST)} - {folder}
-    by_kind: dict[str | None, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         names = path.relative_to(folder).parts
         is_hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
         if not is_hidden and not packs.intersection(path.parents) and path.is_file():
-            by_kind.setdefault(_kind_of(path), []).append(path)
-    readable: list[str] = [kind for kind in ("parquet", "jsonl", "text") if kind in by_kind]
-    kinds = [kind for kind in readable if kind != "text"] or readable
+            yield path
+
+
+def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
+    """Return the kind of the files to read, their paths, and a note about files that are not read.
+
+    `name` is the folder or the pattern of `files`. If there are JSONL or Parquet files, other files
+    are not read, because many datasets have a README. Otherwise the kind with most bytes is read:
+    text or CSV. Raises InputError if there are JSONL and Parquet files, or if the files to read
+    have fewer bytes than the files that are not read.
+    """
+    by_kind: dict[str | None, list[Path]] = {}
+    for path in files:
+        by_kind.setdefault(kind_of(path), []).append(path)
+    kinds: list[str] = [kind for kind in ("parquet", "jsonl") if kind in by_kind]
+    if not kinds and by_kind.keys() & {"text", "csv"}:
+        kinds = [max(("text", "csv"), key=lambda kind: _bytes_of(by_kind.get(kind, ())))]
+    remedy = (
+        "set data.source to a file, or to a pattern that matches files of one kind, such as "
+        f"'FOLDER/**/*.txt'; {_READABLE}"
+    )
     if len(kinds) != 1:
         counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
         raise InputError(
-            f"data.source: {folder}: has {counts or 'no files of a known kind'}; set data.source "
-            f"to a file, or to a folder with one kind of files; {_READABLE}"
+            f"data.source: {name}: has {counts or 'no files of a known kind'}; {remedy}"
         )
     paths = by_kind.pop(kinds[0])
     unread_paths = [path for group in by_kind.values() for path in group]
@@ -134,19 +176,35 @@ def _files_of(folder: Path) -> tuple[str, list[Path], str]:
         unread += f"; text files are not read beside {kinds[0]} files"
     if _bytes_of(unread_paths) > _bytes_of(paths):
         raise InputError(
-            f"data.source: {folder}: most of its bytes are in files that are not read ({unread}). "
-            f"Set data.source to a file, or to a folder without these files; {_READABLE}"
+            f"data.source: {name}: most of its bytes are in files that are not read ({unread}); "
+            f"{remedy}"
         )
-    return kinds[0], paths, unread and f"; files not read: {unread}"
+    return kinds[0], paths, unread and f"\nfiles not read: {unread}"
 
 
 def _bytes_of(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-@dataclass(frozen=True)
+def recognise_chats(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
+    """Return `settings` with `messages` set if the columns of `source` are those of a chat.
+
+    If `settings` choose columns, or if the source has a column `text` or `input_ids`, `settings`
+    are returned unchanged.
+    """
+    if settings.changed(("text", "messages", "input_ids")):
+        return settings
+    names = source.columns
+    for columns, value in CHAT_COLUMNS.items():
+        if names.issuperset(columns) and names.isdisjoint(("text", "input_ids")):
+            say(f"{settings.source}: has chats, read with data.messages={shlex.quote(value)}")
+            return settings.model_copy(update={"messages": parse_yaml(value)})
+    return settings
+
+
+@dataclass
 class FileSource:
-    """Source that reads files of one kind: jsonl, parquet or text."""
+    """Source that reads files of one kind: jsonl, parquet, csv or text."""
 
     description: str
     paths: list[Path]
@@ -163,6 +221,11 @@ class FileSource:
         ]
         return {"kind": self.kind, "files": hash_of(listing)}
 
+    @property
+    def columns(self) -> set[str]:
+        """Names of all columns in the first records. A source of text files has none."""
+        return column_names(next(self.chunks(), Chunk("text", "", 0, b"", {})))
+
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
@@ -176,17 +239,27 @@ class FileSource:
                 yield Chunk("text", str(path), 0, b"", {"file": number + 1})
                 continue
             place = begin if number == first else {}
-            chunks = self._jsonl_chunks if self.kind == "jsonl" else self._parquet_chunks
+            readers = {
+                "jsonl": self._jsonl_chunks,
+                "parquet": self._parquet_chunks,
+                "csv": self._csv_chunks,
+            }
             with refusing(
-                (OSError, pa.ArrowException, UnicodeDecodeError),
+                (OSError, pa.ArrowException, ValueError),
                 f"{path}: cannot be read",
-                "the file is damaged or not of this format",
+                "the file is damaged, not in UTF-8, or not of this format",
             ):
-                for chunk in chunks(path, size, place):
+                for chunk in readers[self.kind](path, size, place):
                     yield replace(chunk, after={"file": number} | chunk.after)
 
     def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
-        """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`."""
+        """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`.
+
+        A .json file may also have one array.
+        """
+        if suffix_of(path) == ".json" and (text := _array_in(path)):
+            yield from self._array_chunks(text, path, size, place)
+            return
         at = place.get("at", 0)  # offset in bytes
         line = place.get("line", 1)
         with open_stream(path) as stream:
@@ -210,6 +283,45 @@ class FileSource:
                     line += payload.count(b"\n")
                     yield Chunk("jsonl", str(path), first, payload, {"at": at, "line": line})
 
+    def _array_chunks(self, text: str, path: Path, size: int, place: Place) -> Iterator[Chunk]:
+        """Yield chunks of records of the JSON array `text`. Each record becomes one line."""
+        number = place.get("record", 0)
+        begin = at = place.get("at", 0)  # offset in characters
+        lines: list[str] = []
+        while start := _RECORD_START.search(text, at):
+            _, at = json.JSONDecoder().raw_decode(text, start.start())
+            # Between the values of a record, a line break means the same as a blank. In a text,
+            # JSON has no line breaks.
+            lines.append(text[start.start() : at].replace("\n", " "))
+            if at - begin >= size or not _RECORD_START.search(text, at):
+                payload = "\n".join(lines).encode()
+                after = {"at": at, "record": number + len(lines)}
+                yield Chunk("array", str(path), number, payload, after)
+                number += len(lines)
+                begin = at
+                lines = []
+
+    def _csv_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
+        """Yield chunks of rows. All values are texts. Rows before `place` are read and skipped."""
+        from pyarrow import csv
+
+        with open_stream(path) as stream:
+            decoded(stream.read(2**16).partition(b"\n")[0])  # Reject UTF-16 with its remedy.
+        reading = csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False)
+        delimiter = "\t" if suffix_of(path) == ".tsv" else ","
+        parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        with open_stream(path) as stream:
+            names = csv.open_csv(stream, reading, parsing).schema.names
+        check_columns(str(path), self.records, names)
+        columns = {*self.records.columns, *self.records.optional}
+        converting = csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()),
+            include_columns=[name for name in names if name in columns],
+        )
+        with open_stream(path) as stream:
+            batches = csv.open_csv(stream, reading, parsing, converting)
+            yield from _batch_chunks(batches, names, str(path), place.get("at", 0), 0, size)
+
     def _parquet_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of rows. Row groups before `place` are not read."""
         import pyarrow.parquet as pq
@@ -227,10 +339,7 @@ class FileSource:
             batches = file.iter_batches(
                 _ROWS, row_groups=list(groups[first_group:]), columns=columns
             )
-            for batch in batches:
-                rows = batch.slice(max(0, at - row))
-                yield from _table_chunks(rows, names, str(path), max(at, row), size)
-                row += len(batch)
+            yield from _batch_chunks(batches, names, str(path), at, row, size)
 
 
 class DatasetSource:
@@ -258,6 +367,11 @@ class DatasetSource:
             "split": self.settings.split,
             "fingerprint": None if is_streamed else self._data._fingerprint,
         }
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of all columns. It is empty if a streamed dataset does not state its columns."""
+        return set(self._data.features or ())
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
@@ -353,6 +467,33 @@ class DatasetSource:
                 revision=revision,
                 streaming=bool(settings.streaming),
             )
+
+
+def _array_in(path: Path) -> str | None:
+    """Return the text of a file with a JSON array over several lines, or None for other files.
+
+    An array on one line is read like JSONL, because a line may have a list of records.
+    """
+    with open_stream(path) as stream:
+        if not stream.read(2**10).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            return None
+    with open_stream(path) as stream:
+        text = decoded(stream.read())
+    first_line = text.partition("\n")[0].rstrip()
+    return text if text.rstrip().endswith("]") and not first_line.endswith("]") else None
+
+
+def _batch_chunks(
+    batches: Iterable[pa.RecordBatch], columns: list[str], origin: str, at: int, row: int, size: int
+) -> Iterator[Chunk]:
+    """Yield the rows of `batches` from row `at` on. The first batch starts with row `row`.
+
+    Other arguments are as for `_table_chunks`.
+    """
+    for batch in batches:
+        rows = batch.slice(max(0, at - row))
+        yield from _table_chunks(rows, columns, origin, max(at, row), size)
+        row += len(batch)
 
 
 def _table_chunks(

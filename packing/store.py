@@ -23,7 +23,7 @@ from packing.arrow import (
 )
 from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, splitmix64
-from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
+from packing.settings import SOURCE_NAME, DataSettings, SourceSettings, matching_files
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
@@ -75,7 +75,8 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
     # Validation text is packed before the run, even if the training text is streamed. If the
     # training text is streamed, a validation dataset of the hub is read without a download.
-    is_remote = not Path(str(validation.source)).exists()
+    name = str(validation.source)
+    is_remote = not (Path(name).exists() or matching_files(name))
     streaming = is_remote if settings.stream else settings.streaming
     return _part(settings, validation, packs, held_out=0.0, streaming=streaming)
 

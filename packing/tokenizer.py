@@ -17,7 +17,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
-from packing.settings import split_revision
+from packing.settings import refuse_near_name, split_revision
 
 REMEDY = (
     "make a tokenizer with `python -m packing tokenizer` (`make demo` makes one in demo/work), "
@@ -157,6 +157,7 @@ def find_file(tokenizer: str, name: str) -> Path | None:
     if path.exists():
         file = (path if path.is_dir() else path.parent) / name
         return file if file.is_file() else None
+    refuse_near_name("data.tokenizer", tokenizer)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         HFValidationError,

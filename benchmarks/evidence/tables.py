@@ -68,6 +68,12 @@ ROWS = (
     ("35m_once", "delayed_branch", "FP8, delayed scaling"),
     ("111m", "delayed_branch", "FP8, delayed scaling"),
 )
+# Map each verdict in the picture to the colours of line and marker, and to an explanation.
+STYLES = {
+    EQUIVALENT: ("#0072B2", "#0072B2", "within the margin, shown by a test"),
+    CANNOT_TELL: ("#D55E00", "#D55E00", "neither equivalence nor a difference is shown"),
+    "estimate": ("#555555", "white", "no test was planned"),
+}
 # Labels of the scales in ROWS.
 SIZES = {
     "14m": "14 million",
@@ -337,17 +343,23 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
     from matplotlib.figure import Figure  # takes half a second to import
 
     served = Endpoint.of(scales, served_loss)
-    # Colours of line and marker.
-    styles = {EQUIVALENT: ("#0072B2", "#0072B2"), CANNOT_TELL: ("#D55E00", "#D55E00")}
-    figure = Figure(figsize=(10, 5.2), dpi=110, layout="constrained")
+    # The rows of a size are next to each other. A free place above them has the name of the size.
+    places: dict[float, str] = {}
+    figure = Figure(figsize=(10, 6.6), dpi=110, layout="constrained")
     axes = figure.subplots()
-    axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#E8EEF2")
+    margin = axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#E8EEF2")
     axes.axvline(0, color="#888888", linewidth=0.8)
-    for place, (name, cell, _) in enumerate(ROWS):
+    for name, cell, label in ROWS:
+        number, *on = SIZES[name].split(",")
+        size = ",".join([f"{number} parameters", *on])
+        if size not in places.values():
+            places[len(places) + 0.25] = size
+        place = len(places)
+        places[place] = label
         difference = served.differences[name, cell]
         verdict = served.verdict(name, cell)
         percent = 100 / difference.baseline
-        line, marker = styles.get(verdict, ("#555555", "white"))
+        line, marker, _ = STYLES.get(verdict, STYLES["estimate"])
         axes.errorbar(
             percent * difference.mean,
             place,
@@ -366,13 +378,28 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
             va="center",
             color=line,
         )
-    axes.set_yticks(range(len(ROWS)), [f"{SIZES[scale]}: {label}" for scale, _, label in ROWS])
-    axes.invert_yaxis()
-    axes.set_xlabel(
-        "held-out loss above BF16 in %, evaluated in BF16; bars: 95 % interval; "
-        f"shaded: margin of {100 * MARGIN:g} %"
-    )
+    axes.set_yticks(list(places), places.values())
+    for place, text in zip(places, axes.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if place % 1 else "normal")
+    axes.set_ylim(len(places) - 0.4, -0.3)  # the first row is at the top
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("held-out loss of the final weights above BF16's, in %, evaluated in BF16")
     axes.spines[["top", "right"]].set_visible(False)
+    handles = [
+        axes.errorbar([], [], xerr=[], fmt="o", color=line, markerfacecolor=marker, capsize=3)
+        for line, marker, _ in STYLES.values()
+    ]
+    explanations = [f"{verdict}: {text}" for verdict, (_, _, text) in STYLES.items()]
+    figure.legend(
+        [*handles, margin],
+        [*explanations, f"margin of {100 * MARGIN:g} %: smaller differences count as equal"],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+    )
+    figure.suptitle(
+        "Cost of each precision in loss: means over seeds with 95 % intervals", fontweight="bold"
+    )
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     return picture.getvalue()

@@ -10,9 +10,9 @@ from typing import Any
 
 from foundation.units import UNKNOWN, count, markdown, memory, percent
 from pretrain.compare.comparison import ComparedRun, RunComparison, hardware_speed
-from pretrain.compare.differences import CONFIDENCE
+from pretrain.compare.differences import CONFIDENCE, TOO_FEW_STEPS
 from pretrain.compare.fairness import distinguishing_keys, option
-from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord, summary
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,11 @@ def signed(nats: float, digits: int = 4) -> str:
 def as_text(value: Any) -> str:
     """Format the value of a setting.
 
-    Fingerprints and commit hashes are cut to 10 characters. Floats have 6 significant digits.
+    Fingerprints and commit hashes are cut to 10 characters. Floats have 6 significant digits. None
+    is "not set", and booleans are spelled as in YAML.
     """
+    if value is None or isinstance(value, bool):
+        return {None: "not set", True: "true", False: "false"}[value]
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", value):
         return value[:10]
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -137,6 +140,17 @@ def _end_suffix(compared: ComparedRun) -> str:
     return ", not finished" if compared.run.is_unfinished else ""
 
 
+def _averaged_steps(run: RunRecord) -> str:
+    """Return the first and the last step of a run's loss at the end, as " (steps 937 to 1,000)"."""
+    last = run.summary["steps"]
+    return f" (steps {last - run.summary[END_KEY] + 1:,} to {last:,})"
+
+
+def _loss_up_to(step: int, run: RunRecord) -> float | None:
+    """Return the loss at the end of a run as if its last step were `step`."""
+    return summary(line for line in run.metrics if line["step"] <= step).get(LOSS_KEY)
+
+
 AT_END = (
     f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if that is more"
 )
@@ -148,10 +162,14 @@ def figures_of(comparison: RunComparison) -> list[Column]:
 
     Columns without a value for any run are omitted.
     """
-    # The loss at the end is a mean over steps. If the number of averaged steps differs between the
-    # runs, the suffix of the loss shows this number. A run that has branched from a checkpoint may
-    # have fewer of these steps.
-    is_same_end = len({run.summary.get(END_KEY) for run in comparison.runs}) == 1
+    # The loss at the end is a mean over steps. If these are not the same steps in all runs, the
+    # suffix of the loss shows them, and one more column has the loss at the last step that all runs
+    # have. A run that has branched from a checkpoint may have fewer of these steps.
+    ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in comparison.runs}
+    shared_step = min(last for last, _ in ends)
+    first_step = max(run.steps[0]["step"] for run in comparison.runs)
+    is_longer = first_step <= shared_step < max(last for last, _ in ends)
+    is_shared = is_longer and not comparison.in_tokens
     columns = [
         RUN,
         Column(
@@ -180,9 +198,14 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             f"training loss in nats per token, {AT_END}",
             LOSS_KEY,
             "{:.4f}".format,
-            suffix=lambda compared: (
-                "" if is_same_end else f" (last {compared.run.summary[END_KEY]})"
-            ),
+            suffix=lambda compared: _averaged_steps(compared.run) if len(ends) > 1 else "",
+        ),
+        Column(
+            f"loss at step {shared_step:,}",
+            f"training loss in nats per token at step {shared_step:,}, the last step that all runs "
+            f"have: {AT_END} up to this step",
+            lambda compared: _loss_up_to(shared_step, compared.run) if is_shared else None,
+            "{:.4f}".format,
         ),
         _summary_column(
             "held-out",
@@ -294,7 +317,7 @@ def differences_of(comparison: RunComparison) -> list[Column]:
             "within: the interval lies within ± "
             f"{comparison.tolerance:g} nats around the baseline. Above or below: the interval, "
             "widened for the number of rows (Bonferroni), lies completely above or below that "
-            "range",
+            f"range. {TOO_FEW_STEPS.capitalize()}: there is no interval",
             lambda compared: compared.verdict,
         ),
     ]

@@ -176,6 +176,11 @@ class RunComparison:
         """Return the records of all runs."""
         return [compared.run for compared in self.compared_runs]
 
+    @property
+    def in_tokens(self) -> bool:
+        """Return True if the runs have steps of different sizes, so that steps do not match."""
+        return len({run.tokens_per_step for run in self.runs}) > 1
+
     def answer(self) -> str:
         """Return one sentence that lists the runs of each verdict.
 
@@ -185,7 +190,7 @@ class RunComparison:
         verdicts = {compared.label: compared.verdict for compared in self.compared_runs[1:]}
         if not verdicts:
             return base
-        return f"Against {base}, ± {self.tolerance:g} nats: {by_verdict(verdicts)}."
+        return f"Against {base}, tolerance ± {self.tolerance:g} nats: {by_verdict(verdicts)}."
 
     def notes(self, *, over_seeds: bool = False) -> list[str]:
         """Return notes that explain the tables of the report.
@@ -233,14 +238,14 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 
 
 def by_verdict(verdicts: Mapping[str, str]) -> str:
-    """Return a text that lists the names of each verdict: "within: a, b; above: c".
+    """Return a text that lists the names of each verdict: "a, b (within); c (above)".
 
     `verdicts` maps names to verdicts.
     """
     names: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         names.setdefault(verdict, []).append(name)
-    return "; ".join(f"{verdict}: {', '.join(group)}" for verdict, group in names.items())
+    return "; ".join(f"{', '.join(group)} ({verdict})" for verdict, group in names.items())
 
 
 def hardware_speed(run: RunRecord) -> float | None:

@@ -44,6 +44,8 @@ BETTER = "better"
 CANNOT_TELL = "cannot tell"
 WITHIN_MARGIN = ", within the margin"
 BEYOND_MARGIN = " by more than the margin"
+# Verdict on a single run whose difference has no interval.
+TOO_FEW_STEPS = "too few steps to say"
 
 
 def t_probability(t: float, freedom: int) -> float:
@@ -155,10 +157,13 @@ class Gap:
 
         Return "within" if the interval at CONFIDENCE lies within ± `tolerance`. Return "above" or
         "below" if the interval that is corrected for the number of comparisons lies completely
-        above `tolerance` or completely below -`tolerance`. Return "cannot tell" otherwise.
+        above `tolerance` or completely below -`tolerance`. Return "cannot tell" otherwise. Without
+        an interval, return TOO_FEW_STEPS.
         """
+        if self.half_width is None:
+            return TOO_FEW_STEPS
         distance = abs(self.mean)
-        if distance + (self.half_width or 0.0) <= tolerance:
+        if distance + self.half_width <= tolerance:
             return "within"
         if distance - self.widened_half_width <= tolerance:
             return "cannot tell"

@@ -17,8 +17,9 @@ from pretrain.metrics.run_record import RunRecord
 
 # Window of the moving mean, as a share of the run's steps.
 SMOOTHED_SHARE = 1 / 50
-# Colour of all curves in the plot: blue.
+# Colours of the training loss and of the held-out loss: blue and orange.
 COLOUR = "#1F77B4"
+HELD_OUT_COLOUR = "#D55E00"
 # When the range of the vertical axis is computed, this share of a run's steps is ignored, counted
 # from the first step, because the loss falls steeply in these steps.
 FALL_SHARE = 1 / 30
@@ -91,7 +92,7 @@ def picture_of_run(run: RunRecord) -> bytes:
     evaluated, held_out = run.curve("held_out_loss")
     if len(held_out):
         label = f"held-out loss {held_out[-1]:.4f}{run.when_evaluated}"
-        axes.plot(evaluated, held_out, "o", color=COLOUR, label=label)
+        axes.plot(evaluated, held_out, "o-", color=HELD_OUT_COLOUR, linewidth=1, label=label)
     axes.set_ylim(range_after_the_fall([losses], [held_out]))
     axes.legend(frameon=False, loc="upper right")
     axes.set_title(_title_of(run), loc="left", parse_math=False)
@@ -105,15 +106,18 @@ def picture_of_run(run: RunRecord) -> bytes:
 def _title_of(run: RunRecord) -> str:
     """Return the plot's title, which has two lines.
 
-    The first line has the name of the run, followed by the reason if the run has failed. The second
+    The first line has the name of the run, and the reason if the run has failed. The second
     line has the model, the precision and the numbers of tokens.
     """
     precision = f"{run.precision}, weights {run.config.get('weights')}"
     if run.emulated:
         precision += " (emulated)"
     tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} per step"
-    failure = f" {run.broke_off}" if run.broke_off else ""
-    return f"{run.name}{failure}\n{model_name(run)} · {precision} · {tokens}"
+    failure = f", which {run.broke_off}" if run.broke_off else ""
+    return (
+        f"Training and held-out loss of {run.name}{failure}\n"
+        f"{model_name(run)} · {precision} · {tokens}"
+    )
 
 
 def model_name(run: RunRecord) -> str:

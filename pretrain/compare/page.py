@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foundation.units import plural
+from foundation.units import or_dash, percent, plural
 from pretrain.compare.columns import as_text, differences_of, figures_of
 from pretrain.compare.comparison import ComparedRun, RunComparison, machine_of
+from pretrain.compare.fairness import distinguishing_keys
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from pretrain.compare.output_files import WRITTEN_BY
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord, read_lines
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import flatten
 
 if TYPE_CHECKING:
@@ -43,30 +46,41 @@ LAYER = "gap/cosine/"
 # Titles of the two panels with the gap to BF16.
 LOSS_GAP = "low-precision loss minus BF16 loss"
 COSINE = "cosine of the gradient with the BF16 gradient"
-# Map the title of each panel, from top to bottom, to a key in metrics.jsonl. The value of "minus
-# the baseline" is None, because that curve is computed from two runs.
+# Title of the panel with paired differences.
+AGAINST = "training loss minus the baseline's"
+# Map the title of each panel, from top to bottom, to a key in metrics.jsonl. The value of AGAINST
+# is None, because that curve is computed from two runs.
 PANELS = {
     "training loss": "loss",
     "held-out loss": "held_out_loss",
-    "minus the baseline": None,
+    AGAINST: None,
     "gradient norm": "gradient_norm",
     "learning rate": "learning_rate",
     "frozen updates": "frozen_updates",
     LOSS_GAP: "gap/loss",
     COSINE: "gap/cosine",
 }
+# Titles of the vertical axes. A learning rate and a cosine have no unit.
+UNITS = {
+    "training loss": "nats per token",
+    "held-out loss": "nats per token",
+    AGAINST: "nats per token",
+    "gradient norm": "L2 norm, log scale",
+    "frozen updates": "% of the parameters",
+    LOSS_GAP: "nats per token",
+}
 # Panels whose curves are smoothed.
-SMOOTHED = ("training loss", "minus the baseline", "gradient norm", "frozen updates")
+SMOOTHED = ("training loss", AGAINST, "gradient norm", "frozen updates")
 # Panels with values at only a few steps. Each value is drawn as a point.
 POINTS = ("held-out loss", LOSS_GAP, COSINE)
-# Map the keys of the quantization statistics to their titles in the menu.
+# Map the keys of the quantization statistics to their titles in the menu and at the colour bar.
 MEASURES = {
-    "underflow": "underflow",
-    "saturation": "saturation",
+    "underflow": "underflow, %",
+    "saturation": "saturation, %",
     "scale": "log2 of the scale",
     "amax": "log2 of the largest value",
 }
-# Keys of MEASURES whose values are drawn as binary logarithms.
+# Keys of MEASURES whose values are drawn as binary logarithms. The other values are shares.
 LOGARITHMIC = ("scale", "amax")
 # Keys, and prefixes of keys, that are not listed among the differences, because no two runs have
 # the same value.
@@ -120,6 +134,7 @@ def render(
             )
             for name, figure in pictures(comparison).items()
         },
+        losses=list(filter(None, map(losses_beside_normal, comparison.compared_runs))),
         audits={compared.label: audit_of(compared.run) for compared in comparison.compared_runs},
         differing=differing_values(comparison),
         library=get_plotlyjs(),
@@ -160,7 +175,7 @@ def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
     run = compared.run
     curves = {(panel, ""): run.curve(key) for panel, key in PANELS.items() if key}
     if compared.differences and not compared.is_baseline:
-        curves["minus the baseline", ""] = compared.differences
+        curves[AGAINST, ""] = compared.differences
     for key in _worst_layers(run):
         curves[COSINE, key.removeprefix(LAYER)] = run.curve(key)
     for (panel, layer), (steps, values) in curves.items():
@@ -206,28 +221,31 @@ def curves_figure(comparison: RunComparison) -> Figure:
     figure = make_subplots(
         rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=panels
     )
-    in_tokens = len({run.tokens_per_step for run in comparison.runs}) > 1
     for row, panel in enumerate(panels, start=1):
         for compared, by_panel in zip(compared_runs, curves, strict=True):
             layers = {
                 layer: curve for (title, layer), curve in by_panel.items() if title == panel
             } or {"": (np.array([]), np.array([]))}
-            scale = compared.run.tokens_per_step if in_tokens else 1
+            # metrics.jsonl has frozen updates as a share. Their axis shows percent.
+            factor = 100 if panel == "frozen updates" else 1
+            scale = compared.run.tokens_per_step if comparison.in_tokens else 1
             for layer, (steps, values) in layers.items():
                 figure.add_scatter(
-                    **_trace(compared, panel, layer, steps * scale, values),
+                    **_trace(compared, panel, layer, steps * scale, values * factor),
                     # Each run has one entry in the legend, and each curve of a single layer has
                     # one too.
                     showlegend=bool(layer) or (row == 1 and len(compared_runs) > 1),
                     row=row,
                     col=1,
                 )
+        # An exponent such as 1e-5 is clearer than plotly's default, 10µ.
+        figure.update_yaxes(title=UNITS.get(panel), exponentformat="e", row=row, col=1)
         if panel == "gradient norm":
             figure.update_yaxes(type="log", row=row, col=1)
-        elif panel in ("training loss", "minus the baseline"):
+        elif panel in ("training loss", AGAINST):
             shown = [by_panel[panel, ""][1] for by_panel in curves if (panel, "") in by_panel]
             figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
-    figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
+    figure.update_xaxes(title="tokens" if comparison.in_tokens else "step", row=len(panels), col=1)
     return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
 
 
@@ -288,6 +306,32 @@ def heat_maps(path: Path) -> HeatMaps:
     return maps
 
 
+def losses_beside_normal(compared: ComparedRun) -> str:
+    """Return the largest underflow and saturation of an operand in a run, and what is normal.
+
+    The last measurement of the run is used. The measurement in the first step is not used, because
+    delayed scaling has no scales before it. Return "" if there is no other. If the run has several
+    quantized precisions, the limits are those of the last one.
+    """
+    measured = [step for step in compared.run.steps[1:] if "fp8/underflow" in step]
+    quantized = [
+        precision
+        for precision in map(PRECISIONS.get, _audits_of(compared.run))
+        if isinstance(precision, QuantizedPrecision)
+    ]
+    if not measured or not quantized:
+        return ""
+    texts = [
+        f"{measure} {or_dash(measured[-1][f'fp8/{measure}'], percent)} "
+        f"({f'up to {percent(limit)} is normal' if limit < 1 else 'no limit'})"
+        for measure, limit in quantized[-1].limits.items()
+    ]
+    return (
+        f"{compared.label} in {quantized[-1].name}, the largest of any operand at step "
+        f"{measured[-1]['step']:,}: {', '.join(texts)}"
+    )
+
+
 def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
     """Draw the quantization statistics by layer and step, with one heat map per operand.
 
@@ -305,14 +349,16 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
     )
     # One text per heat map: the menu entry with which the reader shows this heat map.
     choices = []
+    # Each measure has a colour axis. plotly shows the colour bars of visible traces only.
+    axes = {measure: f"coloraxis{place}" for place, measure in enumerate(MEASURES, start=1)}
     for label, maps in statistics.items():
         for (measure, operand), heat_map in maps.items():
             choices.append(f"{escape(label)}: {MEASURES[measure]}")
             figure.add_heatmap(
                 x=[str(step) for step in heat_map["steps"]],
                 y=[escape(layer) for layer in heat_map["layers"]],
-                z=heat_map["values"],
-                coloraxis="coloraxis",
+                z=heat_map["values"] * (1 if measure in LOGARITHMIC else 100),
+                coloraxis=axes[measure],
                 visible=choices[-1] == choices[0],
                 row=1,
                 col=operands.index(operand) + 1,
@@ -332,7 +378,13 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
     figure.update_yaxes(autorange="reversed").update_xaxes(type="category", title="step")
     return figure.update_layout(
         height=min(1200, 200 + 14 * rows),
-        coloraxis={"colorscale": "Viridis"},
+        **{
+            axis: {
+                "colorscale": "Viridis",
+                "colorbar": {"title": {"text": MEASURES[measure], "side": "right"}},
+            }
+            for measure, axis in axes.items()
+        },
         updatemenus=[
             {
                 "buttons": buttons,
@@ -352,9 +404,8 @@ def audit_of(run: RunRecord) -> list[str]:
     For example: "delayed (emulation): 28 linears in delayed, 1 linear in bf16 (scope linear
     excludes the LM head)". The engine is in the first parentheses.
     """
-    only_precision = {run.audit.get("effective", run.precision): run.audit}
     lines = []
-    for name, audit in run.audit.get("precisions", only_precision).items():
+    for name, audit in _audits_of(run).items():
         numbers = Counter(map(_effective, audit.get("products", [])))
         linears = ", ".join(
             f"{plural(number, 'linear')} in {effective}"
@@ -363,6 +414,12 @@ def audit_of(run: RunRecord) -> list[str]:
         engine = audit.get("computed_by", audit.get("backend"))
         lines.append(f"{name} ({engine}): {linears}")
     return lines
+
+
+def _audits_of(run: RunRecord) -> dict[str, Any]:
+    """Map the name of each precision of a run to its audit. The order is that of the phases."""
+    only_precision = {run.audit.get("effective", run.precision): run.audit}
+    return run.audit.get("precisions", only_precision)
 
 
 def _effective(product: Mapping[str, Any]) -> str:
@@ -378,7 +435,8 @@ def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
     """Return the differences between the runs in their settings and their environment.
 
     Map each key whose value differs to a dict. This dict maps each value to the labels of the runs
-    that have the value.
+    that have the value. An option of `fp8_config` is included only if it differs between runs of
+    the same precision, because precisions have different defaults.
     """
     records = [
         # `run.precision` is a text even if the recipe has a schedule of several precisions.
@@ -390,7 +448,14 @@ def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
         )
         for run in comparison.runs
     ]
-    keys = dict.fromkeys(key for record in records for key in record if not key.startswith(NAMES))
+    options = {f"settings.{key}" for key in distinguishing_keys(comparison.runs)}
+    keys = dict.fromkeys(
+        key
+        for record in records
+        for key in record
+        if not key.startswith(NAMES)
+        and (key in options or not key.startswith("settings.fp8_config."))
+    )
     differing = {}
     for key in keys:
         labels: dict[str, list[str]] = {}

@@ -257,7 +257,7 @@ class SeedComparison:
         seeds = plural(len(self.baseline.losses), "seed")
         verdicts = by_verdict({group.name: group.verdict for group in self.compared})
         return (
-            f"Against {self.baseline.name} over {seeds}, within {100 * self.margin:g} %: "
+            f"Against {self.baseline.name} over {seeds}, margin ± {100 * self.margin:g} %: "
             f"{verdicts}."
         )
 

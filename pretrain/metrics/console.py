@@ -134,7 +134,7 @@ class Console:
             yield f"MFU {mfu:>6} ({record['calculation_method']})"
         yield f"{memory(record['memory_gib']):>9}"
         waited = math.fsum(step["data_wait_ms"] for step in self._since_line)
-        yield f"data {percent(waited / milliseconds):>6}"
+        yield f"data wait {percent(waited / milliseconds):>6}"
         yield f"{self._time_left(record['step']):>9} left"
 
     def _loss(self, key: str) -> str:

@@ -442,8 +442,9 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
         f"in {duration(figures['hours'] * 3600)}"
     }
     if LOSS_KEY in figures:
+        averaged = "all" if figures[END_KEY] == len(run.steps) else "the last"
         steps_at_end = plural(figures[END_KEY], "step")
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {steps_at_end})"
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of {averaged} {steps_at_end})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = (
             f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
@@ -453,7 +454,9 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
         f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), "
         f"{percent(figures['data_wait_share'])} of the time waiting for data"
     )
-    rows["memory"] = memory(figures["memory_gib"])
+    rows["memory"] = memory(figures["memory_gib"]) + (
+        " (whole process)" if run.devices[1] == "CPU" else " (peak of tensors on a GPU)"
+    )
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
     rows["curve"] = str(folder.loss_plot)

@@ -73,8 +73,8 @@ def not_fused_because(
     if setting == "on" or active.backend == "transformer_engine" or _is_faster(device_type, dtype):
         return None
     return (
-        "none, because fused layers are faster only on a GPU in BF16 or lower precision; to use "
-        "them anyway, set model.fused=on"
+        "none, because they are faster only on a GPU in BF16 or lower precision (model.fused=on "
+        "uses them anyway)"
     )
 
 

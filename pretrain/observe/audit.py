@@ -290,10 +290,10 @@ def describe(
 
 
 def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
-    """Return two rows that summarise the audit on the console.
+    """Return two rows of several lines that summarise the audit on the console.
 
-    The value of "products" lists the number of modules for each precision, backend, dtype of the
-    weights, and reason. The value of "settings" lists the attention, the dtype of gradient sums,
+    "layers" has a line for each precision, backend, dtype of the weights, and reason, with the
+    number of layers. "settings" has a line each for the attention, the dtype of gradient sums,
     fused kernels and torch.compile.
 
     audited: the contents of audit.json.
@@ -307,18 +307,18 @@ def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
         )
         for entry in audited["products"]
     )
-    products = [
+    layers = [
         f"{count} in {effective} on {backend}, weights {stored}{f' ({reason})' if reason else ''}"
         for (effective, backend, stored, reason), count in kinds.most_common()
     ]
     settings = [
-        f"attention: {audited['attention']['kind'].removeprefix('packed_')}",
+        f"attention: within each document ({audited['attention']['kind'].removeprefix('packed_')})",
         f"gradient sums: {audited['gradients']}",
         f"fused kernels: {audited['fused']}",
-        f"torch.compile: {audited['compiled']}",
+        f"torch.compile: {audited['compiled'].replace('nothing', 'off')}",
         *(["deterministic"] if audited["deterministic"] != "no" else []),
     ]
-    return {"products": "; ".join(products), "settings": " · ".join(settings)}
+    return {"layers": "\n".join(layers), "settings": "\n".join(settings)}
 
 
 # ── Requested and effective precisions ────────────────────────────────────────────────────────────

@@ -39,10 +39,6 @@ from pretrain.precision.settings import ActivePrecision
 
 Record = Mapping[str, Any]
 
-# The share of values that delayed scaling may saturate without a warning. Its scales are computed
-# from the amaxes of earlier steps. In other precisions, scales are computed from the operand
-# itself, and no value is saturated.
-LOST_TO_LATE_SCALES = 1e-3
 # The two ways in which values are lost. Map each way to two texts for the warning: a description
 # and the remedies.
 LOSSES = {
@@ -120,16 +116,13 @@ def warning_of(
     given: the keys of LOSSES for which a warning was already given. No warning is given for them
         again. The keys of the returned warning are added to this set.
     """
-    scales_are_late = precision.keeps_history
-    limits = {
-        "underflow": precision.underflow_limit,
-        "saturation": LOST_TO_LATE_SCALES if scales_are_late else 1.0,
-    }
     scaled = [
-        record for record in records if not (scales_are_late and record["scale"] == NEVER_SCALED)
+        record
+        for record in records
+        if not (precision.keeps_history and record["scale"] == NEVER_SCALED)
     ]
     warnings = []
-    for share, limit in limits.items():
+    for share, limit in precision.limits.items():
         above = [record for record in scaled if record[share] > limit]
         if not above or share in given:
             continue

@@ -15,6 +15,15 @@ from pretrain.plan.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 
+# Map each formula to its meaning in one line. docs/planning.md derives the formulas.
+MEANINGS = {
+    "ours": "all matrix products, attention as causal (the MFU of a run's metrics)",
+    "palm": "6N + 12LHQT, N: parameters without embeddings and a tied head",
+    "nanogpt": "6N + 12LHQT, N: all parameters except learned positions",
+    "combined_formula": "parts of a layer as llm_TII adds them, with rotary embedding",
+    "component_summation_v2025": "the same parts without the rotary embedding",
+    "megatron": "the formula of Megatron-LM: all matrix products of a dense model",
+}
 # Sequence lengths in tokens if the command line has neither a recipe nor --length.
 LENGTHS = (2048, 4096)
 
@@ -47,12 +56,18 @@ def main(options: argparse.Namespace) -> int:
     ]
     print(
         markdown(
-            ("a token", *(f"T = {length:,}" for length in lengths)),
+            ("FLOPs per token by", *(f"T = {length:,}" for length in lengths)),
             [(name, *cells) for name, cells in zip(FORMULAS, rows, strict=True)],
         )
     )
     ratios = [f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths]
-    print("\nattention_to_ffn_ratio (llm_TII v3):", ", ".join(ratios))
+    print(
+        "\nIn parentheses: the ratio to `ours`. The other definitions count attention without\n"
+        "causality, which is twice the FLOPs. T: tokens of a sequence, L: layers, H: heads,\n"
+        "Q: size of a head. docs/planning.md derives each definition.\n"
+    )
+    print("\n".join(f"{name:<26} {meaning}" for name, meaning in MEANINGS.items()))
+    print(f"{'attention / MLP':<26} {', '.join(ratios)} (attention_to_ffn_ratio of llm_TII)")
     if speed and ours(flops, min(lengths)) * speed > peak_flops:
         print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.expert_weights:

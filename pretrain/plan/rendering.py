@@ -73,7 +73,7 @@ def shape_lines(flops: ModelFlops) -> list[str]:
     head = "head tied to the embedding" if flops.tied else "head not tied to the embedding"
     without = units.count(flops.parameters - flops.embedding_parameters)
     active = units.count(flops.parameters - flops.idle_weights)
-    used = f", {active} of them for a token" if flops.idle_weights else ""
+    used = f", {active} of them used per token" if flops.idle_weights else ""
     heads = (
         f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
     )
@@ -90,7 +90,7 @@ def model_lines(plan: Plan) -> list[str]:
     for active in quantized:
         first, last = active.kept_layers(plan.flops.shape.layers)
         ends = [
-            f"the {end} {plural(count, 'layer')}"
+            f"the {end} {'layer' if count == 1 else f'{count} layers'}"
             for end, count in (("first", first), ("last", last))
             if count
         ]
@@ -107,7 +107,8 @@ def _step_line(plan: Plan) -> str:
     devices = plan.devices.count
     packs = plan.packs_per_step
     total = (
-        f"{plan.tokens_per_step:,} tokens = {packs:,} packs of {plan.recipe.data.length:,} = "
+        f"{plan.tokens_per_step:,} tokens = {plural(packs, 'pack')} of "
+        f"{plan.recipe.data.length:,} = "
         f"{plural(devices, 'device')} x "
     )
     if plan.microbatch is None:
@@ -122,7 +123,7 @@ def _step_line(plan: Plan) -> str:
 
 def flops_line(plan: Plan) -> str:
     """Return a line with the FLOPs of a token, of a step, and of the run."""
-    tokens = {"a token": 1, "a step": plan.tokens_per_step, "in all": plan.total_tokens}
+    tokens = {"per token": 1, "per step": plan.tokens_per_step, "in total": plan.total_tokens}
     return ", ".join(
         f"{units.operations(plan.flops_per_token * number)} {unit}"
         for unit, number in tokens.items()
@@ -159,7 +160,7 @@ def _time_line(plan: Plan) -> str:
     """Return a line with the time of the run at two assumed shares of the peak."""
     peak = plan.peak_tflops
     if not peak:
-        return "not known, because the device has no known peak, or a precision is emulated"
+        return "not estimated, because no peak speed is known for this device and precision"
     seconds_at_peak = plan.flops_per_token * plan.total_tokens / (peak * units.TERA)
     low, high = ASSUMED_SHARES
     return (
@@ -178,6 +179,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     width = max(map(len, parts))
     total = units.memory(sum(parts.values()) / GIB)
     return [
-        f"about {total}{limit} a device, {plural(size, 'pack')} a microbatch{searched}",
+        f"about {total}{limit} per device for tensors, with {plural(size, 'pack')} per "
+        f"microbatch{searched}",
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
     ]

@@ -245,7 +245,8 @@ class LowPrecisionSettings(Settings):
     # Evaluate in the low precision instead of BF16. Accelerate has a key with the same name.
     use_autocast_during_eval: bool = False
 
-    # Options. An option may be set only if the precision accepts it:
+    # Options. An option may be set only if the precision accepts it.
+
     # Number format of FP8 values. HYBRID: E5M2 for gradients, E4M3 for inputs and weights. E4M3:
     # E4M3 for gradients too.
     fp8_format: Literal["HYBRID", "E4M3"] | None = None

@@ -57,7 +57,7 @@ def missing() -> str | None:
     if not torch.cuda.is_available():
         return "a CUDA device"
     if importlib.util.find_spec("transformer_engine") is None:
-        return "Transformer Engine, which is not installed (docs/b200.md has the commands)"
+        return "Transformer Engine, which is not installed (docs/install.md has the commands)"
     try:
         library()
     # These exceptions mean that the library was built for another version of torch, CUDA or Python.

@@ -36,8 +36,12 @@ from pretrain.settings.recipe import Recipe
 # matrix products.
 SMALL = 50_000_000
 # The precision of `python -m pretrain plan` if neither the recipe nor the command line sets a
-# precision. In a launch, the Accelerate configuration would set the precision.
+# precision. It is the precision of a launch on GPUs, where bf16.yaml or ddp.yaml sets it.
 DEFAULT_PRECISION = "bf16"
+WHY_DEFAULT = (
+    f"{DEFAULT_PRECISION} is the precision of a launch of this recipe on GPUs, because the recipe "
+    "sets none and accelerate_configs/bf16.yaml does; on a CPU, cpu.yaml sets fp32"
+)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -56,10 +60,9 @@ def main(options: argparse.Namespace) -> int:
     plan = job.plan
     plans = [(target, target.plan(plan, job.shapes)) for target in targets]
 
-    why_default = "" if has_precision else ", because the recipe sets no precision"
     print(
-        f"{plan.recipe.name}: {plan.schedule.label} compute{why_default}, "
-        f"{plan.recipe.weights} weights\n{'─' * WIDTH}"
+        f"{plan.recipe.name}: {plan.schedule.label} compute, {plan.recipe.weights} weights\n"
+        f"{'─' * WIDTH}"
     )
     subjects: dict[str, Sequence[str]] = {
         "model": model_lines(plan),
@@ -75,6 +78,7 @@ def main(options: argparse.Namespace) -> int:
         )
     )
     notes = [
+        *([] if has_precision else [WHY_DEFAULT]),
         *_notes(plan, shares, is_mfu_stated=bool(options.mfu)),
         *_reasons(plans),
         *([plan.flops.left_out] if plan.flops.uncounted else []),

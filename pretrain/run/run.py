@@ -92,7 +92,7 @@ class Run:
         self.console.notice(render(self.job.plan, brief=True))
         self._take_over_parity()
         self.console.panel(
-            f"precision of each product, as observed (full list: {self.folder.audit})",
+            f"observed precision of the linear layers (details: {self.folder.audit})",
             console_rows(self.assembly.audit),
         )
         for note in notes:
@@ -154,9 +154,10 @@ class Run:
         with self.console.progress("auditing the precision of products"):
             self.assembly.start_precision(name, self.job, self.accelerator)
         self.write_audit()
+        layers = console_rows(self.assembly.audit)["layers"].replace("\n", "; ")
         self.console.notice(
-            f"the precision changes from {before} to {name} after step {self.state.step}; audit: "
-            f"{console_rows(self.assembly.audit)['products']}"
+            f"the precision changes from {before} to {name} after step {self.state.step}; observed "
+            f"layers: {layers}"
         )
 
     def record_of_step(

@@ -124,13 +124,13 @@ class Parity:
     def summary(self) -> str:
         """Return one line with the largest differences."""
         text = (
-            "parity with plain transformers: the loss differs by "
-            f"{self.loss - self.reference_loss:+.1e}, gradients differ by at most "
-            f"{self.tensors[0].excess:.0%} of the tolerance"
+            f"parity with plain transformers {'failed' if self.failures else 'passed'}: the loss "
+            f"differs by {self.loss - self.reference_loss:+.1e} nats, gradients by at most "
+            f"{100 * self.tensors[0].excess:.0f} % of the tolerance"
         )
         if self.products:
-            worst = self.products[0].excess
-            text += f", {len(self.products)} quantized products by at most {worst:.0%} of it"
+            worst = 100 * self.products[0].excess
+            text += f", {len(self.products)} quantized products by at most {worst:.0f} % of it"
         return text
 
     def record(self) -> dict[str, Any]:

@@ -179,7 +179,7 @@ COMMANDS = {
     "reprot": "report",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: contains no text",
-    "tokenizer {here}/text.jsonl data.messages=m --vocabulary 300 --out {here}/out": (
+    "tokenizer {here}/text.jsonl data.input_ids=m --vocabulary 300 --out {here}/out": (
         "`data.text`"
     ),
     "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": (

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from demo.__main__ import run
+from demo.__main__ import idle_cores, run
+from packing.pack_maker import usable_cores
 
 
 def test_run_raises_the_exit_code_and_waits_after_ctrl_c(tmp_path: Path):
@@ -23,3 +24,13 @@ def test_run_raises_the_exit_code_and_waits_after_ctrl_c(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         run([sys.executable, "-c", f"{code}; os.kill(os.getpid(), 2)", str(tmp_path / "saved")])
     assert (tmp_path / "saved").exists()
+
+
+def test_commands_get_a_thread_for_each_idle_core_or_the_users_number(tmp_path: Path, monkeypatch):
+    code = "import os, sys; open(sys.argv[1], 'w').write(os.environ['OMP_NUM_THREADS'])"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run([sys.executable, "-c", code, str(tmp_path / "idle")])
+    assert int((tmp_path / "idle").read_text()) == idle_cores() <= usable_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    run([sys.executable, "-c", code, str(tmp_path / "set")])
+    assert (tmp_path / "set").read_text() == "99"

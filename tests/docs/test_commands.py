@@ -67,6 +67,22 @@ def test_commands_in_a_recipes_comment_are_accepted(path: Path) -> None:
         check(command, path)
 
 
+def test_the_recipe_and_the_settings_of_the_first_run_are_accepted(tmp_path: Path) -> None:
+    page = (ROOT / "docs/first_run.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(# my\.yaml\n.*?)```", page, re.DOTALL)
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(text, encoding="utf-8")
+    (command,) = re.findall(r"accelerate launch .*", page)
+    check(command, recipe)
+    rows = [line for line in page.splitlines() if line.startswith("|") and quoted_settings(line)]
+    assert len(rows) >= 4
+    for row in rows:
+        # A row names another accelerate file, or uses that of the command.
+        (config,) = re.findall(FILE, row) or re.findall(FILE, command)
+        for settings in quoted_settings(row):
+            check(f"--config_file {config} {settings}", recipe)
+
+
 def test_settings_in_coming_from_are_accepted_by_a_guides_recipe() -> None:
     """The recipe has the horizon of the guide. A short run would need a shorter warmup."""
     page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")

@@ -68,6 +68,13 @@ def test_readme_has_12_kilobytes_or_less():
     assert len(README.encode()) <= 12_000
 
 
+def test_the_list_of_pages_names_every_page_once_in_the_order_of_a_users_task():
+    text = (ROOT / "docs/README.md").read_text(encoding="utf-8").partition("## Terms")[0]
+    listed = re.findall(r"\| \[\w+\.md\]\((\w+\.md)\)", text)
+    assert sorted(listed) == sorted({path.name for path in ROOT.glob("docs/*.md")} - {"README.md"})
+    assert listed[:4] == ["install.md", "first_run.md", "data.md", "training.md"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_and_headings_of_links_exist(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):

@@ -61,6 +61,17 @@ def test_the_tables_of_the_evidence_are_those_of_its_files(monkeypatch: pytest.M
     assert text == with_tables(ANSWER, "evidence", answer_table(scales)), remedy
 
 
+def test_the_figures_of_the_recommendations_are_those_of_the_tables():
+    text = ANSWER.read_text(encoding="utf-8")
+    section = text.partition("## What to use when")[2].partition("\n## ")[0]
+    tables = text.partition("<!-- /evidence -->")[0] + (ROOT / "docs/experts.md").read_text("utf-8")
+    losses = re.findall(r"[+−]\d\.\d\d ± \d\.\d\d %", section)
+    assert len(losses) >= 8 and [loss for loss in losses if loss not in tables] == []
+    results = (ROOT / "docs/results.md").read_text("utf-8")
+    speeds = re.findall(r"\d+,\d{3}", section)
+    assert len(speeds) >= 5 and [speed for speed in speeds if speed not in results] == []
+
+
 def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     readme = (

@@ -46,6 +46,7 @@ def test_a_first_signal_lets_the_process_save_and_exit_cleanly(number):
     assert output == f"saving\nsaved after {number.name}\n"
     assert process.returncode == 0
     assert f"{number.name}: finishing this step" in errors
+    assert ("Ctrl-C" in errors) == (number == signal.SIGINT)
 
 
 def test_under_nohup_a_lost_terminal_changes_nothing():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from packing.__main__ import main
 from packing.arrow import ArrowPacks
+from packing.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -43,7 +45,42 @@ def test_prepare_reads_a_recipe_and_overrides(recipe: Path, tmp_path: Path, caps
     )
 
 
+def test_inspect_reads_the_packs_of_a_recipe(recipe: Path, tmp_path: Path, capsys) -> None:
+    assert main(["inspect", str(recipe)]) == 2
+    assert f"{tmp_path}/packs: no such file or folder" in capsys.readouterr().err
+    assert main(["prepare", str(recipe)]) == 0
+    assert main(["inspect", str(recipe), "--index", "0"]) == 0
+    printed = capsys.readouterr()
+    assert f"{tmp_path}/packs: ArrowPacks of 128 tokens" in printed.out
+    assert re.search(r"  fill +\d+\.\d\d%\n", printed.out)
+    assert re.search(r"  cut documents +9, at the ends of packs \(truncate\)\n", printed.err)
+    assert main(["prepare", str(recipe), "data.packing=best_fit", f"data.packs={tmp_path}/b"]) == 0
+    assert re.search(r"  cut documents +\d\n", capsys.readouterr().err)
+
+
+def test_data_in_place_of_a_recipe_is_named(recipe: Path, tmp_path: Path, capsys) -> None:
+    for source in (tmp_path / "x.jsonl", tmp_path):
+        assert main(["prepare", str(source)]) == 2
+        assert f"{source}: is data and not a recipe" in capsys.readouterr().err
+    (tmp_path / "x.json").write_text("[1]")
+    assert main(["prepare", str(tmp_path / "x.json")]) == 2
+    assert f"set data.source={tmp_path}/x.json" in capsys.readouterr().err
+
+
 def test_mistakes_on_the_command_line_are_named(recipe: Path, capsys) -> None:
     assert main(["prepar"]) == 2 and "prepare" in capsys.readouterr().err
     for wrong in ([str(recipe.parent)], [str(recipe), "--source", "x"]):
         assert main(["prepare", *wrong]) == 2 and "data.source=" in capsys.readouterr().err
+
+
+def test_a_tokenizer_is_trained_on_the_words_of_chats(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "words"}, {"role": "assistant", "content": "answers"}]
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": chat}))
+    vocabularies = []
+    for out, settings in (("a", []), ("b", ["data.messages=messages"])):
+        options = ["--out", str(tmp_path / out), "--vocabulary", "290"]
+        assert main(["tokenizer", str(source), *settings, *options]) == 0
+        vocabularies.append(load_tokenizer(str(tmp_path / out)).tokenizer.get_vocab())
+    assert vocabularies[0] == vocabularies[1]
+    assert {"words", "answers"} <= vocabularies[0].keys()

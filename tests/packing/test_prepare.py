@@ -29,7 +29,7 @@ from packing.pack_maker import PackMaker
 from packing.prepare import TokenLog, prepare, summary
 from packing.settings import DataSettings
 from packing.store import open_packs
-from packing.tokenizer import load_tokenizer
+from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 
 @pytest.fixture
@@ -306,14 +306,16 @@ def test_tokens_are_kept_if_memory_runs_out(
     assert json.loads(progress.read_text())["complete"]
 
 
-def test_chatml_warns_if_the_tokenizer_lacks_its_tokens(
-    settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
+def test_chatml_is_refused_if_the_tokenizer_lacks_its_tokens(
+    settings: DataSettings, corpus: Path, documents: list[str], tmp_path: Path
 ) -> None:
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     corpus.write_text(json.dumps({"chat": chat}))
     chat_settings = settings.model_copy(update={"messages": "chat", "chat_template": "chatml"})
-    prepare(chat_settings, progress=False)
-    assert (
-        "warning: data.chat_template: chatml: the tokenizer splits <|im_start|>"
-        in capsys.readouterr().err
-    )
+    options = "--special '<|im_start|>' --special '<|im_end|>'"
+    with pytest.raises(InputError, match=rf"data.chat_template=plain.*{re.escape(options)}"):
+        prepare(chat_settings, progress=False)
+    special = ("<|im_start|>", "<|im_end|>")
+    save_tokenizer(train_tokenizer(documents[:3], 400, special), tmp_path / "chats")
+    prepare(chat_settings.model_copy(update={"tokenizer": str(tmp_path / "chats")}))
+    assert open_packs(chat_settings, "train")[0].input_ids[0] == 1

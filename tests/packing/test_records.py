@@ -16,7 +16,7 @@ from foundation.errors import InputError
 from packing.arrow import read_manifest
 from packing.chunks import Chunk, Counts, tokenize
 from packing.prepare import prepare
-from packing.records import CHATML, UNTRAINED, TokenColumns, chat_template, records_of
+from packing.records import CHATML, PLAIN, UNTRAINED, TokenColumns, chat_template, records_of
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import TextTokenizer
@@ -135,11 +135,11 @@ SHAREGPT = {"conversations": [{"from": role, "value": text} for role, text in TU
         ({"q": "why", "a": "so"}, {"messages": ["{q}?", "a"], "chat_template": CHATML}, ""),
         (
             SHAREGPT,
-            {"messages": "conversations", "chat_template": "chatml"},
+            {"messages": "conversations", "chat_template": CHATML},
             "<|im_start|>system\nBe kind.<|im_end|>\n",
         ),
     ],
-    ids=["prompt and response", "ShareGPT's names and a template's name"],
+    ids=["prompt and response", "ShareGPT's names"],
 )
 def test_a_chat_in_other_columns_is_read(
     record: dict, keys: dict, before: str, tmp_path: Path, tokenizer_file: Path
@@ -151,6 +151,76 @@ def test_a_chat_in_other_columns_is_read(
         == f"{before}<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
     )
     assert decode(ids[trained]) == "so<|im_end|>\n"
+
+
+ALPACA = {"instruction": "add", "input": "1 2", "output": "3"}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "prompt"),
+    [
+        ({"messages": CHATS[0], "id": "a"}, "messages", "User:\nHi?\n\n"),
+        (SHAREGPT, "conversations", "System:\nBe kind.\n\nUser:\nwhy?\n\n"),
+        (ALPACA, ["{instruction}\n\n{input}", "output"], "User:\nadd\n\n1 2\n\n"),
+        (ALPACA | {"input": ""}, ["{instruction}\n\n{input}", "output"], "User:\nadd\n\n"),
+        ({"instruction": "why", "output": "so"}, ["instruction", "output"], "User:\nwhy\n\n"),
+    ],
+    ids=["messages", "ShareGPT", "Alpaca", "Alpaca without input", "instruction and output"],
+)
+def test_chats_are_recognised_by_their_columns(
+    record: dict,
+    messages: Any,
+    prompt: str,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folders = [tmp_path / name for name in ("recognised", "named")]
+    for folder, named in zip(folders, ({}, {"messages": messages}), strict=True):
+        folder.mkdir()
+        ((ids, trained),) = packed(folder, tokenizer_file, [record], chat_template="plain", **named)
+        decode = Tokenizer.from_file(str(tokenizer_file)).decode
+        answer = decode(ids[trained], skip_special_tokens=False)
+        assert answer in ("Hello, 世界.<|endoftext|>", "so<|endoftext|>", "3<|endoftext|>")
+        text = decode(ids, skip_special_tokens=False)
+        assert text == f"{prompt}Assistant:\n{answer}"
+    printed = capsys.readouterr().err
+    assert printed.count("has chats, read with data.messages=") == 1
+    recognised, named = (read_manifest(folder / "packs") for folder in folders)
+    assert recognised["splits"]["train"]["fingerprint"] == named["splits"]["train"]["fingerprint"]
+    assert recognised["statistics"]["chat_columns"] == messages
+    # A recipe that names the recognised columns may use the packs.
+    packed(folders[0], tokenizer_file, [record], chat_template="plain", messages=messages)
+    with pytest.raises(InputError, match=r"other settings \(messages"):
+        packed(folders[0], tokenizer_file, [record], chat_template="plain", messages="m")
+
+
+def test_columns_of_text_precede_those_of_chats(tmp_path: Path, tokenizer_file: Path) -> None:
+    ((ids, trained),) = packed(tmp_path, tokenizer_file, [ALPACA | {"text": "words"}])
+    assert Tokenizer.from_file(str(tokenizer_file)).decode(ids) == "words" and trained.all()
+    with pytest.raises(InputError, match=r"Set data.messages=messages or data.input_ids"):
+        (tmp_path / "other").mkdir()
+        packed(tmp_path / "other", tokenizer_file, [{"messages": CHATS[0], "input_ids": [1]}])
+
+
+def test_the_plain_template_is_that_of_transformers(tokenizer_file: Path) -> None:
+    expected = PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>"
+    )
+    text = expected.apply_chat_template(CHATS[1], chat_template=PLAIN, tokenize=False)
+    assert text == (
+        "System:\nBe kind.\n\n"
+        "User:\nuser 0\n\nAssistant:\nassistant 0<|endoftext|>"
+        "User:\nuser 1\n\nAssistant:\nassistant 1<|endoftext|>"
+        "User:\nuser 2\n\nAssistant:\nassistant 2<|endoftext|>"
+    )
+    ids = expected(text).input_ids
+    _, trained = answers(tokenizer_file, {"messages": CHATS[1]}, "plain")
+    assert trained == "assistant 0assistant 1assistant 2"
+    ((written, _),), _ = tokenized(
+        tokenizer_file, [{"messages": CHATS[1]}], messages="messages", chat_template="plain"
+    )
+    assert written == ids
 
 
 def test_tokens_and_labels_are_read_unchanged(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -506,14 +576,14 @@ def test_templates_by_name(tmp_path: Path, tokenizer_file: Path) -> None:
     )
     for given in (None, "rag"):
         with pytest.raises(
-            InputError, match=r"data\.chat_template: .*set data.chat_template to chatml, tool_use"
+            InputError, match=r"data\.chat_template: .*chat_template to plain, chatml, tool_use"
         ):
             chat_template(given, str(folder))
     # transformers 5 writes a file for each template.
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
     assert chat_template("rag", str(folder)) == "rag"
-    with pytest.raises(InputError, match=r"set data.chat_template to chatml, tool_use, rag or"):
+    with pytest.raises(InputError, match=r"chat_template to plain, chatml, tool_use, rag or"):
         chat_template("cot", str(folder))
     for malformed in ([{"name": "default"}], ["default"], [{"name": "a", "template": 1}], 7):
         stored = config | {"chat_template": malformed}

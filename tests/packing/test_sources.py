@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
 from packing.sources import open_source
 from packing.token_columns import TOKEN_COLUMNS
+from packing.tokenizer import load_tokenizer
 
 
 def open_reader(source: Path | str, **more: Any) -> Any:
@@ -51,6 +55,14 @@ def write_corpus(folder: Path, kind: str, documents: list[str]) -> Path:
             "jsonl.zst": partial(pa.compress, codec="zstd", asbytes=True),
         }[kind]
         path.write_bytes(compress(lines))
+    elif kind == "json":
+        path.write_text(json.dumps(table.to_pylist(), indent=1, ensure_ascii=False))
+    elif kind.startswith(("csv", "tsv")):
+        rows = io.StringIO()
+        writer = csv.writer(rows, delimiter="\t" if kind == "tsv" else ",")
+        writer.writerows([["id", "text"], *([7, text] for text in documents)])
+        compress = gzip.compress if kind.endswith(".gz") else bytes
+        path.write_bytes(compress(rows.getvalue().encode()))
     elif kind == "parquet":
         pq.write_table(table, path, row_group_size=7)
     elif kind == "dataset":
@@ -64,7 +76,18 @@ def write_corpus(folder: Path, kind: str, documents: list[str]) -> Path:
     return path
 
 
-KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "dataset", "text files"]
+KINDS = [
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "json",
+    "csv",
+    "csv.gz",
+    "tsv",
+    "parquet",
+    "dataset",
+    "text files",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,6 +102,16 @@ def test_every_format_yields_the_same_documents_from_any_place(
         before += len(read_chunk(chunk, source.records, skip_bad=False)[0])
         place = json.loads(json.dumps(chunk.after))
         assert texts_of(path, 20_000, place) == documents[before:]
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "tsv"])
+def test_the_identity_of_a_source_changes_with_its_file(kind: str, tmp_path: Path) -> None:
+    path = write_corpus(tmp_path, kind, ["one", "two"])
+    os.utime(path, ns=(0, 0))
+    before = open_reader(path).identity
+    assert open_reader(path).identity == before
+    write_corpus(tmp_path, kind, ["one", "six"])
+    assert open_reader(path).identity != before
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
@@ -146,16 +179,72 @@ def test_data_files_precede_text_and_two_kinds_are_rejected(tmp_path: Path) -> N
 def test_unread_files_are_counted_and_rejected_if_they_are_most(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about this data set")
     (tmp_path / "a.csv").write_text("text\nb\n")
-    assert open_reader(tmp_path).description.endswith("files not read: 1 .csv")
-    for name in ("b.csv", "c.tsv"):
+    assert open_reader(tmp_path).description.endswith("\nfiles not read: 1 .csv")
+    for name in ("b.pdf", "c.doc", "d.pdf"):
         (tmp_path / name).write_text("text\nb\nc\n")
-    with pytest.raises(InputError, match=r"data.source: .*not read \(2 \.csv, 1 \.tsv\)"):
+    with pytest.raises(
+        InputError, match=r"data.source: .*not read \(2 \.pdf, 1 \.csv, 1 \.doc\).*\*\*/\*\.txt"
+    ):
         open_reader(tmp_path)
     (tmp_path / "notes.jsonl").write_text("{}")
     with pytest.raises(
-        InputError, match=r"1 \.md, 1 \.tsv; text files are not read beside jsonl files\)"
+        InputError, match=r"1 \.csv, 1 \.doc; text files are not read beside jsonl files\)"
     ):
         open_reader(tmp_path)
+
+
+def test_a_folder_of_csv_is_read_if_it_has_less_text(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("about this data set")
+    for name in ("b.csv", "a.tsv"):
+        (tmp_path / name).write_text("text\n" + f"{name}\n" * 4)
+    assert texts_of(tmp_path) == ["a.tsv"] * 4 + ["b.csv"] * 4
+    assert "\nfiles not read: 1 .md; text files" in open_reader(tmp_path).description
+
+
+def test_a_pattern_matches_files_in_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "a/.hidden.txt", "c.pdf", "[x].txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts_of(tmp_path / "*.txt") == ["[x].txt", "b.txt"]
+    assert texts_of(tmp_path / "**" / "*.txt") == ["[x].txt", "a/z.txt", "b.txt"]
+    assert texts_of(tmp_path / "[x].txt") == ["[x].txt"]  # an existing path is no pattern
+    assert texts_of(tmp_path / "[ab].*") == ["b.txt"]
+    with pytest.raises(InputError, match=r"data.source: .*\.md: no such file.*no file matches"):
+        open_reader(tmp_path / "*.md")
+
+
+def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
+    for name in ("a1.txt", "a2.txt", "b1.txt"):
+        (tmp_path / name).write_text(name)
+
+    def validate(training: str, validation: str) -> None:
+        DataSettings(
+            packs="p",
+            tokenizer="t",
+            source=str(tmp_path / training),
+            validation={"source": str(tmp_path / validation)},
+        )
+
+    validate("a*.txt", "b*.txt")
+    validate("a1.txt", "[b]1.txt")
+    for pair in (("a*.txt", "a1.txt"), ("a*.txt", "*1.txt"), ("", "b*.txt"), ("b*.txt", "")):
+        with pytest.raises(ValueError, match="is also used for training"):
+            validate(*pair)
+
+
+def test_a_similar_name_is_suggested_before_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_text").mkdir()
+    (tmp_path / "my_text" / "corpus.jsonl").touch()
+    for wrong, right in (("my_txt", "my_text"), ("my_text/corpus.josnl", "my_text/corpus.jsonl")):
+        with pytest.raises(InputError, match=f"data.source: {wrong}: .*did you mean {right}\\?"):
+            open_reader(wrong)
+    for name in ("my_txt@main", "other", "my_text/corpus"):
+        assert open_reader(name).kind == "dataset"
+    with pytest.raises(InputError, match=r"data.tokenizer: my_txt: .*did you mean my_text\?"):
+        load_tokenizer("my_txt")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +268,7 @@ def test_unread_files_are_counted_and_rejected_if_they_are_most(tmp_path: Path) 
         ("shift-jis", "\u4e16\u754c", "not UTF-8.*convert the file to UTF-8"),
     ],
 )
-@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
 def test_another_encoding_is_refused_and_named_by_its_mark(
     encoding: str, text: str, message: str, suffix: str, tmp_path: Path
 ) -> None:
@@ -191,9 +280,9 @@ def test_another_encoding_is_refused_and_named_by_its_mark(
 
 
 def test_an_unsupported_kind_of_file_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("text\na\n")
-    for source in (tmp_path / "x.csv", tmp_path):
-        with pytest.raises(InputError, match=r"data.source: .*JSONL, Parquet and text"):
+    (tmp_path / "x.xlsx").write_text("text\na\n")
+    for source in (tmp_path / "x.xlsx", tmp_path):
+        with pytest.raises(InputError, match=r"data.source: .*JSONL, JSON arrays, Parquet, CSV"):
             texts_of(source)
 
 
@@ -231,7 +320,7 @@ BAD_LINES = [
 def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n')
-    with pytest.raises(InputError, match=r"x.jsonl:2: .*on_bad_line"):
+    with pytest.raises(InputError, match=r"x.jsonl:2[:,] .*on_bad_line"):
         texts_of(path)
     source = open_reader(path)
     texts, counts = read_chunk(next(source.chunks()), source.records, skip_bad=True)
@@ -268,9 +357,65 @@ def test_a_line_with_a_list_holds_its_records(
     records = [{"text": "one"}, {"text": "zwei, ü"}]
     (tmp_path / "x.json").write_text(json.dumps(records))
     assert texts_of(tmp_path / "x.json") == ["one", "zwei, ü"]
-    (tmp_path / "x.json").write_text(json.dumps(records, indent=1))
-    with pytest.raises(InputError, match=r"x\.json:1: .*jq -c"):
+    (tmp_path / "x.jsonl").write_text(json.dumps(records, indent=1))
+    with pytest.raises(InputError, match=r"x\.jsonl:1: .*jq -c"):
+        texts_of(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("indent", [None, 4])
+def test_a_bad_record_of_an_array_is_named_by_its_index(indent: int | None, tmp_path: Path) -> None:
+    records = [{"text": f"line\n[{n}]", "l": [[n]]} for n in range(9)]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([*records, {"body": "x"}, *records], indent=indent))
+    source = open_reader(path)
+    texts, skipped = [], []
+    for chunk in source.chunks(size=100):
+        documents, counts = read_chunk(chunk, source.records, skip_bad=True)
+        texts += documents
+        skipped += [counts.first_skipped] if counts.skipped else []
+    assert texts == [record["text"] for record in records] * 2
+    assert len(skipped) == 1 and ", record 9: no column `text`" in skipped[0]
+    with pytest.raises(InputError, match=r"x\.json.*, record 9: .*on_bad_line"):
+        texts_of(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ('\ufeff[\n{"text": "a"},\r\n {"text": "b"}\n]\n', ["a", "b"]),
+        ('[{"text": "a"},\n{"text": "\u2028b\\n"}]', ["a", "\u2028b\n"]),
+        ('[{"text": "a"}]\n[{"text": "b"}]\n', ["a", "b"]),
+        ("[\n]", []),
+    ],
+)
+def test_arrays_of_other_forms_are_read(content: str, texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    assert texts_of(tmp_path / "x.json") == texts
+
+
+@pytest.mark.parametrize("content", ['[\n{"text": "a"},\n{"text"', '[\n{"text": "a"},\n{"te]'])
+def test_an_incomplete_array_is_rejected(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(InputError, match=r"x\.json"):
         texts_of(tmp_path / "x.json")
+
+
+def test_values_in_csv_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text('\ufefftext,n\n007,1\n1.0,"a, ""b""\n"\n,\n')
+    assert texts_of(tmp_path / "x.csv", text="{text}|{n}") == ["007|1", '1.0|a, "b"\n']
+    assert texts_of(tmp_path / "x.csv", begin={"file": 0, "at": 1}) == ["1.0"]
+
+
+def test_a_wrong_row_or_column_of_csv_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text,n\na,1\nb\n")
+    with pytest.raises(InputError, match=r"x\.csv: cannot be read: .*Row #3: Expected 2 columns"):
+        texts_of(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_text("body\na\n")
+    with pytest.raises(InputError, match=r"x\.csv: no column `text`; the columns are: body"):
+        texts_of(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_bytes(b"text\na\n" + "caf\xe9".encode("latin-1") + b"\n")
+    with pytest.raises(InputError, match=r"x\.csv: cannot be read: .*UTF8.*not in UTF-8"):
+        texts_of(tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])

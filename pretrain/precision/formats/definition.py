@@ -178,6 +178,17 @@ class QuantizedPrecision(Precision):
     underflow_limit: float = 0.05
 
     @property
+    def limits(self) -> dict[str, float]:
+        """Map each kind of loss to the share of an operand's values that is normal.
+
+        A run warns if an operand loses more. docs/verification.md has the measurements behind the
+        limits. The scales of delayed scaling are computed from the amaxes of earlier steps, so a
+        few values saturate. A limit of 1 means that there is none.
+        """
+        saturation = 1e-3 if self.keeps_history else 1.0
+        return {"underflow": self.underflow_limit, "saturation": saturation}
+
+    @property
     def block_scaled(self) -> bool:
         """Return True if each block has a scale."""
         return self.scales.block is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.compare.columns import figures_of
 from pretrain.compare.comparison import RunComparison
 from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run, noisy, note, trained
@@ -30,10 +31,39 @@ def test_the_position_of_the_interval_decides_the_verdict(tmp_path):
     comparison = RunComparison.over(runs)
     verdicts = [compared.verdict for compared in comparison.compared_runs]
     assert verdicts == ["baseline", "within", "below", "above", "cannot tell", "not paired"]
-    assert "below: lower; above: higher" in comparison.answer()
+    assert "lower (below); higher (above)" in comparison.answer()
     assert any(
         "other is not paired with base" in note and "cd34" in note for note in comparison.notes()
     )
+
+
+def test_without_an_interval_there_is_no_verdict(tmp_path):
+    base = noisy(3.0, 1)
+    runs = [trained(tmp_path / "base", base[:63]), trained(tmp_path / "b", base[:63])]
+    comparison = RunComparison.over(runs)
+    assert comparison.answer().endswith("nats: b (too few steps to say).")
+    longer = [trained(tmp_path / "longer", base[:64]), trained(tmp_path / "c", base[:64])]
+    assert RunComparison.over(longer).compared_runs[1].verdict == "within"
+
+
+def test_runs_of_different_length_are_compared_at_a_shared_step(tmp_path):
+    losses = [4.0 - 0.01 * step for step in range(300)]
+    runs = [trained(tmp_path / "base", losses), trained(tmp_path / "short", losses[:100])]
+    comparison = RunComparison.over(runs)
+    columns = {column.title: column for column in figures_of(comparison)}
+    texts = [columns["loss at step 100"].text(row) for row in comparison.compared_runs]
+    assert texts == ["3.3250", "3.3250"], "both are means over steps 37 to 100"
+    ends = [columns["loss at the end"].text(row) for row in comparison.compared_runs]
+    assert ends == ["1.3250 (steps 237 to 300)", "3.3250 (steps 37 to 100)"]
+    of_one_length = figures_of(RunComparison.over([runs[0], trained(tmp_path / "same", losses)]))
+    assert not any(column.title.startswith("loss at step") for column in of_one_length)
+    assert of_one_length[6].text(comparison.compared_runs[0]) == "1.3250"
+    branch = trained(tmp_path / "branch", losses[:50], first_step=151)
+    later = figures_of(RunComparison.over([runs[1], branch]))
+    assert not any(column.title.startswith("loss at step") for column in later), "none is shared"
+    large = trained(tmp_path / "large", losses[:100], "batch.tokens=8192")
+    other_sizes = figures_of(RunComparison.over([runs[0], large]))
+    assert not any(column.title.startswith("loss at step") for column in other_sizes)
 
 
 def test_a_failed_run_has_no_difference_and_is_named(tmp_path):

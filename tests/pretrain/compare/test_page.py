@@ -12,8 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.compare.figures import COLOUR, moving_mean, picture_of_run
-from pretrain.compare.page import curves_figure, differing_values, heat_figure, heat_maps, pictures
+from pretrain.compare.figures import COLOUR, HELD_OUT_COLOUR, moving_mean, picture_of_run
+from pretrain.compare.page import (
+    curves_figure,
+    differing_values,
+    heat_figure,
+    heat_maps,
+    losses_beside_normal,
+    pictures,
+)
 from pretrain.compare.report import Report
 from pretrain.metrics.run_record import RunRecord, read_run
 from tests.pretrain.compare.made_runs import make_run, trained
@@ -70,7 +77,12 @@ def test_the_page_needs_no_network_and_has_all_results_as_text(tmp_path):
     runs = two_runs(tmp_path)
     page = page_of(runs, tmp_path)
     assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", page)
-    for text in ("above: b", "+0.50000", "10,240", "<code>settings.precision</code>"):
+    for text in (
+        "Against a, tolerance ± 0.01 nats: b (above)",
+        "+0.50000",
+        "10,240",
+        "<code>settings.precision</code>",
+    ):
         assert text in page
     for heading in ("Against a", "All figures", "Curves", "Audit", "What differed"):
         assert f"<h2>{heading}</h2>" in page
@@ -125,7 +137,9 @@ def test_any_run_has_a_loss_plot_and_a_page(tmp_path):
             "precision=nvfp4",
             held_out=len(losses) > 1,
         )
-        assert shows(COLOUR, picture_of_run(run)) or losses[0] is None
+        picture = picture_of_run(run)
+        assert shows(COLOUR, picture) or losses[0] is None
+        assert shows(HELD_OUT_COLOUR, picture) or not run.evaluations
         other = trained(tmp_path / f"other {name}", (4.0, 3.0, 2.0))
         on_other_data = trained(tmp_path / f"t {name}", losses, fingerprint="cd")
         assert "</html>" in page_of([other, run, on_other_data], tmp_path, "data")
@@ -154,6 +168,10 @@ def test_heat_maps_have_shares_by_layer_and_step_and_scales_as_log2(tmp_path):
     figure = heat_figure({"run": maps})
     assert [trace.visible for trace in figure.data] == [True, False, False, False]
     assert len(figure.layout.updatemenus[0].buttons) == 4
+    assert figure.data[0].z.tolist() == [[25.0, 50.0]], "percent"
+    bars = {trace.coloraxis: figure.layout[trace.coloraxis].colorbar for trace in figure.data}
+    titles = ["underflow, %", "saturation, %", "log2 of the scale", "log2 of the largest value"]
+    assert [bar.title.text for bar in bars.values()] == titles
     assert "quantization" in pictures(Report.over([read_run(run)]).comparison)
 
 
@@ -191,4 +209,47 @@ def test_differing_settings_have_each_value_with_its_runs(tmp_path):
     }
     assert differing["settings.weights"] == {"fp32": "a, b", "bf16": "c"}
     assert "settings.name" not in differing
-    assert differing["environment.git.commit"] == {"None": "a, b", "ababababab": "c"}
+    assert differing["environment.git.commit"] == {"not set": "a, b", "ababababab": "c"}
+
+
+def test_options_that_one_precision_lacks_are_no_difference(tmp_path):
+    hybrid = "fp8_config.fp8_format=HYBRID"
+    runs = [
+        trained(tmp_path / "plain"),
+        trained(tmp_path / "b", (4.0, 3.0), "precision=delayed"),
+        trained(tmp_path / "c", (4.0, 3.0), "precision=delayed", hybrid),
+    ]
+    option = "settings.fp8_config.fp8_format"
+    assert option not in differing_values(Report.over(runs[:2]).comparison)
+    assert differing_values(Report.over(runs[1:]).comparison)[option] == {
+        "not set": "b",
+        "HYBRID": "c",
+    }
+
+
+def test_axes_have_units_and_shares_are_percentages(tmp_path):
+    figure = curves_figure(Report.over(two_runs(tmp_path)).comparison)
+    titles = [annotation.text for annotation in figure.layout.annotations]
+    axes = [axis for axis in figure.select_yaxes()]
+    units = dict(zip(titles, [axis.title.text for axis in axes], strict=True))
+    assert units["training loss"] == units["held-out loss"] == "nats per token"
+    assert units["training loss minus the baseline's"] == "nats per token"
+    assert units["frozen updates"] == "% of the parameters"
+    frozen = figure.data[-2:]
+    assert all(trace.y.tolist() == pytest.approx([1.25] * 100) for trace in frozen)
+    assert {axis.exponentformat for axis in axes} == {"e"}, "no SI prefixes of shares"
+
+
+def test_losses_of_quantization_stand_beside_normal_values(tmp_path):
+    runs = [
+        trained(tmp_path / name, (4.0, 3.0), f"precision={name}", audit={"effective": name})
+        for name in ("bf16", "delayed", "nvfp4")
+    ]
+    for run in runs[1:]:
+        run.steps[1] |= {"fp8/underflow": 0.012, "fp8/saturation": 0.0}
+    page = page_of(runs, tmp_path)
+    assert "up to 5.0 % is normal" not in page, "there is no picture"
+    bf16, delayed, nvfp4 = map(losses_beside_normal, Report.over(runs).comparison.compared_runs)
+    assert not bf16
+    assert "at step 2: underflow 1.2 % (up to 5.0 % is normal), saturation 0.0 % (up to" in delayed
+    assert "underflow 1.2 % (up to 60.0 % is normal), saturation 0.0 % (no limit)" in nvfp4

@@ -120,8 +120,8 @@ def test_the_report_shows_the_answer_over_seeds_first(folders: list[Path], tmp_p
     page = tmp_path / "out" / "report.html"
     assert main(["report", *map(str, folders), "--out", str(page)]) == 0
     printed = capsys.readouterr().out
-    verdicts = "equivalent: delayed; worse by more than the margin: nvfp4; 1 seed: no interval"
-    assert printed.startswith(f"Against bf16 over 3 seeds, within 0.3 %: {verdicts}")
+    verdicts = "delayed (equivalent); nvfp4 (worse by more than the margin); bf16_again (1"
+    assert printed.startswith(f"Against bf16 over 3 seeds, margin ± 0.3 %: {verdicts}")
     rows = rows_of(printed)
     half = 4.303 * 0.001 / math.sqrt(3)  # Student's t with two degrees of freedom
     assert rows["bf16"][0][:2] == ["3", "2.0200 (sd 0.0100)"]
@@ -183,7 +183,7 @@ def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path:
     assert not comparison.held_out
     assert comparison.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
     rows = rows_of("\n".join(Report.over(runs).tables()))
-    assert any("(last 64)" in text for text in rows["bf16-seed1"][0]), "the number of steps"
+    assert any("(steps 37 to 100)" in text for text in rows["bf16-seed1"][0])
     other = trained(
         tmp_path / "other",
         [2.0] * 4,

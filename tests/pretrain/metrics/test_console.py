@@ -48,7 +48,7 @@ def test_a_step_is_one_line_that_labels_each_figure():
         "lr": "1.96e-05",
         "grad": "1.52",
         "MFU": "49.6 % (ours)",
-        "data": "0.1 %",
+        "data wait": "0.1 %",
     }
     for label, figure in labelled.items():
         assert re.search(rf"{label} +{re.escape(figure)}", line)

@@ -189,6 +189,8 @@ def test_the_command_prints_every_definition_for_each_length(
     (cells,) = [line.split("|")[2:4] for line in lines if line.startswith("| ours ")]
     assert [cell.split()[:2] for cell in cells] == [["10.68", "GFLOP"], ["11.73", "GFLOP"]]
     assert all(sum(line.startswith(f"| {key} ") for line in lines) == 1 for key in FORMULAS)
+    assert all(any(line.startswith(f"{key}  ") for line in lines) for key in FORMULAS)
+    assert max(map(len, lines)) <= 100, "each definition is explained in one line"
 
     # 11.73 GFLOP x 100,000 tokens/s is 6.5 % of the 8 x 2,250 TFLOP/s of eight B200s, and more than
     # the 989.5 TFLOP/s of one H200.

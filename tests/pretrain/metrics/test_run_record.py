@@ -59,15 +59,17 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
     assert title == "small-bf16-fp32: done"
     for label, facts in {
         "trained": ["60 steps", "7.86 M tokens", "30 s"],
-        "loss": ["2.9695", "last 60 steps"],
+        "loss": ["2.9695", "(mean of all 60 steps)"],
         "held-out loss": ["2.9512", "19.13"],
         "speed": ["47.5k tokens/s", "49.6 % MFU", "0.2 % of the time waiting for data"],
-        "memory": ["80.9 GiB"],
+        "memory": ["80.9 GiB (whole process)"],
         "model": [f"{folder}/final"],
         "curve": [f"{folder}/loss.png"],
     }.items():
         assert not [fact for fact in facts if fact not in rows[label]], rows[label]
     assert f"python -m pretrain report {folder}" in rows["compare it"]
+    _, rows = screen(tmp_path / "long", [step(n) for n in range(1, 71)])
+    assert rows["loss"].endswith("(mean of the last 64 steps)")
 
 
 def test_a_held_out_loss_is_from_after_the_first_step_and_names_its_step() -> None:

@@ -170,9 +170,9 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
         "1.72 B parameters, 1.41 B without embeddings, head tied",
         "131,072 tokens = 32 packs of 4,096 = 1 device x 4 microbatches x 8 packs",
         "2,776 steps = 364 M tokens = 4.00 epochs of 22,206 packs",
-        "10.58 GFLOP a token, 1.387 PFLOP a step, 3.849 EFLOP in all",
+        "10.58 GFLOP per token, 1.387 PFLOP per step, 3.849 EFLOP in total",
         "2 h 10 m to 3 h 36 m at 50 to 30 % of the bf16 peak, 989.5 TFLOP/s",
-        "about 92.8 GiB of 140.0 GiB a device",
+        "about 92.8 GiB of 140.0 GiB per device for tensors",
     ):
         assert fact in text
     assert max(map(len, text.splitlines())) <= 100

@@ -107,8 +107,13 @@ def precisions_on(device: str) -> list[str]:
     ]
 
 
+def named(checks: Sequence[str]) -> str:
+    """Return the checks as a cell of the table. "both" is the audit and parity."""
+    return " and ".join(checks).replace("audit and parity", "both")
+
+
 def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None:
-    """Return the table's cell for a fault, e.g. "audit and parity, parity (fused)".
+    """Return the table's cell for a fault, e.g. "both, parity (fused)".
 
     Returns None if no run in `precision` can have the fault.
     """
@@ -120,7 +125,7 @@ def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None
                     continue  # Only the weights would be rounded.
                 run = build_run(accelerator, name, fused=fused, weights=weights, **fault.options)
                 if fault.applies(run):
-                    checks = " and ".join(caught_by(run, fault)) or NOTHING
+                    checks = named(caught_by(run, fault)) or NOTHING
                     catchers += (
                         [f"{checks} (fused)" if fused else checks] if checks not in catchers else []
                     )

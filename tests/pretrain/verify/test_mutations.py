@@ -11,7 +11,7 @@ import pytest
 from accelerate import Accelerator
 
 from pretrain.precision.settings import PRECISIONS
-from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by
+from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by, named
 from tests.pretrain.verify.small_runs import build_run
 
 # Narrow formats hide faults best, so that most faults are tried in them. The tests of parity and of
@@ -75,7 +75,7 @@ def test_a_fault_is_caught_by_the_checks_of_the_table(
     fault = BY_NAME[what]
     run = build_run(accelerator, precision, layers=1, **fault.options)
     assert fault.applies(run)
-    assert " and ".join(caught_by(run, fault)) == table[what, precision]
+    assert named(caught_by(run, fault)) == table[what, precision]
 
 
 @pytest.mark.parametrize(

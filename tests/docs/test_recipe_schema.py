@@ -1,0 +1,198 @@
+"""recipes/schema.json follows from the settings classes, and accepts what the launcher accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.recipe_schema import BASE, FILE, MODELINE, recipe_schema
+from docs.recipes_page import FOLDER
+from docs.settings_page import rows
+from foundation.errors import InputError
+from foundation.reading import load_yaml, parse_yaml
+from pretrain.settings.config import load_recipe, resolved
+from pretrain.settings.recipe import Recipe
+from tests.conftest import ROOT
+
+SCHEMA = json.loads((ROOT / FILE).read_text(encoding="utf-8"))
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+TYPES = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "string": (str,),
+    "integer": (int, float),
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+}
+LIMITS = {
+    "minimum": lambda value, limit: value >= limit,
+    "maximum": lambda value, limit: value <= limit,
+    "exclusiveMinimum": lambda value, limit: value > limit,
+    "exclusiveMaximum": lambda value, limit: value < limit,
+    "minLength": lambda value, limit: len(value) >= limit,
+    "minItems": lambda value, limit: len(value) >= limit,
+    "maxItems": lambda value, limit: len(value) <= limit,
+    "pattern": lambda value, pattern: re.search(pattern, value),
+    "const": lambda value, expected: value == expected,
+}
+OTHER_KEYWORDS = {
+    *("$schema", "title", "description", "default", "type", "enum", "anyOf", "items"),
+    *("properties", "additionalProperties", "required"),
+}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Compare as JSON: 1 equals 1.0, but not true."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def has_type(value: Any, name: str) -> bool:
+    return type(value) in TYPES[name] and (name != "integer" or value == int(value))
+
+
+def accepts(schema: dict[str, Any], value: Any) -> bool:
+    """Return whether a value is valid. Knows every keyword in recipes/schema.json."""
+    assert schema.keys() <= LIMITS.keys() | OTHER_KEYWORDS
+    if "anyOf" in schema and not any(accepts(member, value) for member in schema["anyOf"]):
+        return False
+    kinds = schema.get("type", [])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if kinds and not any(has_type(value, kind) for kind in kinds):
+        return False
+    if "enum" in schema and not any(equal(value, member) for member in schema["enum"]):
+        return False
+    if not all(LIMITS[key](value, schema[key]) for key in LIMITS.keys() & schema.keys()):
+        return False
+    if isinstance(value, list) and "items" in schema:
+        return all(accepts(schema["items"], item) for item in value)
+    if isinstance(value, dict) and "properties" in schema:
+        known = schema["properties"]
+        has_required = set(schema.get("required", ())) <= value.keys() <= known.keys()
+        return has_required and all(accepts(known[key], item) for key, item in value.items())
+    return True
+
+
+def test_the_schema_is_current():
+    assert recipe_schema() == SCHEMA, "make docs"
+
+
+def test_every_key_has_the_meaning_of_the_settings_page():
+    """Keys of list elements and of a mapping are below the key of the list or the mapping."""
+    in_schema = {}
+
+    def collect(schema: dict[str, Any], prefix: str) -> None:
+        for key, value in schema.get("properties", {}).items():
+            in_schema[f"{prefix}{key}"] = value.get("description", "")
+            collect(value, f"{prefix}{key}.")
+            for member in value.get("anyOf", ()):
+                collect(member, f"{prefix}{key}.")
+                collect(member.get("items", {}), f"{prefix}{key}[].")
+
+    collect(SCHEMA, "")
+    assert in_schema.pop("base") == BASE
+    for key, _, _, meaning in rows(Recipe):
+        assert meaning and in_schema[key].startswith(meaning), key
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_names_the_schema_and_matches_it(path: Path):
+    assert path.read_text(encoding="utf-8").startswith(f"{MODELINE}\n")
+    assert accepts(SCHEMA, load_yaml(path))
+    assert accepts(SCHEMA, resolved(load_recipe(path))), "config.yaml of a run"
+
+
+SECTIONS = """\
+name: odd
+model: {config: {model_type: qwen3, any: [thing]}}
+data: {packs: packs/odd}
+train: {steps: 10}
+"""
+
+
+def read(tmp_path: Path, text: str) -> None:
+    """Load a recipe, which replaces sections of SECTIONS. Raises InputError for a mistake."""
+    (tmp_path / "below.yaml").write_text(SECTIONS)
+    (tmp_path / "odd.yaml").write_text(f"base: below.yaml\n{text}")
+    load_recipe(tmp_path / "odd.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train: {tokens: 1e9}",
+        "train: {tokens: 2.5e9}",
+        "train: {steps: 1_000}",
+        "train: {steps: '1_000'}",
+        "optimizer: {learning_rate: '1e-4', clip: null}",
+        "optimizer: {betas: [0, .95], eps: 1E-8}",
+        "batch: {tokens: 2e6, microbatch: auto:16}",
+        "batch: {microbatch: auto}",
+        "batch: {microbatch: 8.0}",
+        "model: {source: gpt2, gradient_checkpointing: 2, fused: on}",
+        "model: {source: ~/gpt2@main, fused: off, from_scratch: yes}",
+        "checkpoint: {best: 'on', at_end: 0, every: null}",
+        "parity: off",
+        "precision: [{until: 0.8, use: nvfp4}, {until: 9e2, use: delayed}, {use: bf16}]",
+        "precision: [{use: nvfp4, forward: bf16}]",
+        "precision: null",
+        "fp8_config: {keep_bf16: ['layers.0.*'], keep_bf16_layers: {last: 2}, margin: 1}",
+        "run_dir: ~/runs/{name}-{optimizer.learning_rate}",
+        "data: {source: web.jsonl, tokenizer: t, validation: {split: test}, streaming: true}",
+        "data: {source: web.jsonl, tokenizer: t, streaming: {disk_gb: 20, window: 64e6}}",
+        "data: {messages: [problem, '{solution}\\n'], chat_template: chatml}",
+        "data: {sources: [{source: a, weight: 0.7}, {source: b, weight: 1}], tokenizer: t}",
+    ],
+)
+def test_the_schema_accepts_what_the_launcher_accepts(tmp_path: Path, text: str):
+    read(tmp_path, text)
+    assert accepts(SCHEMA, {"base": "below.yaml", **parse_yaml(text)})
+
+
+def test_the_schema_accepts_what_the_command_line_completes(tmp_path: Path):
+    recipe = tmp_path / "part.yaml"
+    recipe.write_text("name: part\nmodel: {source: gpt2}\nevaluate:\n")
+    load_recipe(recipe, ["data.packs=packs/part", "train.steps=10", "evaluate.every=5"])
+    assert accepts(SCHEMA, load_yaml(recipe))
+
+
+# A YAML 1.2 parser, as in editors, reads these values of a YAML file as text.
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"train": {"steps": "1_000"}},
+        {"model": {"from_scratch": "yes", "fused": "on"}},
+        {"parity": "Off"},
+        {"optimizer": {"learning_rate": "1_0.5e-5"}},
+    ],
+)
+def test_the_schema_accepts_what_editors_read_as_text(values: dict[str, Any]):
+    assert accepts(SCHEMA, values)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "learning_rate: 1e-4",
+        "optimizer: {lr: 1e-4}",
+        "optimizer: {betas: [0.9]}",
+        "optimizer: {learning_rate: -1}",
+        "train: {steps: many}",
+        "train: {steps: 2.5}",
+        "precision: fp8",
+        "precision: [{until: 0.8}, {use: bf16}]",
+        "batch: {microbatch: auto:0}",
+        "parity: maybe",
+        "data: {sources: [{source: a}]}",
+        "log: {trackers: wandb}",
+        "name: 7",
+    ],
+)
+def test_the_schema_marks_what_the_launcher_refuses(tmp_path: Path, text: str):
+    with pytest.raises(InputError):
+        read(tmp_path, text)
+    assert not accepts(SCHEMA, {"base": "below.yaml", **parse_yaml(text)})
