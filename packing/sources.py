@@ -290,8 +290,8 @@ class FileSource:
         lines: list[str] = []
         while start := _RECORD_START.search(text, at):
             _, at = json.JSONDecoder().raw_decode(text, start.start())
-            # Between the values of a record, a line break means the same as a blank. In a text,
-            # JSON has no line breaks.
+            # Outside of JSON strings, a line break means the same as a blank. JSON strings contain
+            # no line breaks.
             lines.append(text[start.start() : at].replace("\n", " "))
             if at - begin >= size or not _RECORD_START.search(text, at):
                 payload = "\n".join(lines).encode()
@@ -306,7 +306,8 @@ class FileSource:
         from pyarrow import csv
 
         with open_stream(path) as stream:
-            decoded(stream.read(2**16).partition(b"\n")[0])  # Reject UTF-16 with its remedy.
+            # Reject UTF-16. The message says how to convert it.
+            decoded(stream.read(2**16).partition(b"\n")[0])
         reading = csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False)
         delimiter = "\t" if suffix_of(path) == ".tsv" else ","
         parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Number of layers for which a curve is drawn of the cosine between their gradient and the BF16
-# gradient. The cosine of the complete gradient is drawn too.
+# Number of layers that have a curve with the cosine between their gradient and the BF16 gradient.
+# The cosine of the complete gradient is drawn too.
 WORST_LAYERS = 3
 # Prefix of the keys in metrics.jsonl for the cosine of one layer. The name of the layer follows.
 LAYER = "gap/cosine/"

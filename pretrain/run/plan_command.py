@@ -40,7 +40,7 @@ SMALL = 50_000_000
 DEFAULT_PRECISION = "bf16"
 WHY_DEFAULT = (
     f"{DEFAULT_PRECISION} is the precision of a launch of this recipe on GPUs, because the recipe "
-    "sets none and accelerate_configs/bf16.yaml does; on a CPU, cpu.yaml sets fp32"
+    "sets no precision and accelerate_configs/bf16.yaml sets bf16; on a CPU, cpu.yaml sets fp32"
 )
 
 
