@@ -409,7 +409,7 @@ class Checkpoints:
     def _require_intact(self, path: Path) -> None:
         """Raise InputError if the checkpoint at `path` is missing or damaged.
 
-        A checkpoint that was verified last is not hashed again.
+        If it is the checkpoint that was verified last, it is not hashed again.
         """
         self.wait()
         if path != self._intact and (problems := self._verify(path)):

@@ -349,7 +349,7 @@ class Health:
         """Return a description of the spike if `loss` is a spike that must be reported, else None.
 
         With `on_spike: warn` only the first step of a spike is reported. All losses are recorded,
-        so a loss that stays high no longer is a spike after half a window. With `skip` or
+        so a loss that stays high is no longer a spike after half a window. With `skip` or
         `rollback`, every step of a spike is reported, because the losses of a spike are not
         recorded.
         """

@@ -54,7 +54,7 @@ COPIES = 2
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a DTensor, or `tensor` itself if it is a plain tensor.
 
-    The result is detached and not a copy.
+    The result is detached, and shares the memory of `tensor`.
     """
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 

@@ -310,7 +310,7 @@ def _check_effect(
 
 
 def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> bool:
-    """Return True if setting `key` changes another key of the configuration made from `values`.
+    """Return True if another key of the configuration made from `values` depends on `key`.
 
     The function sets `key` to a few different values, one after the other.
     """

@@ -68,7 +68,7 @@ class PrecisionContext:
     )
     # False while parity or the measurement of `log.gap` runs the model without quantization.
     quantizing: bool = True
-    # Map a layer's name to the ends of each expert's rows in the layer's latest grouped products.
+    # Map a layer's name to the indices at which the rows of its experts end in the latest products.
     groups: dict[str, Tensor] = field(default_factory=dict)
     # The engines of all precisions of the run.
     backends: Sequence[GemmEngine] = ()
