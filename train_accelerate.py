@@ -97,7 +97,9 @@ def launch(arguments: argparse.Namespace) -> int:
 
     Nothing is written to the run folder before the checks have passed. Returns the exit status.
     """
-    recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
+    recipe = config.load_recipe(arguments.recipe, arguments.overrides)
+    recipe, shortened = schedule.fit_to_command_line(recipe, arguments.overrides)
+    recipe = with_precision(recipe, os.environ)
     accelerator, notices = distributed.as_launched(recipe)
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)
@@ -105,7 +107,7 @@ def launch(arguments: argparse.Namespace) -> int:
     if not arguments.plan:
         distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
-    console = introduce_job(job, accelerator, notices)
+    console = introduce_job(job, accelerator, [*shortened, *notices])
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:
@@ -409,4 +411,8 @@ if __name__ == "__main__":
     # Without `unfreeze` at exit, Triton's library reports its objects as leaked.
     atexit.register(gc.unfreeze)
     gc.enable()
-    sys.exit(main())
+    # Status of an exception. Handlers that libraries register during the run are called earlier.
+    status = 1
+    atexit.register(lambda: distributed.exit_with_group(status))
+    status = main() or 0
+    sys.exit(status)

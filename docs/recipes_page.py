@@ -20,7 +20,7 @@ at the top of each file describes how to start the training, and the source of i
 
 * `base: other.yaml` at the top of a recipe includes another recipe, whose keys the recipe can
   override ([settings.md](settings.md)).
-* `--plan` at the end of the launch command predicts time and memory ([planning.md](planning.md)).
+* `--plan` at the end of the command predicts time and memory ([planning.md](planning.md)).
 * `source` is the title of the published document from which the recipe's figures are taken. If a
   comment calls a figure of the document wrong, we have checked the figure by arithmetic.
 * Tests load each recipe, and train a tiny model of each kind. We have trained only `smoke` and

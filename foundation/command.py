@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
+import itertools
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from foundation.errors import InputError
 
@@ -16,11 +21,26 @@ SIGINT_STATUS = 130
 SIGPIPE_STATUS = 141
 
 
+# Map names of options in other programs, with `_` for `-`, to names here.
+_OTHER_NAMES = {
+    "dry_run": "plan",
+    "num_processes": "processes",
+    "nproc_per_node": "processes",
+    "max_tokens": "tokens",
+    "output": "out",
+    "output_dir": "out",
+    "vocab_size": "vocabulary",
+    "resume_from_checkpoint": "resume",
+    "checkpoint": "resume",
+}
+
+
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises InputError instead of printing the usage and exiting.
 
     `remedy` is appended to every error message. `--help` prints the description with its line
-    breaks.
+    breaks. An unknown option is reported before all other mistakes, with the option that was
+    probably meant.
     """
 
     remedy = "use --help to list the options"
@@ -34,6 +54,43 @@ class CommandParser(argparse.ArgumentParser):
         """Return the parsed `arguments`. Options and positional arguments may be in any order."""
         return self.parse_intermixed_args(arguments)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._check_options(args)
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._check_options(args)
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def _check_options(self, arguments: Sequence[str] | None) -> None:
+        """Raise InputError if an argument looks like an option, but is none.
+
+        The parser of a subcommand checks the options of the subcommand.
+        """
+        given = sys.argv[1:] if arguments is None else arguments
+        arguments = list(itertools.takewhile("--".__ne__, given))
+        for text, after in zip(arguments, [*arguments, ""][1:], strict=True):
+            name, _, value = text.partition("=")
+            # argparse reads abbreviations of options, and reads texts with spaces as values.
+            is_known = any(option.startswith(name) for option in self._option_string_actions)
+            if name.startswith("--") and not is_known and " " not in text and not self._subparsers:
+                meant = self.suggest(name.removeprefix("--").replace("-", "_"), value or after)
+                hint = f"did you mean {meant}?" if meant else self.remedy
+                raise InputError(f"command line: unknown option {name}; {hint}")
+
+    def suggest(self, name: str, value: str) -> str | None:
+        """Return the option that was probably meant by an unknown option, or None.
+
+        name: the unknown option, with `_` for `-`.
+        value: the text after the option, which may be its value.
+        """
+        options = {
+            option.removeprefix("--").replace("-", "_"): option
+            for option in self._option_string_actions
+        }
+        similar = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+        return options.get(_OTHER_NAMES.get(name, "")) or next(map(options.get, similar), None)
+
     def error(self, message: str) -> NoReturn:
         raise InputError(f"command line: {message}; {self.remedy}")
 
@@ -46,8 +103,8 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     continue, 130 for Ctrl-C, and 141 if the program that reads stdout has closed it. Error messages
     are printed to stderr.
 
-    Under torchrun, only local rank 0 prints its error. All ranks record their errors for the table
-    of failures that torchrun prints.
+    Under torchrun, the message of the first failing rank appears once, at the end of the table of
+    failures that torchrun prints. See `report_error`.
 
     If the environment variable PRETRAIN_STATUS_FILE is set to a path, global rank 0 also writes the
     exit status to this file, unless `command` returns None. A batch script needs this file, because
@@ -74,15 +131,35 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
 
 
 def report_error(error: InputError | OSError) -> int:
-    """Print an error and return the exit status. Under torchrun, also record it for torchrun."""
-    under_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ
-    if under_torchrun:
-        # Imported here because torch is slow to import, and most commands do not need it.
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """Print an error and return the exit status of the process.
 
-        get_error_handler().record_exception(error)
+    In a rank that torchrun has started, the error is recorded instead of printed. torchrun then
+    prints the message in its table of failures, which is the last output of a launch. Only the
+    first failing rank of a machine records its error: usually all ranks have the same error.
+    """
     # An OSError is reported with the kind and the status of an InputError.
     reported_as = error if isinstance(error, InputError) else InputError
-    if not under_torchrun or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{reported_as.kind}: {error}", file=sys.stderr)
+    message = f"{reported_as.kind}: {error}"
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    # torchrun makes a folder for each attempt, and in it a folder for each rank.
+    if error_file.parent.name == os.environ.get("LOCAL_RANK"):
+        _record_first(message, reported_as.status, error_file)
+    else:
+        print(message, file=sys.stderr)
     return reported_as.status
+
+
+def _record_first(message: str, status: int, error_file: Path) -> None:
+    """Write an error to torchrun's `error_file`, unless another rank of this machine was earlier.
+
+    The file has the format of torch.distributed.elastic. torchrun shows `py_callstack` in its
+    table. For an exception, `@record` of torch writes the traceback there.
+    """
+    first = error_file.parent.parent / "first_message"
+    with contextlib.suppress(FileExistsError):
+        first.touch(exist_ok=False)
+        # torchrun shows the earliest failure last, and takes the present time for ranks without a
+        # record. Times are whole seconds.
+        details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
+        record = {"message": message, "errorCode": status, "extraInfo": details}
+        error_file.write_text(json.dumps({"message": record}), encoding="utf-8")

@@ -7,7 +7,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -109,10 +109,21 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
 def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
     """Return a hint for the unknown key `name` in the section `keys`.
 
-    The hint suggests the first key that is found in this order: a key with the same name, the key
-    for a name that another program uses (`OTHER_NAMES` of `cls`), a key with a similar name. If
-    several sections have a key of this name, the section `keys` is preferred. If no key is found,
-    the hint lists the keys of the section.
+    The hint suggests the closest key, or else lists the keys of the section.
+    """
+    if match := closest_key(cls, name, keys):
+        return f"did you mean `{match}`?"
+    known_keys = ", ".join(sorted(_section(cls, keys).model_fields))
+    help_text = getattr(cls, "UNKNOWN_KEY_HELP", "")
+    return f"known keys here: {known_keys}{help_text and f'; {help_text}'}"
+
+
+def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> str | None:
+    """Return the dotted key that was probably meant by the unknown key `name`, or None.
+
+    The result is the first key that is found in this order: a key with the same name, the key for a
+    name that another program uses (`OTHER_NAMES` of `cls`), a key with a similar name. If several
+    sections have a key of this name, the section `keys` is preferred.
     """
     section = ".".join([*keys, ""]) if keys else ""
 
@@ -127,12 +138,9 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
         by_name.pop("name", None)
     other_names = getattr(cls, "OTHER_NAMES", {})
     if match := by_name.get(name.lower()) or other_names.get(name.lower()):
-        return f"did you mean `{match}`?"
-    if similar := difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8):
-        return f"did you mean `{by_name[similar[0]]}`?"
-    known_keys = ", ".join(sorted(_section(cls, keys).model_fields))
-    help_text = getattr(cls, "UNKNOWN_KEY_HELP", "")
-    return f"known keys here: {known_keys}{help_text and f'; {help_text}'}"
+        return match
+    similar = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8)
+    return by_name[similar[0]] if similar else None
 
 
 def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -61,12 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(run, on_ctrl_c="interrupted; run the same command again to continue")
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser("python -m packing", __doc__)
-    parser.remedy = (
+class _Parser(CommandParser):
+    """Parser of these commands."""
+
+    remedy = (
         "write settings as key=value, such as data.source=my_text, before all options; "
         "use --help to list the options"
     )
+
+
+def _parser() -> CommandParser:
+    parser = _Parser("python -m packing", __doc__)
     commands = parser.add_subparsers(
         required=True, metavar="tokenizer | prepare | follow | inspect"
     )

@@ -290,8 +290,9 @@ def summary(manifest: dict[str, Any]) -> str:
         # The value of a stream is a nested dict. None hides it, because false values are skipped.
         "stream": None,
     }
-    values["fill"] = f"{values['fill']:.2%}"
-    if values["cut_documents"] and manifest["settings"]["packing"] == "truncate":
+    if "fill" in values:
+        values["fill"] = f"{values['fill']:.2%}"
+    if values.get("cut_documents") and manifest["settings"]["packing"] == "truncate":
         values["cut_documents"] = f"{values['cut_documents']:,}, at the ends of packs (truncate)"
     return "\n".join(
         f"  {name.replace('_', ' '):<20} {f'{value:,}' if isinstance(value, int) else value}"

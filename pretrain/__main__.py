@@ -1,7 +1,6 @@
 """Commands for runs and packs: `python -m pretrain COMMAND`, or `low-precision COMMAND`.
 
-The commands of `python -m packing` are available here too. Training is not a command of this
-program: start it with `accelerate launch ... train_accelerate.py RECIPE`.
+The commands of `python -m packing` are available here too.
 """
 
 from __future__ import annotations
@@ -12,10 +11,15 @@ import sys
 from typing import Any, NoReturn
 
 from foundation.command import run_command
+from pretrain import __version__
 from pretrain.settings import commands
 
 # Map each command to the module whose `main` runs the command, and to a description for the help.
 RUNS = {
+    "train": (
+        "pretrain.run.train_command",
+        "train a recipe on this machine with accelerate launch",
+    ),
     "plan": (
         "pretrain.run.plan_command",
         "estimate time, memory and microbatch of a recipe on other devices",
@@ -84,6 +88,9 @@ def main(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
         print(usage())
         return 0
+    if arguments == ["--version"]:
+        print(f"low-precision {__version__}")
+        return 0
     if arguments:
         message = f"error: unknown command {arguments[0]!r}"
         near = difflib.get_close_matches(arguments[0], COMMANDS, n=1, cutoff=0.5)
@@ -121,8 +128,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "COMMAND --help lists the options of a command.",
-            "To train: accelerate launch train_accelerate.py RECIPE",
+            "COMMAND --help lists the options of a command. --version prints the version.",
         ]
     )
 

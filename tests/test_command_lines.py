@@ -21,6 +21,37 @@ def test_a_mistyped_option_is_one_line_and_exit_status_2(
     assert message.count("\n") == 1
 
 
+UNKNOWN = {
+    "train my.yaml --learning_rate 1e-3": "did you mean optimizer.learning_rate=1e-3?",
+    "train my.yaml --max_steps 10 --bf16": "did you mean train.steps=10?",
+    "train my.yaml --bf16 --plan": "did you mean precision=VALUE?",
+    "train my.yaml --resume_from_checkpoint auto": "did you mean --resume?",
+    "train my.yaml --dry-run": "did you mean --plan?",
+    "train my.yaml --acept-changes": "did you mean --accept-changes?",
+    "plan my.yaml --lr 1": "did you mean optimizer.learning_rate=1?",
+    "tokenizer my_text --vocab_size 4000 --output tok": "did you mean --vocabulary?",
+    "tokenizer my_text --vocab 4000 --output tok": "did you mean --out?",
+    "export runs/x --output=y": "did you mean --out?",
+    "matrix my.yaml --dryrun": "did you mean --dry-run?",
+}
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_an_unknown_option_is_answered_with_ours(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if required arguments are missing, and before files are read."""
+    assert main(line.split()) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: command line: unknown option --")
+    assert message.endswith(f"; {UNKNOWN[line]}\n")
+
+
+def test_arguments_after_two_dashes_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "nowhere", "--", "--prompts-like-this"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_help_and_mistakes_do_not_import_torch() -> None:
     code = """
 import contextlib, sys

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pretrain import __version__
 from pretrain.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("foundation", "packing", "pretrain")
+PACKAGES = ("foundation", "packing", "pretrain", "accelerate_configs")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,14 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(
     assert refused.returncode == 2
     assert refused.stderr.count("error: ") == 1
     assert "nothing" in refused.stderr
-    assert (installed / "train_accelerate.py").is_file(), "a matrix starts this file"
+    assert (installed / "train_accelerate.py").is_file(), "`train` and a matrix start this file"
+    (tmp_path / "my.yaml").write_text(
+        f"name: my\nmodel: {{source: m}}\ndata: {{packs: {small_packs}}}\ntrain: {{steps: 1}}\n"
+    )
+    refused = run("train", "my.yaml", "--config", "nowhere")
+    assert "bf16, cpu, ddp," in refused.stderr, "the installed accelerate configurations"
+    assert run("--version").stdout == f"low-precision {__version__}\n"
+    assert (installed / f"low_precision_pretraining-{__version__}.dist-info").is_dir()
 
 
 def test_every_file_of_the_packages_is_installed(installed: Path):

@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises InputError for a mistake in the arguments.
     """
-    options = _parse(arguments)
+    options = parse_arguments(arguments)
     if options.watch is not None:
         report = watch(options)
     else:
@@ -264,7 +264,7 @@ def _has_ended(run: RunRecord) -> bool:
     return "halted" in run.summary or read_finished(run.path) is not None
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(
         prog="python -m pretrain report",

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises InputError for a mistake in the arguments.
     """
     options = parse_arguments(arguments)
-    accelerate = options.config_file or (ON_GPU if has_gpu() else ON_CPU)
+    accelerate = options.config or (ON_GPU if has_gpu() else ON_CPU)
     recipe = load_recipe(options.recipe, options.overrides)
     begin_with = options.begin_with or branch_checkpoint(recipe)
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
@@ -174,6 +174,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "baseline's; default: the baseline trains from the start",
     )
     parser.add_argument(
+        "--config",
         "--config_file",
         type=Path,
         metavar="FILE",

@@ -13,9 +13,12 @@ that is trained has the number `total_steps` - 1. After warm-up the values equal
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from foundation.errors import InputError
-from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
+from foundation.units import plural
+from pretrain.settings.config import HORIZON, parse_overrides
+from pretrain.settings.recipe import OptimizerSettings, Recipe, ScheduleSettings
 
 # Map each shape of the decay to a function. The function maps the progress of the decay (0 to 1) to
 # the fraction of the decay that remains (1 to 0).
@@ -24,6 +27,8 @@ _REMAINING = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
+# Keys that set the number of steps.
+_LENGTH = {"train", "batch.tokens", *HORIZON}
 
 
 def learning_rate(
@@ -77,6 +82,29 @@ def check(settings: ScheduleSettings, total_steps: int) -> None:
             f"run of {total_steps:,} steps; either shorten the schedule, or train more steps "
             "(`train`)"
         )
+
+
+def fit_to_command_line(recipe: Recipe, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """Return the recipe with a schedule that fits the length set in `overrides`, and notices.
+
+    If warm-up and decay are longer than the run, they are shortened in proportion, and a notice is
+    returned. If `overrides` do not change the number of steps, `check` refuses such a schedule.
+    """
+    settings = recipe.schedule
+    steps = recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
+    decay = decay_steps(settings, steps)
+    is_given = {key for key, _ in parse_overrides(overrides)} & _LENGTH
+    if not is_given or not 0 < steps < settings.warmup + decay:
+        return recipe, []
+    warmup = steps * settings.warmup // (settings.warmup + decay)
+    changes = {"warmup": warmup, "decay": (steps - warmup) / steps if decay else settings.decay}
+    fitted = settings.model_copy(update=changes)
+    of_decay = f", and the decay has {plural(steps - warmup, 'step')}" if decay else ""
+    notice = (
+        f"the schedule is shortened to {plural(steps, 'step')}: `schedule.warmup` is {warmup:,} "
+        f"instead of {settings.warmup:,}{of_decay}"
+    )
+    return recipe.model_copy(update={"schedule": fitted}), [notice]
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:

@@ -65,9 +65,11 @@ _REFUSALS = (HTTPError, OSError, RuntimeError, ValueError)
 
 def main(options: argparse.Namespace) -> int:
     """Export a checkpoint, push it if `--push` is given, and return 0. Raises InputError."""
+    if options.out and options.folder:
+        raise InputError(f"--out {options.out}: {options.folder} is also given; give one folder")
     source = best_checkpoint(options.source) if options.best else options.source
     checkpoint, run_dir = checkpoint_of(source)
-    out = options.out or run_dir / "export"
+    out = options.out or options.folder or run_dir / "export"
     if out.exists():
         raise InputError(f"{out}: already exists; choose a folder that does not exist")
     if options.push is not None:

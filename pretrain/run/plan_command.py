@@ -14,6 +14,7 @@ from foundation.errors import InputError
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched
+from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.rendering import (
     ASSUMED_SHARES,
@@ -53,6 +54,7 @@ def main(options: argparse.Namespace) -> int:
         raise InputError("--mfu: must not be above 1; for 40 % of the peak, write --mfu 0.4")
     targets = [Target.parse(text) for text in options.on or USUAL]
     recipe = load_recipe(options.recipe, options.overrides)
+    recipe, shortened = fit_to_command_line(recipe, options.overrides)
     has_precision = recipe.precision is not None
     recipe = _for_other_machines(recipe)
     accelerator, notices = as_launched(recipe)
@@ -82,6 +84,7 @@ def main(options: argparse.Namespace) -> int:
         *_notes(plan, shares, is_mfu_stated=bool(options.mfu)),
         *_reasons(plans),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
+        *shortened,
         *notices,
     ]
     print("\n".join(textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ") for text in notes))

@@ -12,7 +12,7 @@ from inspect import getdoc
 from pathlib import Path
 
 from foundation.command import CommandParser
-from pretrain.settings.config import LaunchParser
+from pretrain.settings.config import LaunchParser, TrainingParser
 
 # Devices of the command `plan` if --on is not set.
 USUAL = ("H100", "H200", "B200", "8xB200")
@@ -43,6 +43,33 @@ def count(text: str) -> int:
     if number < 1:
         raise ValueError
     return number
+
+
+def train(add: Callable) -> None:
+    """Train a recipe on the devices of this machine, or resume its training.
+
+        python -m pretrain train my.yaml
+        python -m pretrain train my.yaml --config fp8_delayed weights=bf16_exact train.steps=100
+
+    The command prints the `accelerate launch` command that it runs. Without --config, it uses
+    accelerate_configs/cpu.yaml on a machine without a GPU, bf16.yaml on one GPU, and ddp.yaml on
+    several GPUs. NVIDIA's driver counts the GPUs, within CUDA_VISIBLE_DEVICES. To train on several
+    machines, use `accelerate launch`.
+    """
+    add(
+        "--config",
+        "--config_file",
+        metavar="FILE",
+        help="Accelerate configuration: a path, or the name of a file in accelerate_configs/",
+    )
+    add(
+        "--processes",
+        type=count,
+        metavar="N",
+        help="number of processes, one for each GPU; default: the number in the configuration, or "
+        "one for each GPU",
+    )
+    add("--quiet", action="store_true", help="do not print the command")
 
 
 def plan(add: Callable) -> None:
@@ -115,12 +142,13 @@ def export(add: Callable) -> None:
         help="a checkpoint (a step-* folder), or a run folder, whose newest checkpoint is exported",
     )
     add(
-        "out",
+        "folder",
         type=Path,
         nargs="?",
         metavar="OUT",
         help="folder into which the model is exported; default: RUN/export",
     )
+    add("--out", type=Path, metavar="OUT", help="the folder, as an option instead of an argument")
     add(
         "--best",
         action="store_true",
@@ -225,6 +253,7 @@ def flops(add: Callable) -> None:
 # Map the name of each command to the class of its parser and to a function. The function adds the
 # options of the command, and its docstring is the description that --help prints.
 COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
+    "train": (TrainingParser, train),
     "plan": (LaunchParser, plan),
     "evaluate": (LaunchParser, evaluate),
     "doctor": (CommandParser, doctor),

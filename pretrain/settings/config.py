@@ -27,7 +27,7 @@ from typing import Any
 from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.reading import load_with_bases
-from foundation.settings import parse, set_value, value_from_text
+from foundation.settings import closest_key, parse, set_value, value_from_text
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
@@ -271,6 +271,13 @@ class LaunchParser(CommandParser):
             help="settings that override the recipe, for example weights=bf16 train.steps=9",
         )
 
+    def suggest(self, name: str, value: str) -> str | None:
+        """Return the option or the key=value that was probably meant by an unknown option."""
+        key = closest_key(Recipe, name)
+        is_value = value and "=" not in value and not value.startswith("-")
+        setting = f"{key}={value if is_value else 'VALUE'}" if key else None
+        return super().suggest(name, value) or setting
+
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and overrides may be in any order."""
         options = [option for action in self._actions for option in action.option_strings]
@@ -283,36 +290,42 @@ class LaunchParser(CommandParser):
         return super().read(normalized)
 
 
+class TrainingParser(LaunchParser):
+    """Parser of train_accelerate.py and of the command `train`, with their common options."""
+
+    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
+        super().__init__(prog, description)
+        self.add_argument(
+            "--resume",
+            default="auto",
+            metavar="CHECKPOINT",
+            help="checkpoint from which the run resumes; default: the newest intact checkpoint in "
+            "the run folder",
+        )
+        self.add_argument(
+            "--accept-changes",
+            action="store_true",
+            help="resume from a checkpoint even if settings have changed since it was saved",
+        )
+        modes = self.add_mutually_exclusive_group()
+        modes.add_argument(
+            "--plan",
+            action="store_true",
+            help="check every setting, print the planned time, memory and settings, and exit",
+        )
+        modes.add_argument(
+            "--profile",
+            action="store_true",
+            help="profile one step, and write profile.md and a trace to the run folder",
+        )
+
+
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """Parse the command line of train_accelerate.py.
 
     `description` is the text that --help prints. Raises InputError for an unknown option.
     """
-    parser = LaunchParser(None, description)
-    parser.add_argument(
-        "--resume",
-        default="auto",
-        metavar="CHECKPOINT",
-        help="checkpoint from which the run resumes; default: the newest intact checkpoint in the "
-        "run folder",
-    )
-    parser.add_argument(
-        "--accept-changes",
-        action="store_true",
-        help="resume from a checkpoint even if settings have changed since it was saved",
-    )
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument(
-        "--plan",
-        action="store_true",
-        help="check every setting, print the planned time, memory and settings, and exit",
-    )
-    modes.add_argument(
-        "--profile",
-        action="store_true",
-        help="profile one step, and write profile.md and a trace to the run folder",
-    )
-    return parser.read(sys.argv[1:])
+    return TrainingParser(None, description).read(sys.argv[1:])
 
 
 def check_arguments(description: str | None) -> None:

@@ -387,7 +387,7 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         ("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"),
         ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM"),
     ):
-        if _is_true(environ, variable):
+        if is_true(environ, variable):
             raise InputError(
                 f"{_ORIGIN}: `distributed_type: {kind}` is not supported; set it to MULTI_GPU or "
                 "FSDP"
@@ -410,8 +410,8 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         # Accelerate accepts only true and false.
         environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     replicas = 1
-    if _is_true(environ, "ACCELERATE_USE_FSDP"):
-        on_cpus = not has_gpu or _is_true(environ, "ACCELERATE_USE_CPU")
+    if is_true(environ, "ACCELERATE_USE_FSDP"):
+        on_cpus = not has_gpu or is_true(environ, "ACCELERATE_USE_CPU")
         replicas = _correct_fsdp(environ, processes, ignored, on_cpus=on_cpus)
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
@@ -458,7 +458,7 @@ def _correct_fsdp(
     if environ.pop("FSDP_IGNORED_MODULES", None):
         ignored.append("`fsdp_ignored_modules` (every module is always sharded)")
     environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
-    if on_cpus and _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
+    if on_cpus and is_true(environ, "FSDP_OFFLOAD_PARAMS"):
         environ["FSDP_OFFLOAD_PARAMS"] = "false"
         ignored.append("`fsdp_offload_params` (the parameters are on the CPU anyway)")
     return replicas
@@ -494,7 +494,7 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
     # a GPU, so train on the CPU. With several machines, the GPUs of only one machine may be
     # invisible. This machine must not train on its CPU while the other machines use GPUs.
     on_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    uses_cpu = _is_true(environ, "ACCELERATE_USE_CPU")
+    uses_cpu = is_true(environ, "ACCELERATE_USE_CPU")
     if processes > 1 and on_one_machine and not has_gpu and not uses_cpu:
         environ["ACCELERATE_USE_CPU"] = "true"
         notices.append(f"no GPU is visible, so {processes} processes train on the CPU")
@@ -521,7 +521,7 @@ def _mesh(environ: Mapping[str, str], processes: int) -> tuple[int, int]:
     return replicas, shards
 
 
-def _is_true(environ: Mapping[str, str], variable: str) -> bool:
+def is_true(environ: Mapping[str, str], variable: str) -> bool:
     """Return True if Accelerate interprets the environment variable as true.
 
     Return False if the variable is not set.

@@ -163,6 +163,7 @@ COMMANDS = {
         for command in ("matrix", "phases", "flops", "plan", "prepare")
     },
     "export": "RUN_OR_CHECKPOINT",
+    "export nowhere out --out other": "--out other: out is also given",
     "evaluate {here}": "{here}: this folder is not a run folder",
     **dict.fromkeys(
         ("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"

@@ -1,23 +1,56 @@
-"""Settings and commands that recipes' comments and docs/coming_from.md print are accepted."""
+"""Commands that the docs and comments print are accepted as they stand.
+
+A command that trains is parsed, and its recipe is checked for the configuration and the number of
+processes in the command. Matrices and phases print their commands (--dry-run). Other commands are
+parsed. Files that a page tells the user to write have small stand-ins.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 from docs.recipes_page import FOLDER
+from packing import __main__ as packing
+from pretrain.__main__ import main as pretrain
+from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.checks import check_launch
-from pretrain.settings.config import load_recipe
+from pretrain.run.train_command import find_configuration
+from pretrain.settings import commands
+from pretrain.settings.config import TrainingParser, load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT
 
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+COMMENTED = sorted([*ROOT.glob("recipes/**/*.yaml"), *ROOT.glob("accelerate_configs/*.yaml")])
 SETTING = rf"(?:{'|'.join(Recipe.model_fields)})[\w.]*=[^\s`]+"
 FILE = r"(?:recipes|accelerate_configs|benchmarks)/[\w/]+\.yaml"
+# Programs of this project, or that start it. Other lines of a block are output or shell commands.
+PROGRAM = re.compile(
+    r"(?:\w+=\S+ )*(accelerate launch|(?:\S*/)?python -m|low-precision|torchrun|make|sbatch) "
+)
+# A command with words for the user to replace, such as RUN or `...`.
+TEMPLATE = re.compile(r"\.\.\.|key=value|(?<![\w=/.\"])[A-Z_]{2,}(?![\w=.])|\bN\b")
+# Files that a page tells the user to write, and files that are like them.
+STAND_INS = {
+    "my_matrix.yaml": "recipes/matrices/smoke.yaml",
+    "phases.yaml": "recipes/phases/smoke.yaml",
+    "tune.yaml": "recipes/phases/smoke.yaml",
+}
+MODULES = {
+    "packing": packing.__name__,
+    "report": "pretrain.compare.report",
+    "which": "pretrain.compare.which",
+}
 
 
 def comment_of(path: Path) -> list[str]:
@@ -25,69 +58,179 @@ def comment_of(path: Path) -> list[str]:
     return [line.removeprefix("#") for line in lines if line.startswith("#")]
 
 
-def printed_commands(lines: Sequence[str]) -> list[str]:
-    """Return each indented line, joined over its backslashes, and each quoted list of settings."""
-    indented = "\n".join(line for line in lines if line.startswith("   "))
-    commands = re.sub(r"\\\n\s*", " ", indented).splitlines()
-    return [*commands, *quoted_settings(" ".join(lines))]
+def joined(text: str) -> list[str]:
+    """Return the lines of a text, joined over their backslashes."""
+    return re.sub(r"\\\n\s*", " ", text).splitlines()
+
+
+def commands_of(path: Path) -> list[str]:
+    """Return the commands of a page, or of the comment of a YAML file."""
+    if path.suffix == ".md":
+        text = path.read_text(encoding="utf-8")
+        blocks = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL))
+        inline = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        # The name of a command alone is no command to run.
+        quoted = [" ".join(text.split()) for text in inline if len(text.split()) > 4]
+        lines = [*joined(blocks), *quoted]
+    else:
+        lines = joined("\n".join(line for line in comment_of(path) if line.startswith("   ")))
+    found = [line.partition("  #")[0].strip() for line in lines if PROGRAM.match(line.strip())]
+    return [line for line in found if not TEMPLATE.search(line)]
 
 
 def quoted_settings(text: str) -> list[str]:
     return re.findall(rf"`((?:{SETTING}\s*)+)`", text)
 
 
-def environment_of(command: str) -> dict[str, str]:
-    """Return accelerate's variables for the configuration file of `command`.
+def environment_of(configuration: str | None, overrides: Sequence[str]) -> dict[str, str]:
+    """Return accelerate's variables for a configuration file.
 
-    Without one, those for FP8 if the command sets fp8_config, or else for BF16.
+    Without one, those for FP8 if the overrides set fp8_config, or else for BF16.
     """
-    named = re.search(r"--config_file (\S+)", command)
-    if not named:
-        return {"ACCELERATE_MIXED_PRECISION": "fp8" if "fp8_config." in command else "bf16"}
-    config = yaml.safe_load((ROOT / named[1]).read_text(encoding="utf-8"))
+    if configuration is None:
+        is_fp8 = any(setting.startswith("fp8_config.") for setting in overrides)
+        return {"ACCELERATE_MIXED_PRECISION": "fp8" if is_fp8 else "bf16"}
+    config = yaml.safe_load(find_configuration(configuration).read_text(encoding="utf-8"))
     environment = {"ACCELERATE_MIXED_PRECISION": str(config["mixed_precision"])}
     if "fp8_config" in config:
         environment["ACCELERATE_FP8_RECIPE"] = config["fp8_config"]["recipe"]
     return environment
 
 
-def check(command: str, recipe: Path, *before: str) -> None:
-    overrides = [*before, *re.findall(SETTING, command)]
-    check_launch(with_precision(load_recipe(recipe, overrides), environment_of(command)), None)
+def check(
+    recipe: Path,
+    overrides: Sequence[str],
+    configuration: str | None = None,
+    processes: int | None = None,
+) -> None:
+    """Check a recipe as the launcher does before it looks at the device, the model and the data."""
+    loaded, _ = fit_to_command_line(load_recipe(recipe, overrides), overrides)
+    environment = environment_of(configuration, overrides)
+    check_launch(with_precision(loaded, environment), processes)
+
+
+def check_command(command: str) -> None:
+    """Parse a command, and check the recipe of a training."""
+    words = shlex.split(command, comments=True)
+    while re.match(r"[A-Z_]+=", words[0]):
+        del words[0]
+    program, *arguments = words
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in arguments), command
+    elif program == "sbatch":
+        check_job(arguments)
+    elif program == "accelerate":
+        launch = launch_command_parser().parse_args(arguments[1:])
+        is_module = launch.training_script == "pretrain"
+        options = ["pretrain"] if launch.module else []
+        assert is_module == bool(options) or launch.training_script == "train_accelerate.py"
+        processes = launch.num_processes
+        if processes is None and launch.config_file:
+            config = yaml.safe_load((ROOT / launch.config_file).read_text(encoding="utf-8"))
+            processes = config["num_processes"]
+        check_training(launch.training_script_args, launch.config_file, processes)
+    elif program == "low-precision":
+        check_module("pretrain", *arguments)
+    elif program == "torchrun":
+        launch = get_args_parser().parse_args(arguments)
+        check_training(launch.training_script_args, None, int(launch.nproc_per_node))
+    else:
+        check_module(*arguments[1:])
+
+
+def check_training(
+    arguments: Sequence[str], configuration: str | None, processes: int | None
+) -> None:
+    if arguments[0] == "evaluate":
+        check_module("pretrain", *arguments)
+        return
+    options = TrainingParser().read(arguments)
+    check(options.recipe, options.overrides, configuration, processes)
+
+
+def check_job(arguments: Sequence[str]) -> None:
+    """Check the arguments of `sbatch`: options of SLURM, a script, arguments of the script."""
+    index = next(i for i, text in enumerate(arguments) if text.startswith("cluster/"))
+    assert (ROOT / arguments[index]).is_file()
+    (exported,) = (text for text in arguments[:index] if text.startswith("--export="))
+    values = dict(pair.split("=") for pair in exported.split(",") if pair.count("=") == 1)
+    if "RECIPE" in values:
+        check(Path(values["RECIPE"]), arguments[index + 1 :], values["CONFIG"], 8)
+
+
+def check_module(package: str, *arguments: str) -> None:
+    """Check `python -m package` with arguments."""
+    name = arguments[0] if arguments else ""
+    if package not in ("pretrain", "packing"):
+        assert importlib.util.find_spec(package), package
+    elif package == "packing" or name in ("tokenizer", "prepare", "follow", "inspect"):
+        options = packing._parser().parse_args(arguments)
+        if "recipe" in options:
+            packing._data_settings(options.recipe)
+    elif name in ("matrix", "phases"):
+        assert pretrain([*arguments, *({"--dry-run"} - {*arguments})]) == 0, arguments
+    elif name in commands.COMMANDS:
+        options = commands.read(name, arguments[1:])
+        if name in ("train", "plan"):
+            check(options.recipe, options.overrides, getattr(options, "config", None))
+        elif name == "evaluate" and options.recipe.suffix == ".yaml":
+            load_recipe(options.recipe, options.overrides)
+    elif name:
+        importlib.import_module(MODULES[name]).parse_arguments(arguments[1:])
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with the repository's folders and with the files that the user writes."""
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", "packs"):
+            (tmp_path / path.name).symlink_to(path)
+    page = (ROOT / "docs/first_run.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```yaml\n(# my\.yaml\n.*?)```", page, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(recipe, encoding="utf-8")
+    for name, like in STAND_INS.items():
+        (tmp_path / name).symlink_to(ROOT / like)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *COMMENTED], ids=lambda path: path.name)
+def test_the_commands_of_a_page_are_accepted(path: Path, stand_ins: None) -> None:
+    for command in commands_of(path):
+        try:
+            check_command(command)
+        except Exception as error:
+            error.add_note(f"in {path.name}: {command}")
+            raise
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_commands_in_a_recipes_comment_are_accepted(path: Path) -> None:
+def test_settings_in_a_recipes_comment_are_accepted(path: Path) -> None:
     lines = comment_of(path)
     for name in re.findall(FILE, " ".join(lines)):
         assert (ROOT / name).is_file()
-    commands = printed_commands(lines)
-    assert any("accelerate launch" in command for command in commands)
-    for command in commands:
-        check(command, path)
+    assert any("accelerate launch" in command for command in commands_of(path))
+    partial = [line for line in joined("\n".join(lines)) if line.strip().startswith("... ")]
+    for settings in [*partial, *quoted_settings(" ".join(lines))]:
+        check(path, re.findall(SETTING, settings))
 
 
-def test_the_recipe_and_the_settings_of_the_first_run_are_accepted(tmp_path: Path) -> None:
+def test_the_settings_of_the_first_run_are_accepted(stand_ins: None) -> None:
+    """A row of the page's table names a configuration, or is for any device."""
     page = (ROOT / "docs/first_run.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```yaml\n(# my\.yaml\n.*?)```", page, re.DOTALL)
-    recipe = tmp_path / "my.yaml"
-    recipe.write_text(text, encoding="utf-8")
-    (command,) = re.findall(r"accelerate launch .*", page)
-    check(command, recipe)
-    rows = [line for line in page.splitlines() if line.startswith("|") and quoted_settings(line)]
+    rows = [line for line in page.splitlines() if line.startswith("|") and "=" in line]
     assert len(rows) >= 4
     for row in rows:
-        # A row names another accelerate file, or uses that of the command.
-        (config,) = re.findall(FILE, row) or re.findall(FILE, command)
-        for settings in quoted_settings(row):
-            check(f"--config_file {config} {settings}", recipe)
+        named = re.search(r"accelerate_configs/(\w+)|--config (\w+)", row)
+        config = named[1] or named[2] if named else "bf16"
+        check(Path("my.yaml"), re.findall(SETTING, row), config)
 
 
 def test_settings_in_coming_from_are_accepted_by_a_guides_recipe() -> None:
-    """The recipe has the horizon of the guide. A short run would need a shorter warmup."""
+    """Among them is a smoke test of ten steps, which the recipe's schedule is shortened to."""
     page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
     guides = page.partition("## The guides behind the recipes")[2].partition("\n## ")[0]
-    commands = quoted_settings(guides)
-    assert len(commands) >= 2
-    for command in commands:
-        check(command, FOLDER / "qwen3_slimpajama.yaml", "train.tokens=81.727e9")
+    settings = quoted_settings(guides)
+    assert len(settings) >= 2
+    for text in settings:
+        check(FOLDER / "qwen3_slimpajama.yaml", re.findall(SETTING, text))

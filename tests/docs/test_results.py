@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+from collections import defaultdict
 
 import pytest
 
@@ -17,9 +19,9 @@ from benchmarks.evidence.tables import (
     holm,
     page,
     served_loss,
-    share,
 )
 from benchmarks.machine import with_tables
+from pretrain.compare.differences import EQUIVALENT
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
@@ -74,27 +76,24 @@ def test_the_figures_of_the_recommendations_are_those_of_the_tables():
 
 def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    readme = (
-        (ROOT / "README.md")
-        .read_text(encoding="utf-8")
-        .partition("## Which precision")[2]
-        .partition("\n## ")[0]
-    )
-    served = Endpoint.of(
-        {name: Scale.read(name) for name in ("14m", "35m", "35m_once", "111m", "14m_lr2")},
-        served_loss,
-    )
-    for row, cell in {
-        "`weights=bf16_exact` | 78": "delayed",
-        "+head": "delayed_head",
-        "mxfp8": "mxfp8",
-        "nvfp4": "nvfp4_kept",
-    }.items():
-        (line,) = [line for line in readme.splitlines() if line.startswith("|") and row in line]
-        # The row for new data, if there is one.
-        for scale in ("14m", "35m_once" if cell == "delayed" else "35m", "111m"):
-            if difference := served.differences.get((scale, f"{cell}_branch")):
-                assert f"{share(difference)}, {served.verdict(scale, f'{cell}_branch')}" in line
+    names = ("14m", "35m", "35m_once", "111m", "14m_lr2")
+    served = Endpoint.of({name: Scale.read(name) for name in names}, served_loss)
+    rows = readmes_answers()
+    for row, scale, cell in (
+        (2, "111m", "delayed_branch"),
+        (3, "35m_once", "delayed_branch"),
+        (5, "14m", "mxfp8_branch"),
+        (6, "14m", "nvfp4_kept_branch"),
+    ):
+        difference = served.differences[scale, cell]
+        percent = 100 / difference.baseline
+        middle = percent * difference.mean
+        half = percent * difference.half_width()
+        loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
+        loss = loss.replace("-0.0", "0").replace("-", "−")
+        assert rows[row][3].startswith(loss), (rows[row], loss)
+    assert rows[4][3] == "FP8: no measurable difference"
+    assert served.verdict("14m", "delayed_branch") == EQUIVALENT
 
 
 def test_holms_correction_counts_the_smallest_most_often():
@@ -107,21 +106,34 @@ def test_holms_correction_counts_the_smallest_most_often():
     ]
 
 
-def test_readmes_speeds_are_those_of_the_result_files():
+def test_readmes_speeds_are_those_of_the_result_files(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    rows = readmes_answers()
+    for gpu in ("h100", "h200"):
+        file = RESULTS / f"speed/{gpu}_throughput.json"
+        ways = json.loads(file.read_text(encoding="utf-8"))["ways"]
+        bf16, delayed, head = (
+            ways[way]["tokens_per_second"]["median"]
+            for way in ("bf16_exact", "delayed_exact", "delayed_exact_head")
+        )
+        assert rows[0][2] == f"{delayed / bf16:.1f}"
+        assert float(rows[1][2]) == pytest.approx(head / bf16, abs=0.07)
+    lines = (RESULTS / "loss/h200_evidence_111m.jsonl").read_text(encoding="utf-8").splitlines()
+    speeds = defaultdict(list)
+    for run in map(json.loads, lines):
+        speeds[run.get("cell")].append(run.get("tokens_per_second"))
+    faster = statistics.median(speeds["delayed_branch"]) / statistics.median(speeds["bf16"])
+    assert rows[2][2] == f"{faster:.1f}"
+    answers = json.loads((RESULTS / "loss/which.json").read_text(encoding="utf-8"))
+    assert rows[4][1:3] == ["BF16, because FP8 is not faster", "1"]
+    assert "delayed: equivalent, not worth it" in answers["dense_delayed"]["answer"]
+
+
+def readmes_answers() -> list[list[str]]:
+    """Return the cells of the README's table of precisions, row by row."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    files, table = re.search(r"\*\*Speed\.\*\*(.*?)\n(\|.*?)\n\n", text, re.DOTALL).groups()
+    table = text.partition("## Which precision")[2].partition("\n\n|")[2].partition("\n\n")[0]
     _, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
     ]
-    (file,) = re.findall(r"results/[\w/]+\.json", files)
-    assert len(rows) >= 4
-    for way, _, shown in rows:
-        # A row may name its own file.
-        (row_file,) = re.findall(r"results/[\w/]+\.json", way) or [file]
-        ways = json.loads((ROOT / "benchmarks" / row_file).read_text(encoding="utf-8"))["ways"]
-        speeds = {
-            f"{result['tokens_per_second']['median']:,.0f}"
-            for result in ways.values()
-            if result["status"] == "ok"
-        }
-        assert set() < set(re.findall(r"\d+,\d{3}", shown)) <= speeds
+    return rows

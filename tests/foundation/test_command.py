@@ -37,18 +37,36 @@ def test_an_error_becomes_a_message_and_an_exit_status(
     assert capsys.readouterr().err == message
 
 
-def fail_on_rank(local_rank: int, error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    assert run_command(failing(InputError("no such folder"))) == 2
-
-
-def test_local_rank_0_prints_and_torchrun_gets_errors_of_other_ranks(
+def test_torchrun_shows_the_message_of_the_first_failing_rank_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fail_on_rank(0, tmp_path / "0.json", monkeypatch)
-    assert capsys.readouterr().err == "error: no such folder\n"
-    fail_on_rank(3, tmp_path / "3.json", monkeypatch)
+    """The rank that fails first is not rank 0, and both fail in the same second."""
+    failures = {}
+    for rank in (1, 0):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        assert run_command(failing(InputError("no such folder"))) == 2
+    for rank in (0, 1):
+        file = str(tmp_path / str(rank) / "error.json")
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=file)
     assert capsys.readouterr().err == ""
-    failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "3.json"))
-    assert "no such folder" in str(ChildFailedError("train_accelerate.py", {3: failure}))
+    error = ChildFailedError("train_accelerate.py", failures)
+    assert error.get_first_failure()[0] == 1
+    table = str(error)
+    assert table.count("no such folder") == 1
+    assert table.rstrip("=\n").endswith("traceback : error: no such folder")
+    assert "Traceback" not in table
+
+
+@pytest.mark.parametrize("path", ["", "error.json", "0/error.json"])
+def test_the_message_is_printed_if_another_program_sets_the_error_file(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    assert run_command(failing(InputError("no such folder"))) == 2
+    assert capsys.readouterr().err == "error: no such folder\n"
+    assert list(tmp_path.iterdir()) == []

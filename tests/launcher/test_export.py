@@ -63,7 +63,7 @@ def test_an_export_has_the_stored_weights_tokenizer_and_card(
     exact: Path, words: Path, tmp_path: Path, capsys: Any
 ) -> None:
     before = contents(exact)
-    status, output = command(capsys, "export", exact, tmp_path / "out")
+    status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
     assert status == 0
     assert "step-00000008" in output
     assert contents(exact) == before

@@ -118,3 +118,38 @@ def test_warmup_and_decay_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(InputError, match=r"schedule\.warmup: 81.*schedule\.decay: 0\.2.*100 steps"):
         schedule.check(ScheduleSettings(kind="wsd", warmup=81, decay=0.2), 100)
     schedule.check(ScheduleSettings(kind="wsd", warmup=80, decay=0.2), 100)
+
+
+@given(
+    steps=st.integers(1, 300),
+    warmup=st.integers(0, 300),
+    decay=st.floats(0.0, 1.0),
+    kind=st.sampled_from(["wsd", "cosine"]),
+)
+def test_a_schedule_fits_every_length_on_the_command_line(
+    steps: int, warmup: int, decay: float, kind: str
+) -> None:
+    given = [f"schedule={{kind: {kind}, warmup: {warmup}, decay: {decay}}}", f"train.steps={steps}"]
+    recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
+    fitted, notices = schedule.fit_to_command_line(recipe, given)
+    schedule.check(fitted.schedule, steps)
+    before = schedule.decay_steps(recipe.schedule, steps)
+    if warmup + before <= steps:
+        assert (fitted, notices) == (recipe, [])
+        return
+    assert len(notices) == 1
+    after = schedule.decay_steps(fitted.schedule, steps)
+    assert fitted.schedule.warmup + after == steps, "no step has the peak rate"
+    assert fitted.schedule.warmup == warmup * steps // (warmup + before)
+
+
+def test_a_schedule_that_does_not_fit_its_file_stays() -> None:
+    given = ["schedule.warmup=701"]
+    recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
+    assert schedule.fit_to_command_line(recipe, given) == (recipe, [])
+    tokens = [*given, f"train.tokens={3 * recipe.batch.tokens}"]
+    fitted, notices = schedule.fit_to_command_line(
+        load_recipe(ROOT / "recipes/smoke.yaml", tokens), tokens
+    )
+    assert fitted.schedule.warmup <= 3
+    assert "3 steps" in notices[0]

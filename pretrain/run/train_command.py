@@ -1,0 +1,203 @@
+"""`python -m pretrain train`: choose an Accelerate configuration and train with accelerate launch.
+
+This module does not import torch. accelerate's launcher imports torch when the command line, the
+recipe and the configuration have been checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from foundation.errors import InputError
+from foundation.reading import load_yaml, refusing
+from foundation.signals import IF_NOT_IGNORED, SIGNALS
+from foundation.units import plural
+from pretrain.settings.config import load_recipe
+from pretrain.settings.launch import is_true
+from pretrain.settings.recipe import Recipe
+
+# Script that trains, in the folder of the checkout or of the installed packages.
+LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
+CONFIGURATIONS = LAUNCHER.with_name("accelerate_configs")
+# Signals that are passed on to the training processes.
+PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
+# Log lines of the launcher: defaults of accelerate, and lines before an error of torchrun.
+_OMITTED = ("The following values were not passed", "failed (", "Sending process")
+# Errors that accelerate raises for a mistake in its configuration.
+_REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError, RuntimeError)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Train as the command line requests, and return the exit status of the training.
+
+    Raises InputError for a mistake in the recipe or in the Accelerate configuration.
+    """
+    recipe = load_recipe(options.recipe, options.overrides)
+    configuration, processes, reason = choose_configuration(
+        recipe, options.config, options.processes
+    )
+    launch = ["--config_file", _shown(configuration)]
+    if processes is not None:
+        launch += ["--num_processes", str(processes)]
+    launch += [_shown(LAUNCHER), *training_arguments(options)]
+    if not options.quiet:
+        # Flush, so that the command comes before the output of the processes in a log file.
+        print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)
+    return run_launcher(launch, configuration)
+
+
+def find_configuration(name: str) -> Path:
+    """Return the path of an Accelerate configuration, which is readable YAML.
+
+    `name` is a path, or the name of a file in accelerate_configs/, with or without `.yaml`. Raises
+    InputError if there is no such file.
+    """
+    shipped = CONFIGURATIONS / f"{name.removesuffix('.yaml')}.yaml"
+    path = next(filter(Path.is_file, (Path(name).expanduser(), shipped)), None)
+    if path is None:
+        raise InputError(
+            f"--config {name}: there is no such file; name a path, or one of these configurations: "
+            + ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
+        )
+    load_yaml(path)
+    return path
+
+
+def choose_configuration(
+    recipe: Recipe, config: str | None, processes: int | None
+) -> tuple[Path, int | None, str]:
+    """Choose the configuration for this machine, and the number of processes.
+
+    Each process needs one pack of a step at least, so a small step uses fewer GPUs.
+
+    config: configuration that the user has set, or None.
+    processes: number that the user has set, or None.
+
+    Returns the path, the number of processes unless the configuration sets it, and a line with the
+    reason.
+    """
+    if config:
+        return find_configuration(config), processes, ""
+    gpus = count_gpus()
+    packs = recipe.batch.tokens // recipe.data.length
+    number = processes or min(gpus, packs)
+    name = "bf16" if gpus else "cpu"
+    if number > 1:
+        name = "ddp"
+    devices = plural(gpus, "GPU") if gpus else "no GPU"
+    reason = f"{devices}, {plural(packs, 'pack')} in a step: {name}.yaml (--config sets another)\n"
+    return CONFIGURATIONS / f"{name}.yaml", number if number > 1 else None, reason
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that processes of this environment can use.
+
+    NVIDIA's management library (NVML) counts the GPUs, which takes milliseconds. The result is 0 if
+    torch was built for CPUs, and if ACCELERATE_USE_CPU is set.
+    """
+    if is_true(os.environ, "ACCELERATE_USE_CPU") or "+cpu" in version("torch"):
+        return 0
+    count = ctypes.c_uint()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count.value
+    return min(count.value, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
+
+
+def training_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of train_accelerate.py for the options of `train`."""
+    flags = ("accept_changes", "plan", "profile")
+    arguments = [f"--{name.replace('_', '-')}" for name in flags if getattr(options, name)]
+    if options.resume != "auto":
+        arguments += ["--resume", options.resume]
+    return [str(options.recipe), *options.overrides, *arguments]
+
+
+def _shown(path: Path) -> str:
+    """Return a path relative to the working directory if the path is inside of it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
+    """Run `accelerate launch` with `arguments` in this process, and return the training's status.
+
+    accelerate would end with a traceback, and with status 1 for every failure. If torchrun's record
+    of a failure has no traceback, only its message is printed.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in ("accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.api"):
+        logging.getLogger(name).addFilter(lambda line: not str(line.msg).startswith(_OMITTED))
+    for number in PASSED_ON:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _pass_on)
+    try:
+        with refusing(
+            _REFUSED,
+            f"{configuration}: accelerate does not accept this configuration",
+            "correct the file, or choose another --config (bf16 and cpu need no FP8 library)",
+        ):
+            launch_command(launch_command_parser().parse_args(arguments))
+    except subprocess.CalledProcessError as error:
+        return _status(error.returncode)
+    except SignalException as error:
+        return 128 + error.sigval
+    except ChildFailedError as error:
+        return _report(error)
+    return 0
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal to the training processes, which save a checkpoint and exit.
+
+    A training process may receive Ctrl-C from the terminal too. It treats both as one signal.
+    """
+    children = psutil.Process().children()
+    for child in children:
+        child.send_signal(number)
+    if not children:
+        raise SystemExit(128 + number)
+
+
+def _status(returncode: int) -> int:
+    """Return the exit status that a shell reports for a `returncode` of subprocess."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _report(error: Any) -> int:
+    """Print the first failure of several processes, and return its exit status.
+
+    error: torch's ChildFailedError.
+    """
+    _, failure = error.get_first_failure()
+    record = failure.error_file_data["message"]
+    # Only our records have this key. See `foundation.command.report_error`.
+    if "errorCode" in record:
+        print(record["message"], file=sys.stderr)
+        return record["errorCode"]
+    # The table names the ranks and has the tracebacks. A run that a signal has stopped needs none.
+    if failure.exitcode < 128:
+        print(error, file=sys.stderr)
+    return _status(failure.exitcode)

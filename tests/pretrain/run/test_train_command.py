@@ -1,0 +1,212 @@
+"""`python -m pretrain train` chooses a configuration, and passes on signals and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pretrain import __version__
+from pretrain.__main__ import main
+from pretrain.run import train_command
+from pretrain.settings import commands
+from pretrain.settings.config import load_recipe
+from tests.conftest import ROOT, write_recipe
+from tests.forked_commands import forking
+
+
+def start(folder: Path, recipe: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
+    """Start `python -m pretrain train` on the CPU in the repository's root folder."""
+    command = [sys.executable, "-m", "pretrain", "train", str(write_recipe(recipe, folder))]
+    return subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=forking() | {"ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_train_prints_the_command_and_trains(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    out, err = start(tmp_path, small_recipe, "train.steps=3").communicate()
+    reason, command, *_ = out.splitlines()
+    assert reason == "no GPU, 8 packs in a step: cpu.yaml (--config sets another)"
+    assert shlex.split(command) == [
+        *("accelerate", "launch", "--config_file", "accelerate_configs/cpu.yaml"),
+        *("train_accelerate.py", str(tmp_path / "recipe.yaml"), "train.steps=3"),
+    ]
+    summary = json.loads((Path(small_recipe["run_dir"]) / "summary.json").read_text())
+    assert summary["steps"] == 3, err
+
+
+@pytest.mark.multi
+def test_a_mistake_that_two_processes_find_is_one_message(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    heads = "model.config.num_attention_heads=3"
+    process = start(tmp_path, small_recipe, heads, "--config", "ddp", "--processes", "2")
+    out, err = process.communicate()
+    assert process.returncode == 2
+    assert "--num_processes 2 train_accelerate.py" in out
+    assert err.startswith("error: ")
+    assert "`num_attention_heads: 3`" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.multi
+def test_accelerate_launch_ends_with_the_message_of_one_rank(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    options = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
+    recipe = str(write_recipe(small_recipe, tmp_path))
+    done = subprocess.run(
+        [*launch, *options, "train_accelerate.py", recipe, "model.config.num_attention_heads=3"],
+        cwd=ROOT,
+        env=forking() | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("`num_attention_heads: 3`") == 1
+    message, border = done.stderr.rstrip("\n").splitlines()[-2:]
+    assert "`num_attention_heads: 3`" in message
+    assert set(border) == {"="}
+    assert "foundation/command.py" not in done.stderr
+
+
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.multi)])
+def test_a_signal_lets_the_training_save_and_is_the_exit_status(
+    several: bool, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    processes = ["--config=ddp", "--processes=2"] if several else []
+    recipe = small_recipe | {"train": {"steps": 10**6}, "evaluate": {}, "log": {"every": 1}}
+    process = start(tmp_path, recipe, "checkpoint.every=null", *processes)
+    metrics = Path(recipe["run_dir"]) / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "stopped by SIGTERM" in out + err
+    assert "Traceback" not in err
+    assert len(list((Path(recipe["run_dir"]) / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "name", "started"),
+    [
+        (0, None, "cpu", None),
+        (0, 2, "ddp", 2),
+        (1, None, "bf16", None),
+        (8, None, "ddp", 8),
+        (8, 1, "bf16", None),
+        # A step of the recipe has 8 packs.
+        (16, None, "ddp", 8),
+    ],
+)
+def test_the_configuration_fits_the_machine(
+    gpus: int,
+    processes: int | None,
+    name: str,
+    started: int | None,
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train_command, "count_gpus", lambda: gpus)
+    recipe = load_recipe(write_recipe(small_recipe, tmp_path))
+    path, number, _ = train_command.choose_configuration(recipe, None, processes)
+    assert (path, number) == (ROOT / f"accelerate_configs/{name}.yaml", started)
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({}, 4),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-3f5c"}, 1),
+        ({"ACCELERATE_USE_CPU": "true"}, 0),
+    ],
+)
+def test_visible_gpus_are_counted(
+    variables: dict[str, str], gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The management library is that of a machine with four GPUs."""
+
+    def count(pointer: Any) -> int:
+        pointer._obj.value = 4
+        return 0
+
+    library = SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr(train_command, "version", lambda package: "2.13.0")
+    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert train_command.count_gpus() == gpus
+
+
+def test_a_configuration_is_named_by_its_path_or_its_name(tmp_path: Path) -> None:
+    shipped = ROOT / "accelerate_configs/fp8_delayed.yaml"
+    for name in ("fp8_delayed", "fp8_delayed.yaml", str(shipped)):
+        assert train_command.find_configuration(name) == shipped
+    file = tmp_path / "own.yaml"
+    file.write_text("mixed_precision: bf16\n")
+    assert train_command.find_configuration(str(file)) == file
+
+
+def test_a_configuration_that_accelerate_refuses_is_one_message(
+    small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_recipe(small_recipe, tmp_path))
+    (tmp_path / "own.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
+    handlers = {number: signal.getsignal(number) for number in train_command.PASSED_ON}
+    for config, words in {
+        "nowhere": "one of these",
+        str(tmp_path / "own.yaml"): "`distributed_type` must be specified",
+    }.items():
+        assert main(["train", recipe, "--config", config]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert words in message
+        assert message.count("\n") == 1
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_the_options_of_the_script_are_passed_on() -> None:
+    given = ["my.yaml", "seed=1", "--accept-changes", "--plan", "--resume", "step-1"]
+    assert train_command.training_arguments(commands.read("train", given)) == given
+    with_setting = commands.read("train", ["--profile", "my.yaml", "--seed=1", "--quiet"])
+    assert train_command.training_arguments(with_setting) == ["my.yaml", "seed=1", "--profile"]
+
+
+def test_the_mistakes_of_a_command_line_do_not_import_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from pretrain import __version__
+from pretrain.__main__ import main
+assert main(["train", "nowhere.yaml"]) == 2
+assert main(["train", "recipes/smoke.yaml", "optimizer.lr=1"]) == 2
+assert main(["train", "recipes/smoke.yaml", "--config", "nowhere"]) == 2
+assert main(["--version"]) == 0
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"low-precision {__version__}\n"
+    assert done.stderr.count("error: ") == 3
