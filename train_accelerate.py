@@ -1,4 +1,4 @@
-r"""Train a causal language model on packed documents, in the accelerate configuration's precision.
+r"""Train a causal language model on packed documents, in the Accelerate configuration's precision.
 
     accelerate launch --config_file accelerate_configs/bf16.yaml \
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
@@ -34,8 +34,8 @@ if __name__ == "__main__":
     gc.disable()
     # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps
     # fragments of memory that no other tensor fits into. With Llama-3.1-8B in shards, the fragments
-    # took 67.9 GiB in addition to the 67.2 GiB in use. A value that the user has set is kept,
-    # whichever of the two names of the variable it was set under.
+    # took 67.9 GiB in addition to the 67.2 GiB in use. If the user has set the variable, under
+    # either of its two names, its value is kept.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # Report mistakes on the command line before the slow imports.
@@ -146,9 +146,10 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 
 
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
-    """Build the model of `job` and its optimizer, and return both ready to train. Collective.
+    """Build the model of `job` and its optimizer, and return both ready to train.
 
-    Each step below needs the result of the previous steps. docs/architecture.md explains the order.
+    All ranks must call this function. Each step below needs the result of the previous steps.
+    docs/architecture.md explains the order.
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
@@ -174,7 +175,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
         with distributed.sharded_as_planned(
             accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered
         ):
-            # accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
+            # Accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
             model, _ = accelerator.prepare(model, optimizer)
     # Without FSDP2 the model is already on its device. `prepare` is not called, because it would
     # wrap the model in DistributedDataParallel, which sums gradients over ranks in the dtype of the
@@ -197,9 +198,10 @@ def build(
     console: Console,
     arguments: argparse.Namespace,
 ) -> Run | None:
-    """Return the run, ready for its next step, or None if it is already finished. Collective.
+    """Return the run, ready for its next step. Return None if the run is already finished.
 
-    Raises TrainingHalted if the first step differs too much from plain transformers (`parity`).
+    All ranks must call this function. Raises TrainingHalted if the first step differs too much from
+    plain transformers (`parity`).
     """
     require_shared(folder.path)
     job, checkpoints, source = resume_point.where_to_resume(
@@ -275,7 +277,7 @@ def train(run: Run) -> int:
                 stopped_by = train_on(run, steps, stop)
             if stopped_by:
                 return stopped_by
-        # Save before the last evaluation, so that an error in it does not lose the weights.
+        # Save before the last evaluation, so that the weights are not lost if the evaluation fails.
         return checkpointing.save_last(run, stop)
 
 
@@ -324,7 +326,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
 def train_step(
     run: Run, batches: StepBatches, watch: StepWatch
 ) -> tuple[dict[str, Any], StepDecision]:
-    """Train one step. Return the metrics of the step, and the decision whether to update weights.
+    """Train one step. Return the metrics of the step, and a decision.
+
+    The decision tells whether the weights were updated, and how the run continues.
 
     batches: the microbatches of the step on this rank.
     watch: the observers that are due in this step.
@@ -383,7 +387,7 @@ def train_step(
 
 
 def finish(run: Run) -> None:
-    """Evaluate the last step, export the model, and print the results and where the files are."""
+    """Evaluate the last step, export the model, and print the results and the paths of files."""
     evaluate.evaluate_once(run)
     if run.is_best and run.state.step > run.resumed_step:
         # This writes nothing if the last step is already saved (`checkpoint.at_end`).

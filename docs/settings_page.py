@@ -24,8 +24,8 @@ from pretrain.settings.recipe import Recipe
 HEAD = """\
 # Settings
 
-This page lists every key of a recipe. `make docs` writes it from the classes that check recipes. To
-change the text of a key, change the comment on its line: in `pretrain/settings/recipe.py`,
+This page lists every key of a recipe. `make docs` writes it from the classes that check recipes.
+The text of a key is the comment on its line or above it, in `pretrain/settings/recipe.py`,
 `packing/settings.py` or `pretrain/precision/settings.py`.
 
 * A recipe is a YAML file. A key that is not on this page is an error, which names the most similar
@@ -43,7 +43,7 @@ change the text of a key, change the comment on its line: in `pretrain/settings/
 * `config.yaml` in the run folder has every key with the value that the run used. It can be used as
   a recipe.
 * The recipe [overrides](precision.md#where-a-precision-is-set) the precision and the `fp8_config`
-  of the accelerate configuration (`accelerate_configs/`) key by key.
+  of the Accelerate configuration (`accelerate_configs/`) key by key.
 """
 # Names of the types of JSON schema.
 TYPES = {

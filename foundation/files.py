@@ -175,10 +175,11 @@ def check_files(
 
 @contextmanager
 def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
-    """Context manager that holds the lock file `path`.
+    """Context manager that locks the file `path` during the body of the `with` statement.
 
-    Yields True, or False if the file system has no locks. The kernel releases the lock when the
-    process ends, even if SIGKILL ends it. So no user ever has to remove an old lock file.
+    Yields True if the file is locked, or False if the file system has no locks. The kernel releases
+    the lock when the process ends, even if SIGKILL ends the process. So no user ever has to remove
+    an old lock file.
 
     Args:
         path: The lock file. It contains the name of the process that holds the lock.
@@ -209,9 +210,9 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
                 stacklevel=3,
             )
             has_locks = False
+        # This process holds the lock now. Replace the name in the lock file by its name. On a full
+        # disk the file stays empty, and other processes report "another process" as the name.
         file.truncate(0)
-        # On a full disk the lock file stays empty. Other processes then report the process that
-        # holds the lock as "another process".
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield has_locks

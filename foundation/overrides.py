@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def overridden(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of `owner` to `values` inside the block, and restore them afterwards."""
+    """Context manager that sets attributes of `owner` to `values`, and restores them afterwards."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -127,7 +127,7 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
 
 @contextmanager
 def refusing(kinds: tuple[type[Exception], ...], what: str, remedy: str = "") -> Iterator[None]:
-    """Re-raise exceptions of `kinds` from the block as InputError.
+    """Re-raise exceptions of `kinds` from the body of the `with` statement as InputError.
 
     The message is `what`, then the original error on one line, then `remedy` if it is not empty.
     """

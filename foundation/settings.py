@@ -47,7 +47,8 @@ PositiveCount = Annotated[int, Field(ge=1)]
 # Tensors, files and other libraries store a seed as a signed integer of 64 bits.
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-# A path, or a name such as the name of a Hugging Face dataset. It is a path if this path exists.
+# A path, or a name such as the name of a Hugging Face dataset. The value is a path if this path
+# exists.
 PathText = Annotated[str, BeforeValidator(at_home)]
 FilePath = Annotated[Path, BeforeValidator(at_home)]
 

@@ -126,9 +126,9 @@ class PackWriter(AbstractContextManager):
     """Context manager that writes packs to the folder `path`, completely or not at all.
 
     All files are first written to `folder`, a hidden folder beside `path`. `finish` completes and
-    flushes `folder` and renames it to `path`. If the block ends without `finish`, `folder` is
-    removed. The caller may write other files to `folder`, which then belong to the packs. Only one
-    writer may exist for a path at a time.
+    flushes `folder` and renames it to `path`. If the body of the `with` statement ends without
+    `finish`, `folder` is removed. The caller may write other files to `folder`, which then belong
+    to the packs. Only one writer may exist for a path at a time.
     """
 
     def __init__(self, path: Path, length: int) -> None:

@@ -56,8 +56,8 @@ class StepBatches:
     """One rank's microbatches of a step, and totals of the step over all ranks.
 
     Every rank has the same number of microbatches. The totals need no communication, because every
-    rank reads the document lengths of all packs of the step. It reads only the tokens of its own
-    packs.
+    rank reads the document lengths of all packs of the step. A rank reads only the tokens of its
+    own packs.
     """
 
     microbatches: list[Microbatch]  # microbatches of this rank
@@ -157,7 +157,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
     A thread builds the next two results in advance, while the caller computes. NumPy releases the
     interpreter lock, so both can run at the same time. If `build` raises an exception, the call of
     `next` that would return the result raises the exception, and the iteration ends. `close`, the
-    end of the `with` block and the end of the iteration wait until the thread has ended. Unused
+    end of the `with` statement and the end of the iteration wait until the thread has ended. Unused
     results are dropped.
     """
 

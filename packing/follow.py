@@ -136,8 +136,8 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
             raise InputError(
                 f"data.streaming.disk_gb: {limit / 1e9:g} is too small: the packs of one step need "
                 f"{needed / 1e9:.3g} GB; either set data.streaming.disk_gb to "
-                f"{needed * 1.05e-9:.2g} or more, or set a smaller data.streaming.window, which "
-                "starts another stream"
+                f"{needed * 1.05e-9:.2g} or more, or start a new run with a smaller "
+                "data.streaming.window (it changes the packs, so this run cannot continue with it)"
             )
 
 

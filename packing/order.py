@@ -313,9 +313,10 @@ def _mix(half: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
-    """Return the next output of the generator splitmix64 for each uint64 state (one to one).
+    """Return the next output of the random generator splitmix64 for each uint64 state in `state`.
 
-    The algorithm is from Steele, Lea and Flood 2014, and the constants are Vigna's.
+    Different states have different outputs. The algorithm is from Steele, Lea and Flood 2014, and
+    the constants are Vigna's.
     """
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -162,7 +162,7 @@ _task: tuple[TextTokenizer, Records, DataSettings]
 
 @contextmanager
 def _isolated_children() -> Iterator[None]:
-    """Context manager that isolates the processes that are started in its block.
+    """Context manager that isolates the processes that the body of the `with` statement starts.
 
     These processes import neither the caller's script (the training script would import torch) nor
     modules of the current folder. They ignore Ctrl-C, because the caller receives it too and ends

@@ -382,8 +382,8 @@ class ChatColumns(Records):
             )
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
-                f"data.chat_template: is not a valid Jinja template: {error}; either "
-                "correct it, or choose another template"
+                f"data.chat_template: the template is not valid Jinja: {error}; either "
+                "correct this template, or choose another template"
             ) from None
         except _REFUSALS as error:
             with_tools = " and its `tools`" if tools else ""

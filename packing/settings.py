@@ -74,7 +74,7 @@ class SourceSettings(Settings):
     text: str = "text"
     # Chats instead of `text`: a column with a list of {role, content}, or a list of two entries,
     # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
-    # assistant have a loss. null: chats are recognised by their columns.
+    # assistant's messages are part of the loss. null: chats are recognised by their columns.
     messages: str | tuple[str, ...] | None = None
     # Template of chats: plain, chatml, a Jinja file, the name of one of the tokenizer's templates,
     # or a template itself; null: the tokenizer's only template, or its template named default.

@@ -269,7 +269,8 @@ class FileSource:
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
-            # An empty block follows the last block. When it is read, the rest is yielded.
+            # The loop ends with an empty block. It yields the bytes that are still pending, which
+            # are a last line without a newline.
             for block in chain(iter(partial(stream.read, size), b""), [b""]):
                 pending += block
                 cut = len(pending)
@@ -289,8 +290,8 @@ class FileSource:
         lines: list[str] = []
         while start := _RECORD_START.search(text, at):
             _, at = json.JSONDecoder().raw_decode(text, start.start())
-            # Between the values of a record, a line break means the same as a blank. In a text,
-            # JSON has no line breaks.
+            # Outside of JSON strings, a line break means the same as a blank. JSON strings contain
+            # no line breaks.
             lines.append(text[start.start() : at].replace("\n", " "))
             if at - begin >= size or not _RECORD_START.search(text, at):
                 payload = "\n".join(lines).encode()
@@ -305,7 +306,8 @@ class FileSource:
         from pyarrow import csv
 
         with open_stream(path) as stream:
-            decoded(stream.read(2**16).partition(b"\n")[0])  # Reject UTF-16 with its remedy.
+            # Reject UTF-16. The message says how to convert it.
+            decoded(stream.read(2**16).partition(b"\n")[0])
         reading = csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False)
         delimiter = "\t" if suffix_of(path) == ".tsv" else ","
         parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)

@@ -32,7 +32,12 @@ class TokenBin(Packs):
     """
 
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
-        """Open the file. Raise InputError if it does not have the size of complete tokens."""
+        """Open the file `path`. Raise InputError if the file is truncated.
+
+        path: a .bin file, with or without the header of llm.c.
+        length: number of tokens in a pack.
+        end_token: id of the token that ends a document, or None.
+        """
         self.path = Path(path)
         self.length = length
         self.end_token = end_token
@@ -42,6 +47,7 @@ class TokenBin(Packs):
         start = _HEADER_BYTES if has_header else 0
         size = self.path.stat().st_size - start
         tokens, rest = divmod(size, np.dtype(dtype).itemsize)
+        # The third number of a header is the number of tokens.
         if rest or tokens == 0 or (has_header and tokens != header[2]):
             raise InputError(
                 f"{self.path}: is truncated: {size} bytes are not the {dtype} tokens of a complete "

@@ -1,4 +1,4 @@
-"""The shipped accelerate configurations: accelerate reads them and starts the promised topology."""
+"""The shipped Accelerate configurations: Accelerate reads them and starts the promised topology."""
 
 from __future__ import annotations
 

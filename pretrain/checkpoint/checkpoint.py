@@ -74,10 +74,9 @@ Files = Mapping[str, Tensors]
 class Checkpoints:
     """The checkpoints of one run.
 
-    All methods are collective, except the methods whose docstring says "Not collective": if
-    torch.distributed is initialized, all ranks must call them in the same order. Only one save is
-    written at a time. The methods that save, load, rename or select checkpoints first wait until
-    this save is complete.
+    All ranks must call the methods in the same order, except the methods whose docstring says "Any
+    rank may call this method alone". Only one save is written at a time. The methods that save,
+    load, rename or select checkpoints first wait until this save is complete.
 
     Args:
         folder: Folder of the checkpoints, on a disk that all processes share.
@@ -109,7 +108,8 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Return the checkpoint that was saved or loaded last, or None.
 
-        A save that is still running in the background is included. Not collective.
+        A save that is still running in the background is included. Any rank may call this method
+        alone.
         """
         return self._pending.final if self._pending else self._complete
 
@@ -219,9 +219,9 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Return True if this rank's part of the running save has failed. Not collective.
+        """Return True if this rank's part of the running save has failed.
 
-        `wait` raises the error.
+        `wait` raises the error. Any rank may call this method alone.
         """
         pending = self._pending
         futures = (pending.written, pending.completed) if pending else ()
@@ -277,9 +277,10 @@ class Checkpoints:
         return [failure for failure in from_all_ranks(reason) if failure]
 
     def close(self) -> None:
-        """Wait until no thread of this process writes. Not collective.
+        """Wait until no thread of this process writes.
 
-        Unlike `wait`, this method can be called by a process that ends with an error.
+        Any rank may call this method alone. Unlike `wait`, it can be called by a process that ends
+        with an error.
         """
         self._thread.shutdown()
 
@@ -351,7 +352,10 @@ class Checkpoints:
         return None
 
     def owns(self, path: Path) -> bool:
-        """Return True if the checkpoint at `path` is in this run's folder. Not collective."""
+        """Return True if the checkpoint at `path` is in this run's folder.
+
+        Any rank may call this method alone.
+        """
         return path.resolve().parent == self.folder.resolve()
 
     # ── Loading ──
@@ -405,7 +409,7 @@ class Checkpoints:
     def _require_intact(self, path: Path) -> None:
         """Raise InputError if the checkpoint at `path` is missing or damaged.
 
-        A checkpoint that was verified last is not hashed again.
+        If it is the checkpoint that was verified last, it is not hashed again.
         """
         self.wait()
         if path != self._intact and (problems := self._verify(path)):
@@ -546,11 +550,12 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
 
 
 def checksums(tensors: Tensors) -> dict[str, int]:
-    """Return the checksum of each tensor by name. Collective.
+    """Return the checksum of each tensor by name.
 
-    The checksum is the sum of `sum_of_bits` over the distinct blocks of the tensor, modulo 2^64. It
-    does not depend on the number of shards of the first dimension. Replicas of a block are added
-    once if their bits are equal. If their bits differ, both are added, so the checksum changes.
+    All ranks must call this function. The checksum is the sum of `sum_of_bits` over the distinct
+    blocks of the tensor, modulo 2^64. It does not depend on the number of shards of the first
+    dimension. Replicas of a block are added once if their bits are equal. If their bits differ,
+    both are added, so the checksum changes.
     """
     # For each rank, a dict that maps each tensor to the offset of the rank's block and the sum of
     # the block's bits. Blocks with different offsets are different blocks.
@@ -613,9 +618,10 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def require_shared(folder: Path) -> None:
-    """Raise InputError if `folder` is not on a disk that all processes share. Collective.
+    """Raise InputError if `folder` is not on a disk that all processes share.
 
-    The first process creates a file in the folder, and all processes check that the file exists.
+    All ranks must call this function. The first process creates a file in the folder, and all
+    processes check that the file exists.
     """
     if not torch.distributed.is_initialized():
         return

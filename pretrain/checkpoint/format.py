@@ -402,7 +402,9 @@ def load_tensors(
     """
     with ExitStack() as stack, torch.no_grad():
         open_file = cache(
-            lambda file: stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
+            lambda file_name: stack.enter_context(
+                safe_open(folder / file_name, framework="pt", device="cpu")
+            )
         )
         for name, target in targets.items():
             block = block_of(target)

@@ -19,8 +19,8 @@ from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunReco
 class Column:
     """A column of a table.
 
-    A row of the table is any object from which `value` computes the value in the column, for
-    example a ComparedRun or a GroupResult.
+    A row of the table is an object, for example a ComparedRun or a GroupResult. `value` computes
+    the value of a row in this column.
     """
 
     title: str
@@ -47,8 +47,7 @@ def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Return a Markdown table with one line for each row."""
     header = [column.title for column in columns]
     cells = [[column.text(row) for column in columns] for row in rows]
-    # All columns of text are left of the columns of numbers, so `names` is the number of columns
-    # that are aligned to the left.
+    # Columns of text are aligned to the left, and they are to the left of all columns of numbers.
     return markdown(header, cells, names=sum(column.is_text for column in columns))
 
 

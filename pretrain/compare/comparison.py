@@ -89,8 +89,8 @@ class ComparedRun:
     def gap(self) -> Gap | None:
         """Return the mean loss difference between the run and the baseline at the end of training.
 
-        Return None if the run is the baseline, or if there is no difference for the reason that
-        `not_paired` returns.
+        Return None if the run is the baseline, or if the two runs have no difference. `not_paired`
+        returns the reason.
         """
         if self.is_baseline or self.not_paired or self.differences is None:
             return None

@@ -89,7 +89,7 @@ class MatrixGroup(Settings):
 
 
 class LaunchSettings(Settings):
-    """Settings that exist both in a matrix file and in a phases file."""
+    """Settings that a matrix file and a phases file have in common."""
 
     # Name of the experiment, for paths and reports.
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -103,12 +103,12 @@ class LaunchSettings(Settings):
     # Number of GPUs of this machine over which the runs are distributed. Each process uses one GPU.
     # null: each run can use all GPUs.
     gpus: PositiveCount | None = None
-    # Number of processes of each run. null: the number in the accelerate configuration.
+    # Number of processes of each run. null: the number in the Accelerate configuration.
     processes: PositiveCount | None = None
 
 
 class CellSettings(Settings):
-    """Settings that exist both in a matrix file and in each phase: the cells to train."""
+    """The cells to train. A matrix file and each phase of a phases file have these settings."""
 
     # Map keys of a recipe to the list of their values. Every combination of the values is a cell.
     axes: Axes = Field(default_factory=dict)
@@ -236,9 +236,9 @@ class Matrix:
     cells: tuple[Cell, ...]
     # The cell with which all other cells are compared.
     baseline: Cell
-    # Number of processes of each cell. 1 if accelerate determines the number from the visible GPUs.
+    # Number of processes of each cell. 1 if Accelerate determines the number from the visible GPUs.
     processes: int
-    # True if the accelerate configuration sets `use_cpu`.
+    # True if the Accelerate configuration sets `use_cpu`.
     on_cpu: bool
 
     @property
@@ -368,8 +368,8 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
 def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:
     """Return the number of processes of each run.
 
-    `accelerate` is the content of the accelerate configuration. Return None if it does not set the
-    number, so that accelerate starts one process for each visible GPU.
+    `accelerate` is the content of the Accelerate configuration. Return None if it does not set the
+    number, so that Accelerate starts one process for each visible GPU.
     """
     if settings.processes:
         return settings.processes
@@ -381,7 +381,7 @@ def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:
 def _precision_environment(accelerate: Values) -> dict[str, str]:
     """Return the environment variables for the precision that `accelerate launch` would set.
 
-    `accelerate` is the content of the accelerate configuration.
+    `accelerate` is the content of the Accelerate configuration.
     """
     fp8_config = accelerate.get("fp8_config") or {}
     return {"ACCELERATE_MIXED_PRECISION": str(accelerate.get("mixed_precision", "no"))} | {

@@ -234,10 +234,11 @@ def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
 def start(
     matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool
 ) -> StartedCell:
-    """Write the cell's mark into its run folder and start the processes of the cell.
+    """Start the processes of the cell, and return an object that manages them.
 
-    The cell uses the group of GPUs with the fewest running cells. If the run folder cannot be
-    written, or contains files that no training has written, raise InputError and write nothing.
+    The processes use the group of GPUs with the fewest running cells. Before they start, `mark`
+    writes a JSON file into the cell's run folder. If the run folder is not writable, or contains
+    files that no run has written, raise InputError and write nothing.
 
     Args:
         matrix: The matrix.
@@ -256,8 +257,8 @@ def start(
 def command_of(matrix: Matrix, cell: Cell) -> list[str]:
     """Return the command that trains the cell, as a list of arguments.
 
-    A user can type the same command. `--quiet` suppresses the traceback that accelerate prints
-    after the training's own error message.
+    A user can type the same command. `--quiet` suppresses the traceback that Accelerate prints
+    after the error message of the training script.
     """
     launch = [
         sys.executable,
@@ -267,6 +268,7 @@ def command_of(matrix: Matrix, cell: Cell) -> list[str]:
         "--config_file",
         str(matrix.settings.accelerate),
     ]
+    # If the matrix file does not set `processes`, Accelerate determines the number of processes.
     if matrix.settings.processes is not None:
         launch += ["--num_processes", str(matrix.processes)]
     return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *cell.overrides]
@@ -276,7 +278,7 @@ def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> 
     """Return the shell command that trains a recipe, for the user to copy.
 
     Args:
-        accelerate: The accelerate configuration.
+        accelerate: The Accelerate configuration.
         recipe: The recipe file.
         overrides: Settings that override the recipe, as key=value.
     """

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Number of layers for which a curve is drawn of the cosine between their gradient and the BF16
-# gradient. The cosine of the complete gradient is drawn too.
+# Number of layers that have a curve with the cosine between their gradient and the BF16 gradient.
+# The cosine of the complete gradient is drawn too.
 WORST_LAYERS = 3
 # Prefix of the keys in metrics.jsonl for the cosine of one layer. The name of the layer follows.
 LAYER = "gap/cosine/"
@@ -88,8 +88,9 @@ NAMES = ("settings.name", "settings.run_dir", "settings.log.")
 
 # Step numbers (int64) and values (float64) of a curve.
 Curve = tuple[np.ndarray, np.ndarray]
-# Map (key of MEASURES, operand) to the heat map of a run. A heat map is a dict with the names of
-# its rows (`layers`), the numbers of its columns (`steps`) and the array `values` [layer, step].
+# Heat maps of one run. Each key is a pair of a key of MEASURES and the name of an operand. Each
+# heat map is a dict with the names of its rows (`layers`), the step numbers of its columns
+# (`steps`), and the array `values` [layer, step].
 HeatMaps = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -346,7 +347,7 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
         shared_yaxes=True,
         subplot_titles=[escape(operand) for operand in operands],
     )
-    # The entry of the menu that shows each trace. A trace is one heat map.
+    # One text per heat map: the menu entry with which the reader shows this heat map.
     choices = []
     # Each measure has a colour axis. plotly shows the colour bars of visible traces only.
     axes = {measure: f"coloraxis{place}" for place, measure in enumerate(MEASURES, start=1)}

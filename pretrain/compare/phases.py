@@ -7,9 +7,8 @@ of four cells need 12 runs, while all combinations would need 64.
 A cell is stable if it has finished, has a finite loss at every step, and has neither skipped nor
 rolled back a step. The search ends early after a phase without a stable cell, and after a phase
 whose fastest cell is not at least `least_gain` (1 %) faster than the fastest cell of the earlier
-phases. The result is the
-fastest cell, with the command that trains with its settings. To continue an interrupted search, run
-the same command again. Finished runs are not repeated.
+phases. The result is the fastest cell, with the command that trains with its settings. To continue
+an interrupted search, run the same command again. Finished runs are not repeated.
 
 Exit status: 0 if the search has a result, 1 if no cell of the first phase is stable, 2 for invalid
 input, and 130, 138 or 143 if a signal stopped the command.
@@ -111,7 +110,7 @@ class Measured:
 
     @property
     def speed(self) -> float:
-        """Return the speed of all devices together in tokens/s, or 0 if the speed is not used."""
+        """Return the speed of all devices together in tokens/s. Return 0 if it is not used."""
         return 0.0 if self.unused_because else self.figures["tokens_per_second"]
 
 

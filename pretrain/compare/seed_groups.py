@@ -48,14 +48,14 @@ _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
 def grouped(runs: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
-    """Group runs that are the same training except for their seed.
+    """Group runs that have the same settings except for their seed.
 
     Map the name of each group to a dict that maps each seed to its run. The groups are in the order
     of their first runs. The name of a group is the name of its first run without the part for the
     seed, such as "seed=3".
 
-    A group has only one run per seed. If two runs are the same training with the same seed, all
-    runs of this training are divided into groups by their folders: the runs of a group have the
+    A group has only one run per seed. If two runs have the same settings and the same seed, all
+    runs with these settings are divided into groups by their folders: the runs of a group have the
     same folder path, except for the part for the seed.
     """
     keys = [(tuple(_settings(run).items()), run.config["seed"]) for run in runs]
@@ -107,7 +107,8 @@ class GroupResult:
     def loss_text(self) -> str:
         """Return the mean and the standard deviation of the losses over seeds, as text.
 
-        If the group has a difference from the baseline, only seeds of both groups are included.
+        If the group is compared with the baseline's group, only the seeds that both groups have are
+        included. Return UNKNOWN if there is no loss.
         """
         seeds = self.difference.by_seed if self.difference else self.losses
         values = [loss for seed, loss in self.losses.items() if seed in seeds]

@@ -61,8 +61,8 @@ HEADER = (
 class Protocol:
     """Settings that are fixed before the first round. which.json stores each field by its name."""
 
-    # Checkpoint that all trainings branch from, including the baseline's. None if the baseline
-    # trains from the start.
+    # Checkpoint that all runs branch from, including the baseline's. None if the baseline trains
+    # from the start.
     begin_with: str | None
     # Largest acceptable difference from the baseline's loss, as a share of that loss.
     margin: float
@@ -71,11 +71,11 @@ class Protocol:
     # Map the name of each precision that ran in the trials to its seconds per step. The baseline is
     # the first.
     seconds: dict[str, float]
-    # Seconds that a training takes in addition to its steps, for its start and its evaluation.
+    # Seconds that a run takes in addition to its steps, for its start and its evaluation.
     start: float
     # Number of planned rounds. Each round has one seed.
     seeds: int
-    # Number of the last step of every training.
+    # Number of the last step of every run.
     steps: int
     # Number of the step after which candidates branch from the baseline.
     trunk: int
@@ -112,14 +112,14 @@ class Verdict:
     name: str
     # Held-out loss of the candidate, evaluated in BF16, minus the baseline's held-out loss.
     served: SeedDifference | None = None
-    # Training loss at the end of the candidate's training, in the candidate's precision, minus the
+    # Training loss at the end of the candidate's run, in the candidate's precision, minus the
     # baseline's training loss.
     trained: SeedDifference | None = None
     # Median of the candidate's speed over all seeds.
     tokens_per_second: float | None = None
     # Speed of the candidate divided by the baseline's speed.
     speedup: float | None = None
-    # Peak memory of the candidate's training.
+    # Peak memory of the candidate's run.
     memory_gib: float | None = None
     # Factor by which the training tokens would have to grow until the candidate has the baseline's
     # loss. It is estimated from the slope of the baseline's loss.
@@ -163,7 +163,7 @@ class Rounds:
     # One dict per trained round, which maps the baseline and the round's candidates to their runs.
     # All runs of a round have the same seed.
     runs: list[dict[str, RunRecord]] = field(default_factory=list)
-    # Map each name to the seconds that its most recent training took.
+    # Map each name to the seconds that its most recent run took.
     took: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, candidates: Sequence[str]) -> float:
@@ -171,10 +171,10 @@ class Rounds:
         return sum(map(self._seconds_of, (self.protocol.base, *candidates)))
 
     def _seconds_of(self, name: str) -> float:
-        """Return the estimated seconds of one training of `name`, the baseline or a candidate.
+        """Return the estimated seconds of one run of `name`, the baseline or a candidate.
 
-        The estimate is the duration of the most recent training of `name` in a round. If there is
-        no such training yet, the estimate is computed from the speed in the trial.
+        The estimate is the duration of the most recent run of `name` in a round. If there is no
+        such run yet, the estimate is computed from the speed in the trial.
         """
         protocol = self.protocol
         is_branch = bool(protocol.begin_with) or name != protocol.base
@@ -287,8 +287,8 @@ class Rounds:
     def tokens_for(self, loss: float, slope: float) -> float:
         """Return the factor by which the training tokens must grow to lower the loss by `loss`.
 
-        If all trainings branch from the checkpoint of another run, only the tokens after that
-        checkpoint are multiplied by the factor. Otherwise all tokens are multiplied by it.
+        If all runs branch from the checkpoint of another run, only the tokens after that checkpoint
+        are multiplied by the factor. Otherwise all tokens are multiplied by it.
 
         Args:
             loss: Loss of a candidate minus the baseline's loss, in nats per token. The factor is 1

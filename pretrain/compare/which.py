@@ -2,8 +2,7 @@
 
 One precision is the baseline, and the other precisions are candidates. First, a few steps are
 trained in each precision. These trials show which precisions run on this machine, and how fast.
-From the speeds, the command computes how long each training can be so that all trainings fit into
---hours.
+From the speeds, the command computes how long each run can be so that all runs fit into --hours.
 
 Then the command trains rounds. Each round has one seed. The baseline trains from the start. Each
 candidate branches from the baseline's checkpoint after a fifth of the steps, and trains on the same
@@ -17,7 +16,7 @@ which its training tokens would have to grow to reach the baseline's loss. A pre
 recommended if the whole interval of its gain is above 1. To continue after Ctrl-C, run the same
 command again. To train more rounds for open candidates, run it again with more --hours.
 
-The result is not valid for longer trainings or larger models. They may need a more exact precision.
+The result is not valid for longer runs or larger models, which may need a more exact precision.
 
 Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid input,
 and 128 plus the number of the signal if a signal stopped the command.
@@ -70,10 +69,10 @@ from pretrain.settings.recipe import Recipe
 
 # Share of the steps after which candidates branch from the baseline.
 TRUNK = 0.2
-# Files in the folder of the trainings: the fixed settings, and the verdicts.
+# Files in the folder of the runs: the fixed settings, and the verdicts.
 PROTOCOL_FILE = "which.json"
 VERDICT_FILE = "verdict.json"
-# Default accelerate configurations with and without a GPU.
+# Default Accelerate configurations with and without a GPU.
 ON_GPU = Path("accelerate_configs/bf16.yaml")
 ON_CPU = Path("accelerate_configs/cpu.yaml")
 # Keys that the user cannot override, because this command sets them.
@@ -158,20 +157,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=5,
         metavar="N",
-        help="number of rounds for which the length of the trainings is planned, at least "
+        help="number of rounds for which the length of the runs is planned, at least "
         f"{FEWEST_SEEDS}; default: 5",
     )
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
-        help="steps of each training; default: computed from --hours",
+        help="steps of each run; default: computed from --hours",
     )
     parser.add_argument(
         "--from",
         dest="begin_with",
         metavar="CHECKPOINT",
-        help="checkpoint (a step-* folder) from which all trainings branch, including the "
+        help="checkpoint (a step-* folder) from which all runs branch, including the "
         "baseline's; default: the baseline trains from the start",
     )
     parser.add_argument(
@@ -179,12 +178,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--config_file",
         type=Path,
         metavar="FILE",
-        help=f"accelerate configuration; default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
+        help=f"Accelerate configuration; default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
     )
     parser.add_argument(
         "--run_dir",
         metavar="FOLDER",
-        help="folder of the trainings; default: runs/which/NAME with the recipe's name",
+        help="folder of the runs; default: runs/which/NAME with the recipe's name",
     )
     return parser.parse_intermixed_args(arguments)
 
@@ -217,20 +216,21 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
     steps = recipe.train.steps if options.steps is None else options.steps
     if steps is not None and steps < minimum:
         raise InputError(
-            f"--steps, or else `train.steps` in the recipe, sets {steps} steps per training, but "
+            f"--steps, or else `train.steps` in the recipe, sets {steps} steps per run, but "
             f"{minimum} is the minimum; set --steps {minimum} or more"
         )
     if options.steps and options.steps > (most := steps_in_an_epoch(recipe)):
         raise InputError(
             f"--steps {options.steps}: the data is repeated after step {most}, and repeated data "
-            f"hides the loss of a precision; set --steps {most} or fewer"
+            "makes the losses of two precisions look more similar than they are; set --steps "
+            f"{most} or fewer"
         )
 
 
 def has_gpu() -> bool:
     """Return True if torch can use a GPU."""
-    # The import takes seconds. It is here so that mistakes on the command line are reported at
-    # once.
+    # The import takes seconds. It is inside of this function so that mistakes on the command line
+    # are reported at once.
     import torch
 
     return torch.cuda.is_available()
@@ -277,13 +277,13 @@ def load_protocol(question: Question, options: argparse.Namespace) -> Protocol |
 def new_protocol(
     question: Question, options: argparse.Namespace, stop: StopRequest, deadline: float
 ) -> Protocol:
-    """Run the trials, compute the length of the trainings, and write the protocol.
+    """Run the trials, compute the length of the runs, and write the protocol.
 
     Raises InputError if `options.seeds` is too small, if the baseline or all candidates fail in the
-    trials, or if the trainings would be too short.
+    trials, or if the runs would be too short.
 
     Args:
-        question: The recipe and the folder of the trainings.
+        question: The recipe and the folder of the runs.
         options: The command line.
         stop: Request to stop, by a signal.
         deadline: Value of time.monotonic() at which --hours are over.
@@ -308,7 +308,7 @@ def new_protocol(
         for name, run in runs.items()
     }
     # Seconds that each trial took in addition to its steps. The lower median is used, because a
-    # trial that compiles kernels for all later trainings takes longer.
+    # trial that compiles kernels for all later runs takes longer.
     overheads = [
         seconds_of(cells[name]) - TRIAL_STEPS * per_step for name, per_step in seconds.items()
     ]
@@ -408,24 +408,23 @@ def steps_that_fit(
     seconds_left: float,
     in_an_epoch: float,
 ) -> tuple[int, int]:
-    """Return the last step of each training, and the last step of the trunk.
+    """Return the last step of each run, and the last step of the trunk.
 
-    The trunk consists of the steps before the candidates branch. A training is as long as --hours
-    allow, but not longer than the recipe's training, and not longer than one epoch. Raises
-    InputError if such a training has too few steps.
+    The trunk consists of the steps before the candidates branch. A run is as long as --hours allow,
+    but not longer than the recipe sets, and not longer than one epoch. Raises InputError if such a
+    run has too few steps.
 
     Args:
         options: The command line.
         recipe: The recipe.
         seconds: Seconds per step of the baseline and of each candidate, by name.
-        start: Seconds that a training takes in addition to its steps.
+        start: Seconds that a run takes in addition to its steps.
         seconds_left: Seconds that are left for all rounds.
         in_an_epoch: Number of steps after which the first data is repeated, or infinity.
     """
     base_seconds, *candidate_seconds = seconds.values()
     trunk = step_of_checkpoint(options.begin_with)
-    # Step of the checkpoint from which all trainings branch. 0 if the baseline trains from the
-    # start.
+    # Step of the checkpoint from which all runs branch. 0 if the baseline trains from the start.
     before = trunk or 0
     # Number of steps that a candidate trains, divided by the number that the baseline trains.
     candidate_share = 1 - TRUNK if trunk is None else 1
@@ -448,8 +447,7 @@ def steps_that_fit(
             limit = "the recipe or its data allows"
             remedy = "set more `train.steps` in the recipe, or use more data"
         raise InputError(
-            f"{limit} only {max(steps, 0)} steps per training, but {minimum} is the minimum; "
-            f"{remedy}"
+            f"{limit} only {max(steps, 0)} steps per run, but {minimum} is the minimum; {remedy}"
         )
     return steps, math.ceil(TRUNK * steps) if trunk is None else trunk
 
@@ -475,11 +473,11 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
 
 
 def least_steps(trunk: int | None) -> int:
-    """Return the smallest allowed number for the last step of a training.
+    """Return the smallest allowed number for the last step of a run.
 
     A candidate must train at least FEWEST_STEPS steps after it has branched, because its loss at
     the end is the mean over at least this number of steps. `trunk` is the step of the checkpoint
-    from which all trainings branch, or None if the baseline trains from the start.
+    from which all runs branch, or None if the baseline trains from the start.
     """
     return math.ceil(FEWEST_STEPS / (1 - TRUNK)) if trunk is None else trunk + FEWEST_STEPS
 
@@ -509,7 +507,7 @@ def announce(rounds: Rounds, hours: float) -> None:
     say(
         f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
         f"fixed at {100 * protocol.margin:g} % of the loss.\n"
-        f"Each round has one seed and takes about {duration(seconds)}. Each training has "
+        f"Each round has one seed and takes about {duration(seconds)}. Each run has "
         f"{protocol.steps:,} steps, of which the first {protocol.trunk:,} are {trunk}.\n"
         f"{protocol.seeds} rounds are planned. They take about "
         f"{duration(protocol.seeds * seconds)}, and the limit is {hours:g} hours."
@@ -519,15 +517,15 @@ def announce(rounds: Rounds, hours: float) -> None:
 def next_round(
     question: Question, rounds: Rounds, verdicts: Sequence[Verdict], seconds_left: float
 ) -> Matrix | None:
-    """Return the trainings of the next round, as a matrix.
+    """Return the runs of the next round, as a matrix.
 
     The round has the next seed, the baseline, and all candidates whose verdict is open. Return None
     if there is no such candidate, if MOST_SEEDS rounds are trained, or if the round would not end
-    within the time limit. The time limit is ignored for the first round, and for a round whose
-    trainings have all ended in an earlier start of the command.
+    within the time limit. The time limit is ignored for the first round, and for a round whose runs
+    have all ended in an earlier start of the command.
 
     Args:
-        question: The recipe and the folder of the trainings.
+        question: The recipe and the folder of the runs.
         rounds: The trained rounds.
         verdicts: The verdicts after these rounds.
         seconds_left: Seconds until the time limit.
@@ -550,7 +548,7 @@ def train_round(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
     cells = train(matrix, stop, may_fail=False)
     rounds.runs.append({name: read_run(cell.run_dir) for name, cell in cells.items()})
     rounds.took |= {name: seconds_of(cell) for name, cell in cells.items() if cell.is_finished()}
-    # Delete the checkpoints, because no later training branches from them.
+    # Delete the checkpoints, because no later run branches from them.
     for cell in matrix.cells:
         shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
 
@@ -577,7 +575,7 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
         f"{100 * (1 - protocol.error):.3g} % after every round, if the differences between seeds "
         "are normally distributed. In simulations with skewed differences, 95 % intervals missed "
         "the mean in 12 % of exponential and 21 % of lognormal series. No interval takes a rare "
-        "bad seed into account that has not been trained. Longer trainings and larger models may "
+        "bad seed into account that has not been trained. Longer runs and larger models may "
         "need a more exact precision."
     )
     return f"{rounds.table(verdicts)}\n\n{text}\n\n{limits}"

@@ -1,4 +1,4 @@
-"""Trainings of `which`: short trials of all precisions, and rounds with one seed each."""
+"""Training runs of `which`: short trials of all precisions, and rounds with one seed each."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from pretrain.metrics.run_record import read_run
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
-# Largest amount of GPU memory, in GiB, that may be in use before a training. It is above 0 because
-# the driver itself uses some memory.
+# Largest amount of GPU memory, in GiB, that may be in use before a run. It is above 0 because the
+# driver itself uses some memory.
 GPU_IS_FREE = 2.0
-# Number of steps of a trial, the first and short training of a precision.
+# Number of steps of a trial, the first and short run of a precision.
 TRIAL_STEPS = 12
 # Suffix in the name of a candidate whose head is quantized too.
 HEAD = "+head"
-# Settings of every training. They replace those of the recipe and of the overrides.
+# Settings of every run. They replace those of the recipe and of the overrides.
 FIXED_SETTINGS: Values = {
     "fp8_config.on_unsupported": "emulate",
     # Evaluate all candidates in BF16.
@@ -55,7 +55,7 @@ FIXED_SETTINGS: Values = {
 
 @dataclass(frozen=True)
 class Question:
-    """The training for which `which` searches the best precision.
+    """The recipe for which `which` searches the best precision.
 
     The methods return the trials and the rounds as matrices.
     """
@@ -66,13 +66,13 @@ class Question:
     recipe_file: Path
     # Settings from the command line that override the recipe, as key=value.
     overrides: tuple[str, ...]
-    # The accelerate configuration.
+    # The Accelerate configuration.
     accelerate: Path
-    # Folder that contains the run folders of all trainings.
+    # Folder that contains the run folders of all runs.
     folder: Path
 
     def trial(self, names: Sequence[str]) -> Matrix:
-        """Return the trials, which are short trainings, as a matrix.
+        """Return the trials, which are short runs, as a matrix.
 
         `names` are the names of the baseline and the candidates, the baseline first. Candidates
         that the recipe does not allow are skipped with a message. Raises InputError if the recipe
@@ -100,11 +100,11 @@ class Question:
         return matrix
 
     def round(self, protocol: Protocol, seed: int, candidates: Sequence[str]) -> Matrix:
-        """Return the trainings of the baseline and of `candidates` with one seed, as a matrix."""
+        """Return the runs of the baseline and of `candidates` with one seed, as a matrix."""
         base = protocol.base
         # Path of the checkpoint from which the candidates branch. It contains "{seed}", which each
-        # training replaces by its seed. So the setting has the same value for all seeds, and
-        # reports can group the runs of different seeds.
+        # run replaces by its seed. So the setting has the same value for all seeds, and reports can
+        # group the runs of different seeds.
         trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{protocol.trunk:08d}"
         branch: Values = {"train.begin_with": protocol.begin_with or trunk}
         base_settings = branch if protocol.begin_with else {"checkpoint.every": protocol.trunk}
@@ -124,9 +124,9 @@ class Question:
             "parity": False,
         }
         if protocol.begin_with:
-            # The trainings only have the steps after the checkpoint. `schedule.decay` is a share
-            # of all steps, so reduce it such that the decay is the recipe's share of the steps that
-            # are trained.
+            # The runs only have the steps after the checkpoint. `schedule.decay` is a share of all
+            # steps, so reduce it such that the decay is the recipe's share of the steps that are
+            # trained.
             common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
         return self._matrix("rounds", common, cells, seed=[seed])
 
@@ -160,6 +160,7 @@ class Question:
             name=name,
             recipe=self.recipe_file,
             accelerate=self.accelerate,
+            # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
             groups=[MatrixGroup(axes=axes, cells=merged)],
         )
@@ -169,8 +170,8 @@ class Question:
 def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cell]:
     """Train the cells of a matrix that have not ended, one after another. Return all cells by name.
 
-    If a signal stops a training, end the process. If the baseline fails or halts, raise InputError
-    at once. If a candidate fails and `may_fail` is false, also raise InputError at once. If a
+    If a signal stops a run, end the process. If the baseline fails or halts, raise InputError at
+    once. If a candidate fails and `may_fail` is false, also raise InputError at once. If a
     candidate halts, continue with the next cell, because the halt is a valid result.
     """
     for cell in matrix.cells:
@@ -183,7 +184,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cel
         is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
         if not outcome.is_finished and not is_allowed:
             raise InputError(
-                f"{cell.log}: this training has {outcome.status}, and there is no result without "
+                f"{cell.log}: this run has {outcome.status}, and there is no result without "
                 "it; read the last lines of this log, fix the cause, and run the same command "
                 "again to continue. To change settings, use another --run_dir. If the log says "
                 "that the checkpoint to branch from is missing, remove all folders of this seed in "
@@ -193,7 +194,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cel
 
 
 def has_ended(matrix: Matrix, cell: Cell) -> bool:
-    """Return True if the cell needs no more training.
+    """Return True if the cell need not be trained any further.
 
     This is the case if the cell is finished, or if it is a candidate that was halted.
     """
@@ -227,12 +228,12 @@ def check_gpu_is_free(matrix: Matrix) -> None:
 
 
 def seconds_of(cell: Cell) -> float:
-    """Return the number of seconds that the training of a finished cell took.
+    """Return the number of seconds that the run of a finished cell took.
 
     Each start of the cell writes the mark, and a finished run writes its summary last. So the
-    difference between the times of these two files is the duration since the last start. If the
-    training was interrupted and continued, this duration is too short. In this case, return the
-    total time of its steps, which is longer.
+    difference between the times of these two files is the duration since the last start. If the run
+    was interrupted and continued, this duration is too short. In this case, return the total time
+    of its steps, which is longer.
     """
     summary_time = (cell.run_dir / SUMMARY_FILE).stat().st_mtime
     since_last_start = summary_time - cell.mark.stat().st_mtime

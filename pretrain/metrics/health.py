@@ -1,8 +1,8 @@
 """Check the loss and gradient norm of each step, and decide if the step may update the weights.
 
-A spike is a loss far above the losses of the last hundred steps. The usual loss and its noise are
-measured by the median and the median absolute deviation, because a single spike hardly changes
-them.
+A spike is a loss far above the losses of the last hundred steps. The usual loss is the median of
+these losses, and its noise is their median absolute deviation, because a single spike hardly
+changes these two numbers.
 
 All ranks must call the checks with the same numbers. Then all ranks skip a step, roll back or stop
 together. The state of the checks is saved in checkpoints. A resumed run therefore warns, skips,
@@ -349,7 +349,7 @@ class Health:
         """Return a description of the spike if `loss` is a spike that must be reported, else None.
 
         With `on_spike: warn` only the first step of a spike is reported. All losses are recorded,
-        so a loss that stays high no longer is a spike after half a window. With `skip` or
+        so a loss that stays high is no longer a spike after half a window. With `skip` or
         `rollback`, every step of a spike is reported, because the losses of a spike are not
         recorded.
         """

@@ -54,8 +54,8 @@ class Recorder:
     def step(self) -> Iterator[None]:
         """Context manager that times one step and counts the graphs that the step compiles.
 
-        The block must contain the whole step, from the request for its data to the optimizer's
-        update.
+        The body of the `with` statement must contain the whole step, from the request for its data
+        to the optimizer's update.
         """
         graphs = compiled_graphs()
         begin = self.clock()
@@ -140,12 +140,13 @@ def layer_of(name: str, layers: Collection[str]) -> str:
 def gradient_statistics(
     model: nn.Module, layers: Collection[str], accelerator: Accelerator
 ) -> dict[str, float]:
-    """Return `grad_mean/<layer>` and `grad_std/<layer>` of the unclipped gradient. Collective.
+    """Return `grad_mean/<layer>` and `grad_std/<layer>` of the unclipped gradient.
 
-    `layers` contains names of modules. All parameters inside one of these modules are treated as
-    one layer. For a parameter outside of these modules, the module that owns the parameter is the
-    layer. The values of a parameter's shard are summed in FP32. These sums are added in FP64. The
-    standard deviation is that of the population, not a sample estimate.
+    All ranks must call this function. `layers` contains names of modules. All parameters inside one
+    of these modules are treated as one layer. For a parameter outside of these modules, the module
+    that owns the parameter is the layer. The values of a parameter's shard are summed in FP32.
+    These sums are added in FP64. The standard deviation is that of the population, not a sample
+    estimate.
     """
     # Map each layer to one tensor per parameter, with the sum, the sum of squares and the number of
     # the gradient's values.

@@ -130,7 +130,7 @@ def check_ours(path: Path) -> None:
     if foreign and not (config.is_file() and load_yaml(config).keys() >= _CONFIG_KEYS):
         example = foreign[0]
         raise InputError(
-            f"{path}: holds {example} and no config.yaml of a run; either set another "
+            f"{path}: contains {example}, but no config.yaml of a run; either set another "
             f"`run_dir`, or move {example} out of the folder"
         )
 
@@ -138,7 +138,7 @@ def check_ours(path: Path) -> None:
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of environment.json: versions, devices, commit and launch settings.
 
-    `accelerate` contains the settings of accelerate, which are recorded unchanged.
+    `accelerate` contains the settings of Accelerate, which are recorded unchanged.
     """
     # Imported here, so that a run folder in use is refused before the slow import.
     import torch

@@ -1,4 +1,4 @@
-"""Log the records of a run to `metrics.jsonl` and to accelerate's trackers.
+"""Log the records of a run to `metrics.jsonl` and to Accelerate's trackers.
 
 `metrics.jsonl` has one JSON object per line. It contains every step exactly once, even if the run
 was stopped and resumed several times. After a resume, W&B and trackio continue the run whose
@@ -129,7 +129,7 @@ class Trackers:
     def start(self, config: Mapping[str, Any]) -> None:
         """Start all trackers, and log `config` to them as flat `section.key` pairs.
 
-        An Accelerator must have been created before, because accelerate's trackers read its state.
+        An Accelerator must have been created before, because Accelerate's trackers read its state.
         Raises InputError if a tracker does not start.
         """
         self.file.start()
@@ -161,9 +161,10 @@ class Trackers:
         return json.loads(path.read_bytes())["run"]
 
     def _make(self, name: str, run_id: str) -> GeneralTracker:
-        """Create the tracker `name`.
+        """Create and return the tracker `name`.
 
-        If the run is resumed, W&B and trackio continue the run that the earlier start has created.
+        If the run is resumed, the trackers of W&B and trackio add to the curves that the run has
+        logged before. They find these curves by `run_id`.
         """
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         title = self._run_dir.name
@@ -238,7 +239,7 @@ class Trackers:
 
 
 def check_trackers(log: LogSettings) -> None:
-    """Raise InputError if a tracker is not installed, or if accelerate does not support it."""
+    """Raise InputError if a tracker is not installed, or if Accelerate does not support it."""
     for name in sorted({*log.trackers} - {"jsonl"}):
         if name not in LOGGER_TYPE_TO_CLASS:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Packed attention: each token attends only to tokens of its document, with every kernel.
+"""Packed attention: each token attends only to tokens of its own document.
 
 A model that is built with `attn_implementation=choose(...).name` calls one of the functions of this
 module in each layer. The attention registry of transformers passes q, k, v and the keyword
@@ -76,7 +76,8 @@ FA4_GENERATIONS = (9, 10)
 # unused. For example, 4 packs of one document each are counted as 15 documents.
 LONG = 8192
 # `flash_backward_in_parts` computes dk and dv in parts only if at most WIDE query heads share a KV
-# head. It calls the kernel once for each of these heads. More calls have not been measured.
+# head. In this case it calls the kernel once for each of these heads. More calls have not been
+# measured.
 WIDE = 4
 # True if torch's kernel has the flag `enable_gqa`. torch 2.13 needs this flag if there are fewer KV
 # heads than query heads. torch 2.11 has no such flag.
@@ -199,7 +200,7 @@ def check(model: PreTrainedModel, length: int) -> None:
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if value := getattr(config, key, None):
             raise InputError(
-                f"{name} has {key} {value}, which is not computed here; "
+                f"{name} has {key} {value}, but packed attention does not compute dropout; "
                 f"set `model.config.{key}: 0.0`"
             )
     window = getattr(config, "sliding_window", None)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
 _explaining_accelerate = partial(
-    refusing, _REFUSED, "accelerate configuration: accelerate does not accept it"
+    refusing, _REFUSED, "Accelerate configuration: Accelerate does not accept it"
 )
 
 
@@ -40,7 +40,7 @@ _explaining_accelerate = partial(
 def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     """Return the Accelerator for the launched processes, and notices about corrected settings.
 
-    The notices are about settings of accelerate's configuration that this project replaces.
+    The notices are about settings of Accelerate's configuration that this project replaces.
     """
     if recipe.deterministic:
         compute_in_a_fixed_order()
@@ -72,7 +72,7 @@ def compute_in_a_fixed_order() -> None:
 def complete_topology(
     accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False
 ) -> None:
-    """Set up parts of the topology that accelerate does not: FSDP2 on CPUs and HSDP.
+    """Set up parts of the topology that Accelerate does not: FSDP2 on CPUs and HSDP.
 
     Args:
         accelerator: The run's Accelerator, changed in place.
@@ -82,27 +82,27 @@ def complete_topology(
             the parameters once a step or for each use.
 
     Raises:
-        InputError: Several processes were launched but do not form a process group. accelerate
+        InputError: Several processes were launched but do not form a process group. Accelerate
             would train an independent model in each process.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     count = accelerator.num_processes
     if launched != count:
         raise InputError(
-            f"accelerate configuration: {launched} processes were launched but each runs alone "
-            f"(accelerate uses {count}); for CPUs, set `distributed_type: MULTI_GPU` in the "
+            f"Accelerate configuration: {launched} processes were launched but each runs alone "
+            f"(Accelerate uses {count}); for CPUs, set `distributed_type: MULTI_GPU` in the "
             "configuration and ACCELERATE_USE_CPU=true in the environment"
         )
     state = accelerator.state
     wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
-        # accelerate has chosen DDP, as it always does for processes on CPUs.
+        # Accelerate has chosen DDP, as it always does for processes on CPUs.
         with _explaining_accelerate():
             state.fsdp_plugin = FullyShardedDataParallelPlugin()
             state.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if replicas > 1:
-        # Set the number of replicas only after FSDP2 has been set, because accelerate rejects
+        # Set the number of replicas only after FSDP2 has been set, because Accelerate rejects
         # replicas without FSDP2. The processes of a replica have consecutive ranks.
         state.parallelism_config = ParallelismConfig(
             dp_replicate_size=replicas, dp_shard_size=count // replicas
@@ -113,10 +113,10 @@ def complete_topology(
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group. Collective.
+    """Free the model, then end the process group.
 
-    Free the model first, because under FSDP2 the process is aborted if the process group ends while
-    the model still exists.
+    All ranks must call this function. Free the model first, because under FSDP2 the process is
+    aborted if the process group ends while the model still exists.
     """
     accelerator.free_memory()
     accelerator.wait_for_everyone()
@@ -203,8 +203,8 @@ def sharded_as_planned(
     """
     plugin = accelerator.state.fsdp_plugin
     plugin.reshard_after_forward = not once_a_step
-    # Make one shard group of each decoder layer. By default, accelerate reads the layer classes
-    # from the model. PackedLanguageModel does not define them, so accelerate would gather all
+    # Make one shard group of each decoder layer. By default, Accelerate reads the layer classes
+    # from the model. PackedLanguageModel does not define them, so Accelerate would gather all
     # layers at the same time.
     layers = {
         type(module).__name__
@@ -227,7 +227,7 @@ def sharded_as_planned(
     offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offloads else accelerator.device
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    # Replace the optimizer's parameters by the shards. accelerate finds the shard of a parameter by
+    # Replace the optimizer's parameters by the shards. Accelerate finds the shard of a parameter by
     # its address, but parameters on the meta device have no address.
     shards = dict(model.named_parameters())
     for group, parameter_names in zip(optimizer.param_groups, group_names, strict=True):
@@ -245,7 +245,7 @@ def sharded_as_planned(
 def from_all_ranks(item: T) -> list[T]:
     """Return a list of the `item` of each rank, in the order of ranks.
 
-    The items should be small objects, because they are pickled. Collective.
+    The items should be small objects, because they are pickled. All ranks must call this function.
     """
     if not torch.distributed.is_initialized():
         return [item]
@@ -257,7 +257,7 @@ def from_all_ranks(item: T) -> list[T]:
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
     """Return the largest `value` of all ranks. With it, all ranks leave a loop together.
 
-    Collective.
+    All ranks must call this function.
     """
     if accelerator.num_processes == 1:
         return value
@@ -265,11 +265,11 @@ def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
 
 
 def refused_together(make: Callable[[], T]) -> T:
-    """Call `make` on all ranks and return its result. Collective.
+    """Call `make` on all ranks and return its result.
 
-    If `make` raises InputError on any rank, all ranks raise InputError with the message of the
-    first of these ranks. Without this exchange, only the failing rank would stop, and the other
-    ranks would wait for it in their next collective.
+    All ranks must call this function. If `make` raises InputError on any rank, all ranks raise
+    InputError with the message of the first of these ranks. Without this exchange, only the failing
+    rank would stop, and the other ranks would wait for it in their next collective.
     """
     result = None
     refusal = None
@@ -285,10 +285,10 @@ def refused_together(make: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
-    """Overwrite contiguous `tensors` with the tensors of the first rank. Collective.
+    """Overwrite contiguous `tensors` with the tensors of the first rank.
 
-    Use it for values that may differ between ranks, for example because the files and libraries of
-    their machines differ.
+    All ranks must call this function. Use it for values that may differ between ranks, for example
+    because the files and libraries of their machines differ.
     """
     if accelerator.num_processes > 1:
         for tensor in tensors:

@@ -54,7 +54,7 @@ COPIES = 2
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a DTensor, or `tensor` itself if it is a plain tensor.
 
-    The result is detached and not a copy.
+    The result is detached, and shares the memory of `tensor`.
     """
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -164,7 +164,8 @@ def clear_main_gradients(parameters: Iterable[Summed]) -> None:
 def was_reached(parameter: nn.Parameter) -> bool:
     """Return True if backward has added anything to the gradient since it was cleared.
 
-    Zeros count as well. Waits for the device. Collective if the gradient is sharded.
+    Zeros count as well. Waits for the device. If the gradient is sharded, all ranks must call this
+    function.
     """
     gradient = gradient_of(parameter)
     if gradient is None:
@@ -261,9 +262,10 @@ class RankSums:
     """
 
     def __init__(self, parameters: Iterable[Summed]) -> None:
-        """Create the buckets. Collective.
+        """Create the buckets.
 
-        All ranks must pass the same parameters. Their main gradients must be in one allocation.
+        All ranks must call this method, and pass the same parameters. Their main gradients must be
+        in one allocation.
         """
         attached = {id(p): p for p in parameters if getattr(p, "main_grad", None) is not None}
         in_order = sorted(attached.values(), key=lambda p: p.main_grad.storage_offset())
@@ -308,8 +310,8 @@ class RankSums:
         """Start the remaining all-reduces and wait until all main gradients are sums over ranks.
 
         The results are equal bit for bit on all ranks. Call this method once a step, after
-        `starting_early`. A rank that has no microbatch in this step calls only this method.
-        Collective.
+        `starting_early`. A rank that has no microbatch in this step calls only this method. All
+        ranks must call this method.
         """
         while self._started < len(self._buckets):
             self._start()
@@ -345,7 +347,8 @@ class RankSums:
 def _cut(parameters: Iterable[Summed]) -> Iterator[list[Summed]]:
     """Yield buckets: lists of consecutive parameters with at most BUCKET values together.
 
-    A parameter with more than BUCKET values is the only parameter of its bucket.
+    A parameter with more than BUCKET values is the only parameter of its bucket. `parameters` must
+    not be empty.
     """
     bucket: list[Summed] = []
     for parameter in parameters:

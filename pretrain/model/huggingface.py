@@ -310,7 +310,7 @@ def _check_effect(
 
 
 def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> bool:
-    """Return True if setting `key` changes another key of the configuration made from `values`.
+    """Return True if another key of the configuration made from `values` depends on `key`.
 
     The function sets `key` to a few different values, one after the other.
     """
@@ -609,7 +609,8 @@ def build_on_first_rank(
     the device of the process. On the first rank, the second result maps the name of each parameter
     to its value, in dtype `kept` and in host memory. These values are from `build`, which only the
     first rank calls. On the other ranks the dict is empty. `part_from_first` distributes the values
-    later. Collective. Raise InputError on all ranks if the first rank cannot build the model.
+    later. All ranks must call this function. Raise InputError on all ranks if the first rank cannot
+    build the model.
     """
     attention.admit_packed_sdpa(config)
     has_source = settings.weights_source is not None

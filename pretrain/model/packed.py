@@ -110,7 +110,7 @@ class PackedLanguageModel(nn.Module):
             loss = self.routing.add_loss(loss, labels, training=self.training)
         return loss
 
-    # Under FSDP2, accelerate calls the next two methods to keep tied weights in one shard group.
+    # Under FSDP2, Accelerate calls the next two methods to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding of the model."""
         return self.hf.get_input_embeddings()
@@ -123,7 +123,7 @@ class PackedLanguageModel(nn.Module):
         """Discard gradients that FSDP2 has accumulated but not reduced.
 
         Such gradients remain if a backward has failed or was not the last of its step. This method
-        has no effect without FSDP2. Collective.
+        has no effect without FSDP2. All ranks must call this method.
         """
         if self.sharding is not None:
             self.sharding.discard_partial_gradients()
@@ -146,12 +146,13 @@ class PackedLanguageModel(nn.Module):
         """Return the mean losses and the expert balance of a step, as FP32 scalars by name.
 
         `loss` is the cross-entropy. `penalty` and `router_loss` are not multiplied by their
-        weights. Collective.
+        weights. All ranks must call this method.
 
         Args:
             accelerator: The run's Accelerator.
             tokens: Number of tokens with a label in the step, on all ranks together.
-            trained: Mean loss that the step minimizes, the same on all ranks.
+            trained: Mean loss that the step minimizes, the same on all ranks. It is the sum of the
+                cross-entropy, the penalty and the router loss, with their weights.
         """
         balance = self.routing.balance(accelerator) if self.routing else {}
         sums = self.take_sums()
@@ -163,6 +164,8 @@ class PackedLanguageModel(nn.Module):
         rank_sums = torch.stack([sums.get(name, zero) for name in names])
         means = accelerator.reduce(rank_sums, reduction="sum") / max(tokens, 1)
         losses = {"loss": trained} | dict(zip(names, means, strict=True))
+        # With a penalty, the head has summed the cross-entropy separately. Without a penalty,
+        # subtract the router loss from the minimized loss to get the cross-entropy.
         if self.routing and "router_loss" in losses and "penalty" not in losses:
             losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
         return losses | balance
@@ -193,7 +196,7 @@ def forward_backward(
     The mean loss is the sum of the losses of all tokens with a label in the step, on all ranks,
     divided by the number of these tokens. Gradients are summed over ranks, by `rank_sums` or by
     FSDP2. Therefore each token contributes the same gradient for any number of ranks. The returned
-    loss is the same on every rank. Collective.
+    loss is the same on every rank. All ranks must call this function.
 
     Args:
         model: The model, with cleared gradients.
@@ -234,8 +237,8 @@ def forward_backward(
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
     """Return the values of `figures` on the first rank, as floats.
 
-    All ranks get the same values and therefore take the same decisions. Waits for the device.
-    Collective.
+    All ranks get the same values and therefore take the same decisions. Waits for the device. All
+    ranks must call this function.
     """
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
     if accelerator.num_processes > 1:

@@ -5,8 +5,8 @@ The router loss is the load-balancing loss of transformers with the coefficient
 loss to the mean loss of a batch. This module computes the router loss of each microbatch, in FP32
 over the tokens with a label, multiplies it by the number of these tokens, and adds it to the summed
 loss of the microbatch. The step later divides the sum by the number of its tokens with a label. So
-it minimizes the mean router loss of its microbatches, in which the weight of each microbatch is its
-number of tokens with a label.
+the step minimizes a weighted mean of the router losses of its microbatches. The weight of a
+microbatch is its number of tokens with a label.
 
 A hook stores the logits on each router until the forward of the model has ended, because torch
 cannot compile the function by which transformers returns logits. If experts are grouped, logits are
@@ -145,7 +145,7 @@ class Routing:
         The load of an expert is its number of tokens, divided by the mean number of tokens of the
         experts in its layer. `expert_load` is the largest load of all experts. `starved_experts` is
         the fraction of experts with a load below STARVED. Return an empty dictionary if experts are
-        not grouped. Collective.
+        not grouped. All ranks must call this method.
         """
         if not self._experts:
             return {}

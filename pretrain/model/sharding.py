@@ -1,7 +1,7 @@
-"""Gradient accumulation under FSDP2, on the shard groups that accelerate has created.
+"""Gradient accumulation under FSDP2, on the shard groups that Accelerate has created.
 
 A shard group is a set of parameters that FSDP2 gathers together and whose gradients it reduces
-together. accelerate creates one shard group for each decoder layer, one for the embedding, one for
+together. Accelerate creates one shard group for each decoder layer, one for the embedding, one for
 the head, and one for all other parameters, which are the parameters of the final norm. If embedding
 and head are tied, they are one shard group. There are two modes, which docs/scaling.md describes:
 
@@ -53,7 +53,7 @@ def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtyp
     """Shard `values` of the first rank like `parameter`, and return the part of this process.
 
     On the first rank, `values` has the full shape of `parameter` and the dtype `dtype`. All other
-    ranks pass None. Collective.
+    ranks pass None. All ranks must call this function.
     """
     device = torch.device(parameter.device_mesh.device_type)
     if values is None:
@@ -69,7 +69,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
     These parameters are those of the embedding, the final norm and the head. Use it for calls that
     bypass the forward of the prepared `model` and its hooks, such as generation. It has no effect
-    without FSDP2. Collective.
+    without FSDP2. All ranks must call this function.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
@@ -104,9 +104,9 @@ class _Group:
 
 
 class Sharding:
-    """Main gradients and their reduction for one model that accelerate has sharded.
+    """Main gradients and their reduction for one model that Accelerate has sharded.
 
-    Create one object for a model, after `accelerator.prepare`. All methods are collective.
+    Create one object for a model, after `accelerator.prepare`. All ranks must call all methods.
 
     Args:
         model: The prepared model.

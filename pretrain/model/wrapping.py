@@ -28,7 +28,7 @@ from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.routing import forget_logits
 from pretrain.precision.gemm import GemmEngine
-from pretrain.precision.product import LowPrecisionLinear, PrecisionContext, summing_where
+from pretrain.precision.product import LowPrecisionLinear, PrecisionContext, with_main_grad_of
 from pretrain.precision.scope import Decision, features_of
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Switch
@@ -186,8 +186,9 @@ def wrap_layers(
             if cast_to is not None:
                 unit.forward = casting_output(unit.forward, cast_to)  # type: ignore[method-assign]
         elif isinstance(unit.forward, FusedLayer):
-            # The fused forward casts the parameters itself, and calls kernels that torch.compile
-            # cannot compile. Only the original forward that it may call needs working copies.
+            # The fused forward casts the parameters itself, so it needs no working copies. It calls
+            # kernels that torch.compile cannot compile, so it is not compiled. For some inputs it
+            # calls the layer's original forward, and this forward needs working copies.
             if cast_to is not None:
                 unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
         else:
@@ -286,7 +287,7 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
     def forward_with_working_copies(*args: Any, **kwargs: Any) -> Any:
         copies = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
         for name in directly_summed:
-            summing_where(module.get_parameter(name), copies[name])
+            with_main_grad_of(module.get_parameter(name), copies[name])
         with _reparametrize_module(module, copies):
             return forward(*args, **kwargs)
 

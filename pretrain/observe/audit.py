@@ -1,4 +1,4 @@
-"""Audit the precision of every matrix product, by observing the products and not from the settings.
+"""Audit the precision of every matrix product. The products are observed as they run.
 
 Low precision fails without a message. A library may skip one of several equal layers, enter its
 low-precision context in forward but not in recomputation, or never enter the context. Then training
@@ -44,8 +44,8 @@ from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 Entry = dict[str, Any]
 
 # The number of linears whose operands are examined in a statistics step. Each statistics step draws
-# other linears at random. To examine all linears would take 0.8 % of the time of a run of 1.7 B
-# parameters on an H200, and this number takes less than 0.1 %
+# other linears at random. On an H200 with 1.7 B parameters, examining this number of linears takes
+# less than 0.1 % of the time of a run, and examining all linears would take 0.8 %
 # (benchmarks/results/kernels/h200_audit_cost.json).
 EXAMINED_AGAIN = 13
 
@@ -77,7 +77,7 @@ def audit_products(
     optimizer: the run's optimizer, which must contain every trained parameter.
 
     Raises InputError if a linear multiplied in a precision that differs from its decision, if one
-    of its products did not run, or if a parameter would not be trained.
+    of its products did not run, or if a parameter is not trained.
     """
     matrices = _matrices(packed)
     low = {
@@ -158,7 +158,7 @@ def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
 def _watching_forwards(
     modules: Mapping[str, nn.Module], observer: ProductObserver
 ) -> Iterator[None]:
-    """Observe the products that torch computes in the forward of each module in the block.
+    """Observe the products that torch computes in forwards during the `with` statement.
 
     modules: map names to modules. Products are recorded under the name of their module.
 
@@ -239,10 +239,13 @@ class ProductAudit(Observer):
 
     @contextmanager
     def _confirming(self, step: Step, *, most: int | None = None) -> Iterator[None]:
-        """Raise InputError unless the block computes the products that the audit has recorded.
+        """Compare the products in the body of the `with` statement with the audit of the precision.
 
-        most: the number of linears whose operands are examined, or None for all. The number of the
-            step seeds the choice of the linears and of the examined blocks.
+        Raises InputError at the end of the body if a product that the audit lists in low precision
+        did not run, or if its operands did not have the formats of this precision.
+
+        step: the step. Its number seeds the choice of the linears and of their examined blocks.
+        most: the maximum number of linears whose operands are examined, or None for all linears.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
@@ -397,12 +400,12 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
 
 
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError if a parameter would not be trained.
+    """Raise InputError if training does not reach a parameter.
 
-    There are two checks. The optimizer must contain the parameter, which is not the case if the
-    parameter was created after the optimizer. And the parameter must have a gradient. The gradient
-    is missing if the model computes with a copy of the parameter, if the parameter was untied from
-    the tensor that the model computes with, or if packed attention does not use the parameter. The
+    There are two checks. The optimizer must contain the parameter. It does not contain a parameter
+    that was created after the optimizer. And the parameter must have a gradient. The gradient is
+    missing if the model computes with a copy of the parameter, if the parameter was untied from the
+    tensor that the model computes with, or if packed attention does not use the parameter. The
     weights of an expert may lack a gradient, because no token of the pack may have chosen the
     expert.
     """

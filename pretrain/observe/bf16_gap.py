@@ -1,10 +1,11 @@
-"""Compare the loss and gradient of a step's first microbatch in low precision with those in BF16.
+"""Measure how low precision changes the loss and the gradient of a step's first microbatch.
 
-The microbatch is first computed in BF16, and then in low precision as part of the step. The BF16
-pass changes no state of the run, so the training has the same bits as without the measurement. Each
-process compares the gradient of its own first microbatch before gradients are exchanged. Only if
-FSDP2 has already reduced the gradients, each process compares its shard of the reduced gradients.
-Dot products and losses are summed over processes. docs/verification.md defines the figures.
+The microbatch is first computed in BF16, and then in low precision as part of the step. The two
+losses and the two gradients are compared. The BF16 pass changes no state of the run, so the
+training has the same bits as without the measurement. Each process compares the gradient of its own
+first microbatch before gradients are exchanged. Only if FSDP2 has already reduced the gradients,
+each process compares its shard of the reduced gradients. Dot products and losses are summed over
+processes. docs/verification.md defines the figures.
 """
 
 from __future__ import annotations
@@ -78,12 +79,15 @@ class GapMeter(Observer):
         self.places: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
-        """Return True in every `log.gap`-th step if the step computes in low precision."""
+        """Return True in every `log.gap`-th step, unless the step computes without quantization."""
         return step.is_quantized and is_due(step.number, self._recipe.log.gap)
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Compute the first microbatch in BF16 before the block. After it, compute the figures."""
+        """Compute the first microbatch in BF16 before the body of the `with` statement.
+
+        After the body, compute the figures from the results of both precisions.
+        """
         self._compute_in_bf16(batches)
         # Seed again, so that the step draws the same random numbers as without the BF16 pass.
         seed_step(self._recipe.seed, step.number - 1, self._accelerator.process_index)
@@ -92,7 +96,11 @@ class GapMeter(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Record loss, routing and gradients of the pass in the block. Compare them with BF16."""
+        """Compare the first microbatch in low precision with the same microbatch in BF16.
+
+        The body of the `with` statement is the forward and backward in low precision. Its loss,
+        gradients and routing are compared.
+        """
 
         def after_forward(module: nn.Module, inputs: Any, loss: Tensor) -> None:
             self._losses[0] = loss.detach()
@@ -192,7 +200,10 @@ class GapMeter(Observer):
                 yield name, local_part(gradient), gradient is not parameter.grad
 
     def _measure(self) -> None:
-        """Compute the figures of the step, and wait for the device. Collective."""
+        """Compute the figures of the step, and wait for the device.
+
+        All ranks must call this method.
+        """
         # The row of a parameter that has no gradient.
         nothing = torch.zeros_like(self._losses)
         rows = [self._products.get(name, nothing) for name in self._is_matrix]
@@ -219,17 +230,20 @@ def _likeness(suffix: str, sums: Any) -> dict[str, float]:
     suffix: the end of the keys, for example "/model.layers.0".
     sums: a result of `_products`, or a sum of several results.
     """
-    dot, low, bf16 = sums.tolist()
-    if not (low and bf16):
+    dot, low_squared, bf16_squared = sums.tolist()
+    if not (low_squared and bf16_squared):
         return {}
     return {
-        f"gap/cosine{suffix}": dot / math.sqrt(low * bf16),
-        f"gap/norm_ratio{suffix}": math.sqrt(low / bf16),
+        f"gap/cosine{suffix}": dot / math.sqrt(low_squared * bf16_squared),
+        f"gap/norm_ratio{suffix}": math.sqrt(low_squared / bf16_squared),
     }
 
 
 def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
-    """Return low·in_bf16, low·low and in_bf16·in_bf16 of two gradients, FP64 [3].
+    """Return the dot product of two gradients, and the squared norm of each gradient, FP64 [3].
+
+    low: a gradient in low precision. Its squared norm is the second value.
+    in_bf16: the BF16 gradient of the same parameter. Its squared norm is the third value.
 
     Pieces of PIECE values are summed in FP32.
     """
@@ -240,13 +254,13 @@ def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
     return total
 
 
-def _place(dot: float, low: float, bf16: float) -> tuple[float, float]:
+def _place(dot: float, low_squared: float, bf16_squared: float) -> tuple[float, float]:
     """Return the position of a low-precision gradient relative to the BF16 gradient.
 
-    dot, low, bf16: the three dot products that `_products` returns.
+    The arguments are the three values that `_products` returns.
 
     The first value is the component parallel to the BF16 gradient, the second value is the norm of
     the perpendicular component. Both are divided by the norm of the BF16 gradient.
     """
-    along = dot / bf16
-    return along, math.sqrt(max(low / bf16 - along**2, 0.0))
+    along = dot / bf16_squared
+    return along, math.sqrt(max(low_squared / bf16_squared - along**2, 0.0))

@@ -51,8 +51,8 @@ class Observer:
     """Base class of observers. Each hook does nothing unless a subclass overrides it.
 
     The hooks of a step are called in the order of their definition. Hooks that are context managers
-    may raise an exception when their block ends. All hooks except `whole_step` may communicate
-    between ranks, so all ranks must enter them.
+    may raise an exception when the body of their `with` statement ends. All hooks except
+    `whole_step` may communicate between ranks, so all ranks must enter them.
     """
 
     # True if the observer needs each rank's own gradients after the first microbatch. Then ranks
@@ -85,7 +85,9 @@ class Observer:
         yield
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        """Return `decision`, or another decision whether to update the weights, to replace it.
+        """Return `decision`, or a new decision that replaces it.
+
+        A decision determines whether the step updates the weights.
 
         The gradients of the step are complete when this hook is called.
         """
@@ -109,7 +111,7 @@ class Observer:
 
 @dataclass(eq=False)
 class PeriodicFigures(Observer):
-    """Call `compute` in every n-th step, and add the returned figures to metrics.jsonl.
+    """Observer that calls `compute` in every n-th step, and adds its figures to metrics.jsonl.
 
     every: the number n. None means never.
     """
@@ -204,7 +206,7 @@ class Observers:
 
 @contextmanager
 def _all_of(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter the contexts in order, and exit them in reverse order when the block ends."""
+    """Enter the contexts in order. Exit them in reverse order after the `with` statement."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

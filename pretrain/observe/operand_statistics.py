@@ -1,14 +1,15 @@
-"""Measure how many values quantization loses in the operands of a step. Record them, and warn.
+"""Measure how many values of the operands are lost to quantization. Record the counts, and warn.
 
 A sample of each operand is quantized once more, in the layout of the product that sums over the
 operand's features. The values are rounded to nearest even if training rounds stochastically,
 because random numbers drawn here would change the run.
 
-A warning is printed if an operand loses a larger share of its values than its precision usually
-does. It names the worst operand and a remedy. Each kind of loss is warned about once in a process,
-and once more after a rollback or a change of precision. The run continues, because no threshold can
-show whether a restart is worth its cost. docs/verification.md has the limits and the measurements
-behind them.
+A warning is printed if an operand loses a larger share of its values than is usual in its
+precision. The warning names the worst operand and a remedy. Values can be lost in two ways: they
+become zero, or they are too large for the format. Each of the two warnings is printed once in a
+process, and once more after a rollback or a change of precision. The run continues, because no
+threshold can show whether a restart is worth its cost. docs/verification.md has the limits and the
+measurements behind them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from pretrain.precision.settings import ActivePrecision
 
 Record = Mapping[str, Any]
 
-# Map each kind of loss to two texts for the warning: what happens to the values, and the remedies.
+# The two ways in which values are lost. Map each way to two texts for the warning: a description
+# and the remedies.
 LOSSES = {
     "underflow": (
         "becomes zero",
@@ -68,7 +70,7 @@ class OperandWatch(Observer):
     every: int  # `log.fp8_statistics`
     file: JsonlTracker  # fp8_statistics.jsonl, opened by the caller
     console: Console
-    # The kinds of loss, keys of LOSSES, that were warned about in the present precision.
+    # The keys of LOSSES about which this process has already warned in the present precision.
     warned: set[str] = field(default_factory=set, init=False)
 
     def due(self, step: Step) -> bool:
@@ -77,7 +79,7 @@ class OperandWatch(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Measure the operands of the first microbatch, which runs inside the block."""
+        """Measure the operands of the microbatch that runs in the body of the `with` statement."""
         context = self.precision.context
         self._statistics = OperandStatistics(
             self.precision.current.active, context.state(), context.groups
@@ -111,8 +113,8 @@ def warning_of(
 
     number: the number of the step.
     records: the result of `OperandStatistics.records`.
-    given: the kinds of loss (keys of LOSSES) for which a warning was already given. They are not
-        reported again. The kinds that the returned warning reports are added to this set.
+    given: the keys of LOSSES for which a warning was already given. No warning is given for them
+        again. The keys of the returned warning are added to this set.
     """
     scaled = [
         record
@@ -198,9 +200,10 @@ class OperandStatistics:
         self._of_experts[name, role] = self._of_experts.get((name, role), 0) + of_experts
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a dict of statistics for each operand, in the order of the first calls.
+        """Return a dict of statistics for each operand that was observed.
 
-        Waits for the device once.
+        The operands are in the order in which they were observed for the first time. This method
+        waits for the device once.
         """
         if not self._figures:
             return []

@@ -2,10 +2,10 @@
 
 A sample of each product's result, some rows and some columns, is computed in two more ways: exactly
 from the unquantized operands, and from the same operands after our own plain quantizer. The error
-of the run's result, its difference from the exact result, must have about the size and direction of
-our quantizer's error (docs/verification.md). It must also stay below an absolute bound, which is
-computed from the mantissa bits of the format. Without the bound, a mistake in a quantizer that both
-the run and the check use would stay hidden.
+is the difference from the exact result. The error of the run's result must have about the norm and
+the direction of the error of our quantizer's result (docs/verification.md). The error must also
+stay below an absolute bound, which is computed from the mantissa bits of the format. Without the
+bound, a mistake in a quantizer that both the run and the check use would stay hidden.
 
 Under delayed scaling, the amax histories must contain the observed amaxes, and the next scales must
 be computed from these histories.
@@ -42,11 +42,11 @@ from pretrain.precision.settings import ActivePrecision
 ROWS = 128
 # The number of times that a sample is quantized with stochastic rounding.
 DRAWS = 3
-# The size of an error may be this factor times the error of our quantizer. A missing mantissa bit
-# or truncation gives a factor of 1.4.
+# The norm of an error may be at most this factor times the norm of our quantizer's error. If a
+# mantissa bit is missing, or values are truncated instead of rounded, the factor is 1.4.
 LEEWAY = 1.2
-# The size of an error may be this factor times the format's bound. Correct products reach 0.8, and
-# a missing mantissa bit gives 1.5.
+# The norm of an error may be at most this factor times the bound of the format. For correct
+# products the factor is at most 0.8. If a mantissa bit is missing, it is 1.5.
 BOUND_LEEWAY = 1.1
 # Tolerance relative to the norm of the result. The run's BF16 results are summed in another order
 # than our results.
@@ -119,10 +119,11 @@ def judge_product(
 def watching_products(
     packed: PackedLanguageModel, active: ActivePrecision
 ) -> Iterator[tuple[list[Compared], list[str]]]:
-    """Check the products of the microbatch that runs inside the block. Collective.
+    """Check the products of the microbatch that runs in the body of the `with` statement.
 
-    Yields two lists, which are filled when the block ends: a comparison for each product, with the
-    largest excess first, and the operands with wrong histories (see `watching_histories`).
+    All ranks must call this function. Yields two lists, which are filled when the body ends: a
+    comparison for each product, with the largest excess first, and the operands with wrong
+    histories (see `watching_histories`).
     """
     check = _ProductCheck(packed, active)
     context = packed.context
@@ -157,7 +158,8 @@ class _ProductCheck:
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         # The name of the LM head, whose products run once for each chunk of tokens.
         self._head = packed.hf.get_output_embeddings().state.name
-        # One quantizer for each role is enough, because all samples have the summed axis last.
+        # One quantizer for each role is enough, because the products sum over the last axis of all
+        # samples.
         self._quantize = {
             role: self._precision.along_features(active.settings, role) for role in get_args(Role)
         }
@@ -345,13 +347,13 @@ def _sampled(name: str, size: int) -> slice:
 
 @contextmanager
 def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
-    """Check the amax histories and scales after the microbatch that runs inside the block.
+    """Check the amax histories and scales after the microbatch in the body of the `with` statement.
 
-    Yields a list, which is filled when the block ends with the names and roles of operands whose
-    history or scale is wrong. The block must add one entry to each history: the largest magnitude
-    of the operand over all ranks. The scale must be computed from the history by the rule of
-    delayed scaling. Operands of zeros are not checked. The list stays empty if the precision has no
-    histories. Collective.
+    Yields a list. When the body of the `with` statement ends, the list is filled with the names and
+    roles of operands whose history or scale is wrong. The body must add one entry to each history:
+    the largest magnitude of the operand over all ranks. The scale must be computed from the history
+    by the rule of delayed scaling. Operands of zeros are not checked. The list stays empty if the
+    precision has no histories. All ranks must call this function.
     """
     wrong: list[str] = []
     before = {name: tensor.clone() for name, tensor in context.state().items()}

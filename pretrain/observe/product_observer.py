@@ -210,7 +210,7 @@ class ProductObserver(ProductWatcher):
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe all products in `watched` blocks that run inside this `with` block.
+        """Observe all products that run inside `watched` while this context manager is entered.
 
         Torch or Transformer Engine may compute the products.
         """
@@ -234,10 +234,12 @@ class ProductObserver(ProductWatcher):
     def during(
         self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
     ) -> Iterator[None]:
-        """Observe the products inside the block. The arguments are the arguments of `watched`.
+        """Observe the products while the returned context manager is entered.
+
+        The arguments are the arguments of `watched`.
 
         The returned context manager can also decorate a function. Products of torch are observed
-        only inside this block, because a dispatch mode around a whole step would prevent
+        only during this body, because a dispatch mode around a whole step would prevent
         torch.compile from compiling the step.
         """
         self._calls.append(_Call(names, gemm, scales))
@@ -407,7 +409,7 @@ def _block_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
 
 
 class _TorchProducts(TorchDispatchMode):
-    """Dispatch mode that passes each matrix product of torch in the block to an observer."""
+    """Dispatch mode that passes each matrix product of torch to an observer while it is entered."""
 
     def __init__(self, observer: ProductObserver) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Check the token counts and gradients of a step, and compare its update with torch's own AdamW.
+"""Check the token counts and gradients of a step, and compare its update with torch.optim.AdamW.
 
 Parity checks forward and backward, and the audit checks matrix products. This check covers the rest
 of a step. It runs in the first two steps of a process and in every n-th step
@@ -38,8 +38,8 @@ VALUES = 1024  # the largest number of values that are checked in each parameter
 # square of all changes in its tensor if this is larger. Gradient norms that are summed in different
 # orders differ by 1e-6.
 RELATIVE = 1e-4
-# Additional tolerance, relative to the value itself. FP32 rounds to 2^-24, and an update rounds a
-# few times.
+# Additional tolerance, relative to the value itself. An FP32 operation has a relative rounding
+# error of 2^-24, and an update consists of a few operations.
 ROUNDING = 2.0**-22
 # Gradient sums over several microbatches are wrong if more than this share of the FP32 values could
 # be stored in BF16 without rounding.
@@ -84,7 +84,9 @@ class StepCheck(Observer):
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Observe all microbatches of the step. Collective.
+        """Observe all microbatches of the step.
+
+        All ranks must call this method.
 
         place: the position in the order of packs at which the step's packs must begin.
         """
@@ -93,8 +95,8 @@ class StepCheck(Observer):
         seen: list[Tensor] = []
         # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
         sums_fit_bf16: list[Tensor] = []
-        # The code before the block does not wait for the device. It computes sums of magnitudes,
-        # because squares of gradients may underflow.
+        # The code before the body of the `with` statement does not wait for the device. It computes
+        # sums of magnitudes, because squares of gradients may underflow.
         left_over = torch.stack(
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
@@ -148,10 +150,10 @@ class StepCheck(Observer):
 
     @contextmanager
     def update(self, step: Step, learning_rate: float, updates: int) -> Iterator[None]:
-        """Compare the update with the update by torch.optim.AdamW. Collective.
+        """Compare the update with the update by torch.optim.AdamW.
 
-        Raises TrainingHalted on all processes if any process has found a fault in the step or in
-        the update.
+        All ranks must call this method. Raises TrainingHalted on all processes if any process has
+        found a fault in the step or in the update.
         """
         by_torch = TorchUpdate(
             self._packed.hf, self._optimizer, self._recipe, learning_rate, updates
@@ -230,7 +232,7 @@ class TorchUpdate:
         learning_rate: the learning rate that the schedule gives this step.
         updates: the number of updates that the run has made before this step.
 
-        Collective if gradients are sharded.
+        If gradients are sharded, all ranks must call this method.
         """
         self._optimizer = optimizer
         self._recipe = recipe
@@ -294,9 +296,10 @@ class TorchUpdate:
         return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
     def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
-        """Yield tuples (setting with its verb, present value, expected value) of the optimizer.
+        """Yield a tuple (text, present value, expected value) for each setting of the optimizer.
 
-        The settings are the numbers of each parameter group and the dtypes of stored tensors.
+        The text, such as "lr is", begins a message. The settings are the numbers of each parameter
+        group and the dtypes of stored tensors.
         """
         recipe = self._recipe
         for group in self._optimizer.param_groups:

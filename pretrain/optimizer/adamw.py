@@ -314,7 +314,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
     The norm is an FP32 scalar on the device of the gradients. The norms of BF16 gradients are
     summed in FP32 too. `clip_grad_norm_` of torch would return a BF16 value, which has only three
-    digits. Collective if gradients are sharded.
+    digits. If gradients are sharded, all ranks must call this function.
     """
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -347,7 +347,7 @@ def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel
 def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
     """Return the fraction of all parameter values whose update was lost in the last step.
 
-    `ExactAdamW.frozen_counts` defines lost updates. Collective.
+    `ExactAdamW.frozen_counts` defines lost updates. All ranks must call this function.
     """
     counts = optimizer.frozen_counts().to(accelerator.device)
     frozen, total = accelerator.reduce(counts, reduction="sum").tolist()

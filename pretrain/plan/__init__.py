@@ -1,1 +1,1 @@
-"""Plan a run from settings, shapes and counts: checks, sizes, memory and time."""
+"""Plan a run before it starts: check its settings, and estimate its FLOPs, memory and time."""

@@ -201,10 +201,10 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None) -> None:
     """Check that a quantized precision supports the pack length, and that it quantizes some layer.
 
-    Raise InputError if the pack length is not a multiple that the precision requires, because no
-    linear layer could be quantized. Also raise InputError if `fp8_config.keep_bf16_layers` keeps
-    all layers in BF16. It is not an error if a single linear layer has an unsuitable shape: that
-    layer stays in BF16.
+    Raise InputError if the pack length is not a multiple of the number that the precision requires,
+    because then no linear layer could be quantized. Also raise InputError if
+    `fp8_config.keep_bf16_layers` keeps all layers in BF16. It is not an error if a single linear
+    layer has an unsuitable shape: that layer stays in BF16.
 
     layers: number of decoder layers, or None if the number is not known.
     """

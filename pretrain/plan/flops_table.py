@@ -62,8 +62,8 @@ def main(options: argparse.Namespace) -> int:
     )
     ratios = [f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths]
     print(
-        "\nIn parentheses: the ratio to `ours`. The other definitions count attention without\n"
-        "causality, which is twice the FLOPs. T: tokens of a sequence, L: layers, H: heads,\n"
+        "\nIn parentheses: the ratio to `ours`. The other definitions count attention that is\n"
+        "not causal, which has twice the FLOPs. T: tokens of a sequence, L: layers, H: heads,\n"
         "Q: size of a head. docs/planning.md derives each definition.\n"
     )
     print("\n".join(f"{name:<26} {meaning}" for name, meaning in MEANINGS.items()))

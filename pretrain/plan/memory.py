@@ -38,8 +38,8 @@ following, all in the compute dtype:
     query and key widths                queries and keys after normalisation and rotation
 
 On one H200 with Qwen3-1.7B's shape, and on four H200s with models of 8 B and 14 B parameters, the
-estimate is within 5 % of the measured peaks (tests/pretrain/plan/test_memory.py). It does not
-contain workspaces, the histories of delayed scaling, buffers of NCCL, and the mask of `sdpa`
+estimate is within 5 % of the measured peaks (tests/pretrain/plan/test_memory.py). The estimate does
+not contain workspaces, the histories of delayed scaling, buffers of NCCL, and the mask of `sdpa`
 attention. So `batch.microbatch: auto` starts with this estimate and then tries sizes on the device.
 """
 
@@ -93,7 +93,7 @@ class Devices:
     gathered: bool = False
     # The number of sharded copies of the model. It is larger than 1 with HSDP.
     replicas: int = 1
-    # The CUDA compute capability. None has the same effect as Hopper's.
+    # The CUDA compute capability. If it is None, memory is estimated as for Hopper.
     capability: tuple[int, int] | None = None
 
     @property
@@ -118,8 +118,8 @@ class LayerMemory:
     # Bytes of the unquantized weights in the compute dtype. If weights are stored in FP32, they are
     # copies.
     unquantized_weights: int
-    # True for a fused layer. It keeps its weight copies for the whole step, even if it is
-    # recomputed.
+    # True for a fused layer. A fused layer keeps its weight copies for the whole step, even if it
+    # is recomputed.
     fused: bool
     # Map each reason why experts stay unquantized to the number of weights of these experts,
     # divided by the number of weights of all experts.

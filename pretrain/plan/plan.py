@@ -39,8 +39,9 @@ class Plan:
     schedule: PrecisionSchedule
     devices: Devices
     flops: ModelFlops
-    # Mean of a number over all packs. The number is the sum of the squared lengths of the documents
-    # in a pack, divided by the length of the pack.
+    # For each pack, the sum of the squared lengths of its documents is divided by the length of the
+    # pack. This is the mean of these quotients over all packs. The FLOPs of attention per token are
+    # proportional to it.
     mean_squared: float
     # Map the name of each precision of the run to the memory of each layer. Empty if all layers are
     # compiled and none is fused.
@@ -174,8 +175,8 @@ class Plan:
         """Return the peak in TFLOP/s, summed over all devices, for products of dense matrices.
 
         If the run has several precisions, the result is the FLOPs of the run, divided by the time
-        that the run would take if the steps in each precision reached the peak of this precision.
-        Return None if the device is not known, or if a precision is emulated.
+        of a run in which each step reaches the peak of its precision. Return None if the device is
+        not known, or if a precision is emulated.
         """
         spans = self.schedule.spans
         peaks = [self._peak_in(span.active) for span in spans]

@@ -186,7 +186,7 @@ class TorchGemm(Gemm):
     quantizes = False
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
-        """Return x, on a GPU as a contiguous tensor. A weight may be a transposed view."""
+        """Return x. On a GPU, the result is contiguous, unless x is a weight."""
         return x.contiguous() if x.is_cuda and role != "weight" else x
 
     def matmul(

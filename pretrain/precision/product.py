@@ -68,7 +68,7 @@ class PrecisionContext:
     )
     # False while parity or the measurement of `log.gap` runs the model without quantization.
     quantizing: bool = True
-    # Map a layer's name to the ends of each expert's rows in the layer's latest grouped products.
+    # Map a layer's name to the indices at which the rows of its experts end in the latest products.
     groups: dict[str, Tensor] = field(default_factory=dict)
     # The engines of all precisions of the run.
     backends: Sequence[GemmEngine] = ()
@@ -150,7 +150,11 @@ UNOBSERVED = PrecisionContext(None, torch.bfloat16)
 
 
 class LinearState:
-    """The Gemms of one linear layer: one for each engine of the run that quantizes the layer."""
+    """The Gemms of one linear layer.
+
+    The layer has one Gemm for each engine of the run, except engines that do not quantize the
+    layer.
+    """
 
     def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:
         """Create the state of the layer `name`, without any Gemm.
@@ -208,7 +212,7 @@ class LinearState:
             differentiable=torch.is_grad_enabled(),
             ends=ends,
         )
-        weight = summing_where(weight, weight.to(dtype))
+        weight = with_main_grad_of(weight, weight.to(dtype))
         bias = None if bias is None else bias.to(dtype)
         return LinearFunction.apply(x.to(dtype), weight, bias, linear_pass)
 
@@ -413,7 +417,7 @@ class LinearFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def summing_where(parameter: Tensor, copy: Any, *, transposed: bool = False) -> Tensor:
+def with_main_grad_of(parameter: Tensor, copy: Any, *, transposed: bool = False) -> Tensor:
     """Return `copy`, a cast of `parameter`, with the `main_grad` of `parameter` as an attribute.
 
     With this attribute, backward adds the gradient of the copy to the gradient sum of the
@@ -448,7 +452,7 @@ class LowPrecisionLinear(nn.Module):
         """Return x w^T + b [..., out] for x [..., in]."""
         weight = self.weight
         if self.transposed:
-            weight = summing_where(weight, weight.t(), transposed=True)
+            weight = with_main_grad_of(weight, weight.t(), transposed=True)
         if self.state.low is None and self.state.context.quantizing:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             with watched(self.state.members, "forward"):

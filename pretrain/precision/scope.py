@@ -2,8 +2,8 @@
 
 A layer stays unquantized if `fp8_config.scope` excludes it, if a setting keeps it in BF16, or if
 its shape does not suit the precision. The decision is made for each linear layer separately. If it
-were made for a whole block, a single layer with an unsuitable shape would keep its siblings
-unquantized too.
+were made for all linear layers of a decoder layer together, a single one with an unsuitable shape
+would keep the others unquantized too.
 """
 
 from __future__ import annotations

@@ -410,7 +410,8 @@ def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
 # ── cublasLt ────────────────────────────────────────────────────────────────────────────────────
 
 SUCCESS = 0
-# Tensors must begin at a multiple of this number of bytes. The heuristic assumes it by default.
+# Tensors must begin at an address that is a multiple of this number of bytes. cublasLt's heuristic
+# assumes this alignment by default.
 ALIGNMENT = 256
 # Values of cudaDataType.
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}

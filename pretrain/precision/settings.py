@@ -54,9 +54,9 @@ PRECISIONS: dict[str, Precision] = {
 }
 # Map the dtype of activations to the precision of a linear layer that is not quantized.
 UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
-# Map each value of accelerate's `mixed_precision` to a precision.
+# Map each value of Accelerate's `mixed_precision` to a precision.
 BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}
-# Map a switch in accelerate's `fp8_config` to the name of the precision that the switch selects.
+# Map a switch in Accelerate's `fp8_config` to the name of the precision that the switch selects.
 ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
 
 # mypy cannot evaluate a Literal whose values are computed.
@@ -227,7 +227,7 @@ class KeepBf16Layers(Settings):
 
 
 class LowPrecisionSettings(Settings):
-    """The `fp8_config` of a recipe or of an accelerate configuration."""
+    """The `fp8_config` of a recipe or of an Accelerate configuration."""
 
     # Engine that computes the quantized products. TE: Transformer Engine, on hardware that supports
     # the precision. emulation: software, even if the hardware supports the precision.
@@ -242,7 +242,7 @@ class LowPrecisionSettings(Settings):
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
     # Linear layers that stay in BF16, as patterns of their names: ["layers.0.*", "down_proj"].
     keep_bf16: tuple[str, ...] = ()
-    # Evaluate in the low precision instead of BF16. accelerate has a key with the same name.
+    # Evaluate in the low precision instead of BF16. Accelerate has a key with the same name.
     use_autocast_during_eval: bool = False
 
     # Options. An option may be set only if the precision accepts it.
@@ -251,8 +251,8 @@ class LowPrecisionSettings(Settings):
     # E4M3 for gradients too.
     fp8_format: Literal["HYBRID", "E4M3"] | None = None
     # Number of times that the scale is halved, so that values above the recorded maximum do not
-    # saturate. At most 18, because E4M3 has a range of 2**17.8, and a margin of 19 would round the
-    # largest value to zero.
+    # saturate. At most 18: the largest E4M3 value, 448, divided by 2**18 is still rounded to the
+    # smallest value above zero, 2**-9. Divided by 2**19, it would be rounded to zero.
     margin: Annotated[Count, Field(le=18)] | None = None
     # Number of microbatches whose amax (largest absolute value of a tensor) the history stores.
     amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None

@@ -2,7 +2,8 @@
 
 A te.Linear in a model would store the weight itself and would write a pickled "extra state" into
 every state_dict. So the te.Linear of a Gemm is created on the meta device and is not a submodule of
-the model. It stores the quantizers, histories and scales of the Gemm and never computes.
+the model. This te.Linear stores the quantizers, histories and scales of the Gemm and never
+computes.
 
 Transformer Engine is imported when it is first needed, because the import takes seconds and fails
 on a machine without a GPU driver.
@@ -246,8 +247,8 @@ class TransformerEngineGemm(Gemm):
     ) -> Tensor:
         """Return a grouped product of E4M3 operands, computed by torch's grouped FP8 kernel.
 
-        The kernel expects one scale per row, so the tensor's scale is repeated for all rows. It
-        writes BF16, which is the dtype of the result if `dtype` is None.
+        The kernel expects one scale per row, so the tensor's scale is repeated for all rows. The
+        kernel writes BF16, which is the dtype of the result if `dtype` is None.
         """
         experts = len(ends)
         a = _e4m3(left, transposed=kind == "wgrad")
@@ -264,8 +265,8 @@ class TransformerEngineGemm(Gemm):
         scale_b = right._scale_inv.expand(scale_sizes[1]).contiguous()
         # Sums stay in the tensor cores (fast accumulation), for gradients too. With partial sums in
         # FP32 registers, products of small experts run out of registers and have a third of the
-        # speed. The error that this would avoid is smaller than the error of rounding the result to
-        # BF16 (docs/log.md).
+        # speed. The error that partial sums in FP32 would avoid is smaller than the error of
+        # rounding the result to BF16 (docs/log.md).
         with watched(self.members, kind):
             y = torch._scaled_grouped_mm(
                 a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True

@@ -1,1 +1,1 @@
-"""Run one training: its job and packs, assembly, resume, evaluation, saving, and its commands."""
+"""The parts of a training run: job, packs, model, resume, evaluation, saving, and commands."""

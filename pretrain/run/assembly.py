@@ -99,7 +99,7 @@ class Assembly:
 
         Cached weights are dropped. The histories of delayed scaling are filled by passes with the
         present weights. The model is audited again. Raises InputError if a product does not compute
-        in the precision. Collective.
+        in the precision. All ranks must call this method.
         """
         self.context.forget()
         self.precision.use(name)
@@ -113,12 +113,15 @@ class Assembly:
 
 
 def build_model(job: Job, accelerator: Accelerator) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Build the Hugging Face model, with the same weights on all ranks. Collective.
+    """Build the Hugging Face model. All ranks must call this function, and get the same weights.
 
-    The second value maps names of parameters to values. `set_weights` loads these values when the
-    model is on its devices. With `weights: bf16_exact` they are the FP32 values of the parameters.
-    Under FSDP2 they are the values of all parameters, on the first rank only, because the model has
-    no values yet. Otherwise the dict is empty.
+    Returns the model, and a dict from names of parameters to values. `set_weights` loads these
+    values when the model is on its devices. There are three cases:
+
+    * Under FSDP2, the returned model has no values yet. The dict of the first rank has the values
+      of all parameters, and the dict of every other rank is empty.
+    * Without FSDP2 and with `weights: bf16_exact`, the dict has the FP32 values of the parameters.
+    * Otherwise the dict is empty.
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
@@ -266,14 +269,15 @@ def set_weights(
 def audit_precisions(
     job: Job, accelerator: Accelerator, assembly: Assembly, console: Console
 ) -> None:
-    """Run packs through the model in each precision, and record the audit. Collective.
+    """Run packs through the model in each precision, and record the audit.
 
-    Call this last in the assembly, because the audit must observe the model exactly as it trains.
-    Raises InputError if a product does not compute in its precision.
+    All ranks must call this function. Call this last in the assembly, because the audit must
+    observe the model exactly as it trains. Raises InputError if a product does not compute in its
+    precision.
     """
     precision = assembly.precision
-    # Audit the present precision last. It may share histories of delayed scaling with the same
-    # precision in a phase with `forward: bf16`. The last audit fills these histories, and they must
+    # Audit the present precision last. A second phase of the same precision with `forward: bf16`
+    # shares its histories of delayed scaling. The last audit fills these histories, and they must
     # be filled in the present precision.
     for entry in sorted(precision.in_model.values(), key=lambda entry: entry is precision.current):
         with precision.using(entry.name):

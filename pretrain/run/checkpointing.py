@@ -76,7 +76,7 @@ def save(run: Run, *, in_background: bool = False) -> None:
     in_background: return as soon as the tensors are copied to host memory, while a thread writes
         the copies to the disk.
 
-    Collective.
+    All ranks must call this function.
     """
     with run.console.progress(f"saving step {run.state.step}"):
         # A user may have deleted metrics.jsonl. Then save the checkpoint without it.
@@ -124,8 +124,8 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
     code: the largest stop code of all ranks, see `stop_code`.
     batches: the prefetched batches of this rank, which store the failure to read packs.
 
-    Collective. Raises TrainingHalted if a weight is not finite. Raises InputError if a checkpoint
-    could not be written, and after saving if packs could not be read.
+    All ranks must call this function. Raises TrainingHalted if a weight is not finite. Raises
+    InputError if a checkpoint could not be written, and after saving if packs could not be read.
     """
     # `wait` raises InputError if a save in the background has failed.
     run.checkpoints.wait()
@@ -158,7 +158,8 @@ def report_stop(run: Run, signal_number: int) -> int:
 def save_last(run: Run, stop: StopRequest) -> int:
     """Save the last step if this process has trained it and `checkpoint.at_end` is set.
 
-    Collective. Returns the number of a signal that arrived while the step was saved, else 0.
+    All ranks must call this function. Returns the number of a signal that arrived while the step
+    was saved, else 0.
     """
     if not run.job.recipe.checkpoint.at_end or run.state.step <= run.resumed_step:
         return 0
@@ -173,7 +174,7 @@ def check_weights(run: Run) -> StepDecision:
 
     The last update may have overflowed a weight. The loss and gradient norm of the step do not show
     an overflow, because they were computed before the update. If the decision is to stop, it is
-    recorded in metrics.jsonl. Collective.
+    recorded in metrics.jsonl. All ranks must call this function.
     """
     overflowed = {}
     for name, parameter in run.assembly.hf.named_parameters():
@@ -194,7 +195,8 @@ def check_weights(run: Run) -> StepDecision:
 def training_halted(run: Run, decision: StepDecision) -> TrainingHalted:
     """Return the exception that ends a run at a bad step, with its reason and remedy.
 
-    Waits for a save in the background, and raises InputError if this save has failed. Collective.
+    Waits for a save in the background, and raises InputError if this save has failed. All ranks
+    must call this function.
     """
     run.checkpoints.wait()
     return TrainingHalted(run.state.step, f"{decision.reason}. {decision.remedy}.")
@@ -208,11 +210,11 @@ def restore(
 ) -> tuple[TrainState, list[str]]:
     """Load the checkpoint `source` into the model, the optimizer and `health`.
 
-    Returns the counters of the run, and notes for the user. Collective. The caller must call
-    `Checkpoints.abandon_newer` afterwards.
+    Returns the counters of the run, and notes for the user. All ranks must call this function. The
+    caller must call `Checkpoints.abandon_newer` afterwards.
     """
-    place = {"shift": source.shift(job), "place": source.place(job)}
-    state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | place)
+    data_position = {"shift": source.shift(job), "place": source.place(job)}
+    state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | data_position)
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
@@ -274,11 +276,11 @@ def load_weights(
 
 
 def require_restored(source: ResumePoint, assembly: Assembly) -> None:
-    """Raise TrainingHalted if tensors of the run differ from the checkpoint. Collective.
+    """Raise TrainingHalted if tensors of the run differ from the checkpoint.
 
-    The checksums of weights, moments, remainders and histories are compared. Tensors that were
-    converted to another dtype are not compared. Checkpoints of earlier versions have no checksums
-    and are not compared.
+    All ranks must call this function. The checksums of weights, moments, remainders and histories
+    are compared. Tensors that were converted to another dtype are not compared. Checkpoints of
+    earlier versions have no checksums and are not compared.
     """
     manifest = read_manifest(source.path)
     saved = manifest.model | manifest.optimizer
@@ -344,12 +346,12 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
-    """Set the model to the precision in which the checkpoint `source` was saved. Collective.
+    """Set the model to the precision in which the checkpoint `source` was saved.
 
-    If the next step has another precision, `Run.follow_schedule` changes the precision afterwards.
-    If the checkpoint belongs to another run, or if this run does not use the saved precision, the
-    precision of the next step is set here. If the checkpoint has no suitable histories of delayed
-    scaling, they are filled from some packs.
+    All ranks must call this function. If the next step has another precision, `Run.follow_schedule`
+    changes the precision afterwards. If the checkpoint belongs to another run, or if this run does
+    not use the saved precision, the precision of the next step is set here. If the checkpoint has
+    no suitable histories of delayed scaling, they are filled from some packs.
 
     Raises TrainingHalted if loaded tensors differ from the checkpoint.
     """
@@ -451,8 +453,8 @@ def _record_rollback(run: Run, reason: str) -> None:
         "left_out": run.state.left_out,
         "abandoned": [line for line in read_metrics(run.folder.path) if line["step"] > step],
     }
-    # Start new trackers, as when a run is resumed from `step`. They remove the later lines from
-    # metrics.jsonl. A hosted service keeps the discarded steps.
+    # Start new trackers, as when a run is resumed from `step`. The new trackers remove the later
+    # lines from metrics.jsonl. A hosted service keeps the discarded steps.
     run.trackers.finish()
     run.trackers = Trackers(run.job.recipe.log, run.folder.path, step)
     run.trackers.start(resolved(run.job.recipe))

@@ -83,7 +83,7 @@ class Data:
 
     @cached_property
     def has_masks(self) -> bool:
-        """Return whether a source's packs store a mask of the tokens that are trained on."""
+        """Return True if the packs of a source store a mask of the tokens to train on."""
         return any(packs[0].trained is not None for packs in parts_of(self.train))
 
     @property

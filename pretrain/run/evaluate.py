@@ -32,10 +32,10 @@ from pretrain.run.sampling import draw_samples
 
 
 def evaluate(run: Run) -> None:
-    """Compute and log the held-out loss, and generate samples. Collective.
+    """Compute and log the held-out loss, and generate samples.
 
-    There is no held-out loss if no packs are held out, and there are no samples if the recipe has
-    no prompts. With `checkpoint.best`, also update `run.best`.
+    All ranks must call this function. There is no held-out loss if no packs are held out, and there
+    are no samples if the recipe has no prompts. With `checkpoint.best`, also update `run.best`.
     """
     with run.console.progress("evaluating", "microbatches"):
         if run.job.data.held_out is not None:
@@ -58,10 +58,10 @@ def evaluate(run: Run) -> None:
 
 
 def evaluate_once(run: Run) -> None:
-    """Evaluate the run, unless metrics.jsonl already contains the evaluation. Collective.
+    """Evaluate the run, unless metrics.jsonl already contains the evaluation.
 
-    Two evaluations are the same if they have the same step and the same measure (see `measure_of`).
-    Only the main process reads metrics.jsonl.
+    All ranks must call this function. Two evaluations are the same if they have the same step and
+    the same measure (see `measure_of`). Only the main process reads metrics.jsonl.
     """
     is_logged = run.accelerator.is_main_process and any(
         kind(line) == "evaluation"
@@ -74,10 +74,10 @@ def evaluate_once(run: Run) -> None:
 
 
 def measure_of(run: Run) -> dict[str, Any]:
-    """Return the measure of an evaluation: the keys that state its held-out packs and precision.
+    """Return the measure of an evaluation: a dict that identifies its held-out packs and precision.
 
-    They are part of the evaluation's line in metrics.jsonl. Only evaluations with the same measure
-    can be compared. Return {} if no packs are held out.
+    These keys are part of the evaluation's line in metrics.jsonl. Only evaluations with the same
+    measure can be compared. Return {} if no packs are held out.
     """
     job = run.job
     if job.data.held_out is None:
@@ -95,10 +95,11 @@ def measure_of(run: Run) -> dict[str, Any]:
 def held_out_figures(
     job: Job, model: PackedLanguageModel, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Evaluate the model on held-out packs, and return the metrics of `figures_of`. Collective.
+    """Evaluate the model on held-out packs, and return the metrics of `figures_of`.
 
-    If the dataset has several sources, the same share of held-out packs is read from every source.
-    Then the metrics also contain `held_out_loss/NAME` for each source.
+    All ranks must call this function. If the dataset has several sources, the same share of
+    held-out packs is read from every source. Then the metrics also contain `held_out_loss/NAME` for
+    each source.
     """
     sums = {}
     for name, (packs, count) in evaluated_parts(job).items():
@@ -129,7 +130,8 @@ def best_so_far(run: Run) -> Record | None:
     """Return the best evaluation in metrics.jsonl whose checkpoint still exists, or None.
 
     The evaluation must have the same measure as the next evaluations of this run, see `measure_of`.
-    Call this when metrics.jsonl has no lines after the present step. Collective.
+    Call this when metrics.jsonl has no lines after the present step. All ranks must call this
+    function.
     """
     best = None
     if run.job.recipe.checkpoint.best and run.accelerator.is_main_process:
@@ -153,7 +155,7 @@ def held_out_sums(
 
     batches: the microbatches of this rank. All ranks must pass the same number of microbatches.
 
-    Collective.
+    All ranks must call this function.
     """
     head = model.hf.get_output_embeddings()
     head.take_parts()  # drop the sums of earlier forward passes

@@ -75,11 +75,12 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
 
 
 def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -> Path:
-    """Create a temporary folder for the packs of the dataset on the command line. Collective.
+    """Create a temporary folder for the packs of the dataset on the command line.
 
-    Return the path of the folder. The folder contains a link `packs` to the packs of `recipe`. Only
-    the present user can read the folder. On each machine, the first process creates the folder,
-    sends its path to the other processes, and deletes the folder when `stack` ends.
+    All ranks must call this function. Return the path of the folder. The folder contains a link
+    `packs` to the packs of `recipe`. Only the present user can read the folder. On each machine,
+    the first process creates the folder, sends its path to the other processes, and deletes the
+    folder when `stack` ends.
     """
     made = None
     if accelerator.is_local_main_process:
@@ -120,7 +121,9 @@ def _evaluate(
     resume_from: str,
     assemble: Assemble,
 ) -> None:
-    """Print the held-out loss in each precision of the recipe, and in BF16. Collective.
+    """Print the held-out loss in each precision of the recipe, and in BF16.
+
+    All ranks must call this function.
 
     resume_from: the path of a checkpoint, or "auto". The checkpoint may belong to any recipe with
         the same model. With "auto", the newest checkpoint of the run folder is evaluated. If the
@@ -177,7 +180,9 @@ def _evaluate(
 def _print_loss(
     job: Job, assembly: Assembly, accelerator: Accelerator, console: Console, precision: str
 ) -> None:
-    """Evaluate the model, and print a line of figures that starts with `precision`. Collective.
+    """Evaluate the model, and print a line of figures that starts with `precision`.
+
+    All ranks must call this function.
 
     precision: the name of the precision that the model computes in.
     """

@@ -99,7 +99,7 @@ def main(options: argparse.Namespace) -> int:
 def make_repository(name: str) -> None:
     """Create the private model repository `name` on the hub if it does not exist.
 
-    Raises InputError if the hub refuses it.
+    Raises InputError if the hub refuses the repository.
     """
     if "/" not in name or not HUB_NAME.fullmatch(name):
         raise InputError(f"--push {name}: not the name of a repository; pass a name OWNER/NAME")

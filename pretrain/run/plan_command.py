@@ -41,7 +41,7 @@ SMALL = 50_000_000
 DEFAULT_PRECISION = "bf16"
 WHY_DEFAULT = (
     f"{DEFAULT_PRECISION} is the precision of a launch of this recipe on GPUs, because the recipe "
-    "sets none and accelerate_configs/bf16.yaml does; on a CPU, cpu.yaml sets fp32"
+    "sets no precision and accelerate_configs/bf16.yaml sets bf16; on a CPU, cpu.yaml sets fp32"
 )
 
 
@@ -104,10 +104,11 @@ def _for_other_machines(recipe: Recipe) -> Recipe:
 
 
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
-    """Return lines with the assumptions of the table.
+    """Return the lines below the table of times, which explain how the times were estimated.
 
-    shares: the assumed shares of the peak (MFU).
-    is_mfu_stated: True if the shares are from --mfu, False if they are defaults.
+    shares: the MFUs for which the table has times, as fractions. MFU is the speed of a training
+        divided by the peak speed of its device.
+    is_mfu_stated: True if the user has set the MFUs by --mfu, False if they are defaults.
     """
     source = "from --mfu" if is_mfu_stated else "assumed; --mfu sets another share"
     listed = " to ".join(f"{100 * share:.3g}" for share in shares)

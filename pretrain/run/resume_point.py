@@ -45,7 +45,8 @@ class ResumePoint:
     is_branch: bool = False
     in_run_folder: bool = False  # True if the checkpoint is in the run folder
     notes: Sequence[str] = ()  # changes of the recipe, as lines for the user
-    # The history of the run's settings, see `NO_PAST`. A branch has no past changes.
+    # Earlier changes of the run's settings, in the format of `NO_PAST`. A branch has `NO_PAST`
+    # itself, because none of its settings has changed yet.
     past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)
 
     @property
@@ -57,8 +58,8 @@ class ResumePoint:
     def health(self) -> HealthState:
         """Return the state of the health check with which the run continues.
 
-        A branch starts with all counters at zero. It only takes over the recent losses, because
-        spikes are found by comparison with them.
+        A branch starts with all counters at zero. It only takes over the recent losses, which are
+        needed to find spikes.
         """
         values = dict(self.record["health"])
         if self.is_branch:
@@ -112,9 +113,9 @@ def where_to_resume(
     check had switched to BF16. `checkpoints` manages the checkpoints of the run folder. `source` is
     None if the run starts from the beginning.
 
-    Changes nothing on the disk. Collective. Raises InputError as `find_resume_point` does. Also
-    raises InputError if no step is left to train after the checkpoint, and if the start would
-    overwrite files of another training.
+    Changes nothing on the disk. All ranks must call this function. Raises InputError as
+    `find_resume_point` does. Also raises InputError if no step is left to train after the
+    checkpoint, and if the start would overwrite files of another training.
     """
     checkpoints = Checkpoints(
         job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
@@ -141,8 +142,8 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Return the checkpoint to continue from, or None if the run starts from the beginning.
 
-    `requested` is the value of --resume. Collective. Raises InputError as `find_checkpoint` does,
-    and as `require_same_training` does unless `accept_changes` is set.
+    `requested` is the value of --resume. All ranks must call this function. Raises InputError as
+    `find_checkpoint` does, and as `require_same_training` does unless `accept_changes` is set.
     """
     source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
     if source is None:
@@ -170,9 +171,9 @@ def find_checkpoint(
         checkpoint, or the path of a run folder, whose newest checkpoint is used.
     branch_from: the path of another run's checkpoint (`train.begin_with`), or None.
 
-    Collective. Raises InputError if a requested checkpoint does not exist. Also raises InputError
-    if every checkpoint of the run folder is damaged, because a new run would overwrite files that
-    may still be rescued.
+    All ranks must call this function. Raises InputError if a requested checkpoint does not exist.
+    Also raises InputError if every checkpoint of the run folder is damaged, because a new run would
+    overwrite files that may still be rescued.
     """
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
     if path is not None:
@@ -228,11 +229,10 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
 
     changed: a list of past changes. It is empty for a branch. For a resumed run it is the list in
         the checkpoint, followed by `changes`.
-    left_out: the number of steps whose packs rollbacks have skipped, without the rollbacks that are
-        recorded in metrics.jsonl of the run folder. If the checkpoint is in another folder, it is
-        the number in the checkpoint's counters, because metrics.jsonl of the run folder does not
-        record any of these rollbacks. If the checkpoint is in the run folder, the stored number is
-        kept.
+    left_out: the number of steps whose packs were skipped by rollbacks that are not in
+        metrics.jsonl of the run folder. If the checkpoint is in another folder, none of its
+        rollbacks is in this file, so the number is the one in the checkpoint's counters. If the
+        checkpoint is in the run folder, the number in its own `past` is kept.
 
     `notes` has a line for every change, except for changes that follow from another change: for
     `train.begin_with` of a branch, and for options in `fp8_config` that the saved precision does
@@ -326,9 +326,9 @@ def require_same_training(
 
 
 def require_same_stream(source: ResumePoint, job: Job) -> None:
-    """Raise InputError if a checkpoint to resume belongs to another stream of packs than the run's.
+    """Raise InputError if a checkpoint to resume does not belong to the run's stream of packs.
 
-    A branch may start another stream.
+    The checkpoint that a run branches from may belong to any stream.
     """
     if source.is_of_another_stream(job) and not source.is_branch:
         raise InputError(

@@ -142,10 +142,10 @@ class Run:
         }
 
     def follow_schedule(self) -> None:
-        """Change the precision if the schedule has another precision for the next step. Collective.
+        """Change the precision if the schedule has another precision for the next step.
 
-        Call this before random numbers are drawn for the step. Raises InputError if a product does
-        not compute in the new precision.
+        All ranks must call this method. Call this before random numbers are drawn for the step.
+        Raises InputError if a product does not compute in the new precision.
         """
         before = self.precision.current.name
         name = self.precision.schedule.at(self.state.step + 1).precision.name
@@ -174,7 +174,7 @@ class Run:
         losses: the step's mean `loss`, and the other values of `PackedLanguageModel.mean_losses`.
         figures: learning rate, gradient norm, and the figures of observers.
 
-        Collective.
+        All ranks must call this method.
         """
         state = self.state
         loss = losses["loss"]
@@ -240,12 +240,12 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 
 
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
-    """Create the console, and print notices about the launch and the job on it.
+    """Create and return the console of the run, and print notices to the console.
 
-    notices: lines about corrections of the launch, from `as_launched`.
+    There are three kinds of notices: `notices`, the settings that the model keeps from its source,
+    and a warning for each precision of the recipe that is replaced by another precision.
 
-    Also printed are the settings that the model keeps from its source, and a warning for each
-    precision that is replaced by another one.
+    notices: lines about settings that `as_launched` has corrected in the Accelerate configuration.
     """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in [*notices, *kept_from_source(job.recipe.model)]:

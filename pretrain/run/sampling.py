@@ -33,7 +33,10 @@ COLDEST = 1e-4
 
 
 def draw_samples(run: Run) -> None:
-    """Generate a text for each prompt of the recipe. Print the texts and log them. Collective."""
+    """Generate a text for each prompt of the recipe. Print the texts and log them.
+
+    All ranks must call this function.
+    """
     samples = []
     # The tokenizer is not None, because the recipe has prompts.
     tokenizer: Any = run.job.tokenizer
@@ -73,7 +76,7 @@ def sample(
 
     The model runs without torch.compile and with the attention of transformers, because packed
     attention supports neither a cache nor a growing document. Every training step sets its own
-    seed, so the seed here does not change the training. On a GPU a sample may differ from run to
+    random seed, so `seed` does not change the training. On a GPU a sample may differ from run to
     run even under `deterministic`, because torch's `cumsum` of the probabilities has no fixed order
     of additions there.
     """

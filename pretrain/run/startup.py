@@ -64,7 +64,7 @@ def make_observers(run: Run) -> Observers:
         observers.append(run.profile)
     if recipe.log.gap:
         # The GapMeter must be entered before the other observers of the passes. Otherwise these
-        # observers would observe the GapMeter's pass in BF16.
+        # observers would also observe the additional pass of the GapMeter in BF16.
         observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
         ProductAudit(model, run.precision, every, run.write_audit),
@@ -110,7 +110,8 @@ def choose_microbatch(
     Then all sums keep their order, and the resumed run repeats the uninterrupted run bit for bit.
     Otherwise trials on the GPU find the largest microbatch that fits in every precision of the run.
     The plan's estimate of memory is not precise enough, because it includes neither the choices of
-    the compiler nor the fragmentation of the memory. On a CPU the estimate is used. Collective.
+    the compiler nor the fragmentation of the memory. On a CPU the estimate is used. All ranks must
+    call this function.
 
     Raises InputError if not even one pack fits.
     """
@@ -287,7 +288,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """If memory runs out inside the block, raise InputError with the settings that need less."""
+    """Context manager that re-raises errors about full memory as InputError.
+
+    The message lists settings that need less memory.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -305,7 +309,9 @@ def explaining_errors() -> Iterator[None]:
 
 
 def find_parity(run: Run) -> list[Parity | str]:
-    """Compare step 0 with plain transformers in each precision of the run. Collective.
+    """Compare step 0 with plain transformers in each precision of the run.
+
+    All ranks must call this function.
 
     Returns one result for each precision: the comparison, or a text with the reason why it was
     skipped. The results are also recorded in the audit.
@@ -334,7 +340,9 @@ def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
 
 
 def _compare_first_step(run: Run) -> Parity | str:
-    """Compare part of step 0 in the present precision with plain transformers. Collective.
+    """Compare part of step 0 in the present precision with plain transformers.
+
+    All ranks must call this function.
 
     Returns the comparison, or a text with the reason if it is not possible. All ranks return the
     same result.

@@ -32,8 +32,8 @@ def start_stream(
     source: the checkpoint that the run continues from, or None.
     folder: the run folder. The packer is stopped when `folder` is closed.
 
-    Collective. Raises InputError if another run reads the same stream, or if the folder of the
-    stream does not exist on one of the machines.
+    All ranks must call this function. Raises InputError if another run reads the same stream, or if
+    the folder of the stream does not exist on one of the machines.
     """
     stream = job.data.stream
     if stream is None:
@@ -68,7 +68,8 @@ def wait_for_packs(
     steps: the prefetched batches of this rank.
     reason_to_stop: a function that returns a stop code above 0 if this rank should stop, else 0.
 
-    If a rank should stop while others wait, return the largest stop code of all ranks. Collective.
+    If a rank should stop while others wait, return the largest stop code of all ranks. All ranks
+    must call this function.
 
     This function also allows the packer to delete the packs that come before the packs of the next
     step. All ranks have already read these packs, because the last step needed the gradients of

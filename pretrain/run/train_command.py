@@ -1,4 +1,4 @@
-"""`python -m pretrain train`: choose an accelerate configuration and train with accelerate launch.
+"""`python -m pretrain train`: choose an Accelerate configuration and train with accelerate launch.
 
 This module does not import torch. accelerate's launcher imports torch when the command line, the
 recipe and the configuration have been checked.
@@ -44,7 +44,7 @@ _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError, Run
 def main(options: argparse.Namespace) -> int:
     """Train as the command line requests, and return the exit status of the training.
 
-    Raises InputError for a mistake in the recipe or in the accelerate configuration.
+    Raises InputError for a mistake in the recipe or in the Accelerate configuration.
     """
     recipe = load_recipe(options.recipe, options.overrides)
     configuration, processes, reason = choose_configuration(
@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def find_configuration(name: str) -> Path:
-    """Return the path of an accelerate configuration, which is readable YAML.
+    """Return the path of an Accelerate configuration, which is readable YAML.
 
     `name` is a path, or the name of a file in accelerate_configs/, with or without `.yaml`. Raises
     InputError if there is no such file.

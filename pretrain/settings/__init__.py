@@ -1,1 +1,1 @@
-"""Settings of a training: the recipe, the command line, and the launch environment."""
+"""Settings of a run: the recipe, the command line, and the launch environment."""

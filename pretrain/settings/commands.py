@@ -60,7 +60,7 @@ def train(add: Callable) -> None:
         "--config",
         "--config_file",
         metavar="FILE",
-        help="accelerate configuration: a path, or the name of a file in accelerate_configs/",
+        help="Accelerate configuration: a path, or the name of a file in accelerate_configs/",
     )
     add(
         "--processes",

@@ -191,7 +191,7 @@ def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
 def as_path_part(value: Any) -> str:
     """Return the value of a setting as text that can be part of the name of a folder.
 
-    Examples: 0.0003, bf16, true, null, 0.9,0.95, Qwen_Qwen3-1.7B.
+    Examples: `0.0003`, `bf16`, `true`, `null`, `0.9,0.95`, `Qwen_Qwen3-1.7B`.
     """
     text = value
     if not isinstance(value, str):

@@ -1,19 +1,19 @@
-"""Read the precision from an accelerate configuration, and correct its other settings.
+"""Read the precision from an Accelerate configuration, and correct its other settings.
 
 `accelerate launch` passes the settings in its YAML file to the processes as environment variables.
 
 **Precision.** This module reads the variables for the precision and removes them, so that only
-`pretrain.precision` sets the precision. Otherwise accelerate would also use them: because of
+`pretrain.precision` sets the precision. Otherwise Accelerate would also use them: because of
 ACCELERATE_FP8_BACKEND it would convert the linear layers of the model, and its autocast would round
 weights that are already rounded.
 
 `accelerate launch` passes on all keys of `fp8_config` that are in the file. If the file lacks a key
-that accelerate supports, accelerate inserts its own default for this key. So if a key has
-accelerate's default, it is not known whether the user has set the key. If the precision has an
-option with the name of the key, the value is used in both cases. If the precision has no such
-option, accelerate's default is ignored, and any other value is an error.
+that Accelerate supports, Accelerate inserts its own default for this key. So if a key has
+Accelerate's default, it is not known whether the user has set the key. If the precision has an
+option with the name of the key, the value is used, no matter who has set it. If the precision has
+no such option, Accelerate's default is ignored, and any other value is an error.
 
-There are two special rules for the key `fp8_format` if it has accelerate's default. If
+There are two special rules for the key `fp8_format` if it has Accelerate's default. If
 `use_mxfp8_block_scaling: true` is set, the format is ignored. If it is not set, and the default
 format of the precision is different, the format is an error.
 
@@ -46,9 +46,9 @@ from pretrain.precision.settings import (
 )
 from pretrain.settings.recipe import Recipe
 
-# Beginning of all messages about the accelerate configuration.
-_ORIGIN = "accelerate configuration"
-# Values of environment variables that accelerate interprets as true, in lower case.
+# Beginning of all messages about the Accelerate configuration.
+_ORIGIN = "Accelerate configuration"
+# Values of environment variables that Accelerate interprets as true, in lower case.
 _TRUE = ("true", "1", "yes", "y", "t", "on")
 _log = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ _log = logging.getLogger(__name__)
 _PREFIX = "ACCELERATE_FP8_"
 # Value of `mixed_precision` with which `fp8_config` has an effect.
 _FP8 = "fp8"
-# Values that accelerate inserts if these keys are missing in the file.
+# Values that Accelerate inserts if these keys are missing in the file.
 _ACCELERATE_DEFAULTS = {
     "fp8_format": "HYBRID",
     "margin": 0,
     "amax_history_len": 1024,
     "amax_compute_algo": "most_recent",
 }
-# Map each key of accelerate's `fp8_config` that has no effect in this project to its default. A
+# Map each key of Accelerate's `fp8_config` that has no effect in this project to its default. A
 # value other than the default is an error.
 _WITHOUT_EFFECT = {
     "interval": 1,
@@ -87,7 +87,7 @@ _OTHER_NAMES = {
 
 
 class _Fp8Config(LowPrecisionSettings):
-    """The `fp8_config` of an accelerate configuration.
+    """The `fp8_config` of an Accelerate configuration.
 
     Its key `recipe` is the name of the precision.
     """
@@ -97,7 +97,7 @@ class _Fp8Config(LowPrecisionSettings):
 
 
 class _File(Settings):
-    """The section of an accelerate configuration that is read here.
+    """The section of an Accelerate configuration that is read here.
 
     Because of this class, messages begin with `fp8_config.`, followed by the key in the section.
     """
@@ -109,16 +109,16 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     """Return a copy of `recipe` with resolved `precision` and `fp8_config`.
 
     The precision is the one in `recipe`, which includes the overrides of the command line. If
-    `recipe` has no precision, it is the precision of the accelerate configuration.
+    `recipe` has no precision, it is the precision of the Accelerate configuration.
 
-    Each option in `fp8_config` has the value in `recipe`, or else the value in the accelerate
-    configuration, or else the default of the precision. If the accelerate configuration is for
-    another precision than the resolved one, the options in the accelerate configuration are
+    Each option in `fp8_config` has the value in `recipe`, or else the value in the Accelerate
+    configuration, or else the default of the precision. If the Accelerate configuration is for
+    another precision than the resolved one, the options in the Accelerate configuration are
     ignored. The resolved recipe is complete: if it is written to a file, it describes the same
-    training with any accelerate configuration.
+    training with any Accelerate configuration.
 
     If `precision` is a schedule with several quantized precisions, options that `recipe` does not
-    set stay unset, because the precisions have different defaults. The options of the accelerate
+    set stay unset, because the precisions have different defaults. The options of the Accelerate
     configuration are ignored in this case.
 
     The variables for the precision are removed from `environ`, the environment variables of the
@@ -162,16 +162,16 @@ def _check_recipe_options(
 def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> None:
     """Raise InputError if it is unknown which `fp8_format` the user has chosen.
 
-    The choice is unknown if two conditions are met: the format is accelerate's default, which
-    accelerate may have inserted for a missing key, and the default of `precision` is a different
-    format. `inherited` has the options in the accelerate configuration.
+    The choice is unknown if two conditions are met: the format is Accelerate's default, which
+    Accelerate may have inserted for a missing key, and the default of `precision` is a different
+    format. `inherited` has the options in the Accelerate configuration.
     """
     filled_in = _ACCELERATE_DEFAULTS["fp8_format"]
     default = precision.options.get("fp8_format")
     if inherited.fp8_format == filled_in != default:
         raise InputError(
             f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` under `{precision.name}` may be "
-            f"accelerate's default for a missing key; to train in {default}, which is the default "
+            f"Accelerate's default for a missing key; to train in {default}, which is the default "
             f"of `{precision.name}`, set `fp8_format: {default}` in the file; to train in "
             f"{filled_in}, set `fp8_config.fp8_format={filled_in}` on the command line"
         )
@@ -182,7 +182,7 @@ def _check_options(
 ) -> None:
     """Raise InputError if `settings` has options that `precision` does not accept.
 
-    The message begins with `origin`, a text such as "accelerate configuration: ", and calls the
+    The message begins with `origin`, a text such as "Accelerate configuration: ", and calls the
     precision `description`, a text such as "`precision: nvfp4`".
     """
     if contradictions := settings.contradictions(precision):
@@ -198,7 +198,7 @@ def _check_options(
 def _merge(inherited: LowPrecisionSettings, recipe: LowPrecisionSettings) -> LowPrecisionSettings:
     """Return all options in `inherited` and `recipe`. Options in `recipe` take precedence.
 
-    `inherited` has the options in the accelerate configuration.
+    `inherited` has the options in the Accelerate configuration.
     """
     inherited_options = inherited.model_dump(exclude_unset=True)
     recipe_options = recipe.model_dump(exclude_unset=True)
@@ -213,7 +213,7 @@ def _merge(inherited: LowPrecisionSettings, recipe: LowPrecisionSettings) -> Low
 def take_requested_precision(
     environ: MutableMapping[str, str],
 ) -> tuple[Precision, LowPrecisionSettings]:
-    """Return the precision and the options that the accelerate configuration sets.
+    """Return the precision and the options that the Accelerate configuration sets.
 
     Both are read from environment variables in `environ`, and these variables are removed. If the
     process was not started by `accelerate launch`, there are no such variables, and the precision
@@ -238,7 +238,7 @@ def take_requested_precision(
 
 
 def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSettings]:
-    """Return the precision and the options of an `fp8_config` in an accelerate configuration.
+    """Return the precision and the options of an `fp8_config` in an Accelerate configuration.
 
     `values` maps keys in the spelling of this project to values. Raises InputError for a mistake.
     """
@@ -257,7 +257,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
                 f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
                 "contradict each other; remove one of them"
             )
-        # Ignore the format that accelerate inserts if the file has no format.
+        # Ignore the format that Accelerate inserts if the file has no format.
         if values.get("fp8_format") == _ACCELERATE_DEFAULTS["fp8_format"]:
             del values["fp8_format"]
             if os.environ.get("RANK", "0") == "0":
@@ -287,7 +287,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
 
 
 def _normalize(variables: dict[str, str]) -> dict[str, Any]:
-    """Return the `fp8_config` of an accelerate configuration, in the spelling of this project.
+    """Return the `fp8_config` of an Accelerate configuration, in the spelling of this project.
 
     `variables` maps the names of environment variables, without their prefix, to texts. The result
     maps keys to parsed values.
@@ -296,14 +296,14 @@ def _normalize(variables: dict[str, str]) -> dict[str, Any]:
     values = {_OTHER_NAMES.get(key, key): _parse_value(text) for key, text in lowered.items()}
     overridden = [values.pop(f"override_{gemm}", False) for gemm in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = any(overridden)
-    # On accelerate's command line the value is lower case: `--fp8_backend te`.
+    # On Accelerate's command line the value is lower case: `--fp8_backend te`.
     if str(values.get("backend")).upper() == "TE":
         values["backend"] = "TE"
     return values
 
 
 def _parse_value(text: str) -> Any:
-    """Parse the text of an environment variable, into which accelerate writes Python literals.
+    """Parse the text of an environment variable, into which Accelerate writes Python literals.
 
     Examples: True, 1024, {'first': 1}. A text that is not a literal is returned unchanged.
     """
@@ -407,7 +407,7 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
             ignored.append(text)
     gathers_as_fits = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
     if gathers_as_fits:
-        # accelerate accepts only true and false.
+        # Accelerate accepts only true and false.
         environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     replicas = 1
     if is_true(environ, "ACCELERATE_USE_FSDP"):
@@ -420,7 +420,7 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         )
     if ignored:
         notices.append(f"these settings are ignored: {'; '.join(ignored)}")
-    # Remove the variables of the `parallelism_config`, so that accelerate does not use them. The
+    # Remove the variables of the `parallelism_config`, so that Accelerate does not use them. The
     # number of replicas is in the result.
     for variable in list(environ):
         if variable.startswith(_PARALLELISM) or variable == "ACCELERATE_USE_PARALLELISM_CONFIG":
@@ -452,7 +452,8 @@ def _correct_fsdp(
         replicas = 1
         environ["ACCELERATE_USE_FSDP"] = "false"
         ignored.append("FSDP (each process stores the whole model)")
-    # Each decoder layer is a shard group. The name of the layers' class is read from the model.
+    # Each decoder layer is a shard group. Accelerate reads the name of the layers' class from the
+    # model. Remove the class in the configuration, because it may be the class of another model.
     environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     if environ.pop("FSDP_IGNORED_MODULES", None):
         ignored.append("`fsdp_ignored_modules` (every module is always sharded)")
@@ -466,7 +467,7 @@ def _correct_fsdp(
 def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
     """Correct the environment variables for the processes, and return the number of processes.
 
-    Raises InputError if accelerate has started fewer processes than the configuration sets.
+    Raises InputError if Accelerate has started fewer processes than the configuration sets.
 
     Args:
         environ: The environment variables, which are modified.
@@ -474,12 +475,12 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
         notices: List that receives texts about corrections.
     """
     processes = int(environ.get("WORLD_SIZE", "1"))
-    # If the configuration sets several processes, accelerate sets MASTER_ADDR, even if it starts
+    # If the configuration sets several processes, Accelerate sets MASTER_ADDR, even if it starts
     # only one process.
     is_from_accelerate = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()
     if "WORLD_SIZE" not in environ and is_from_accelerate:
         raise InputError(
-            f"{_ORIGIN}: `num_processes` is more than 1, but accelerate has started only one "
+            f"{_ORIGIN}: `num_processes` is more than 1, but Accelerate has started only one "
             "process, because of `distributed_type: NO`, `distributed_type: MULTI_CPU` or `--cpu`; "
             "to train with several processes, use accelerate_configs/ddp.yaml (MULTI_GPU), which "
             "also works on CPUs; to train with one process, set `num_processes: 1` and unset the "
@@ -521,7 +522,7 @@ def _mesh(environ: Mapping[str, str], processes: int) -> tuple[int, int]:
 
 
 def is_true(environ: Mapping[str, str], variable: str) -> bool:
-    """Return True if accelerate interprets the environment variable as true.
+    """Return True if Accelerate interprets the environment variable as true.
 
     Return False if the variable is not set.
     """

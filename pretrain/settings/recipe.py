@@ -159,7 +159,7 @@ class ScheduleSettings(Settings):
     # Length of the decay at the end of training, as a share of all steps. It has an effect only
     # with `kind: wsd`.
     decay: Fraction = 0.2
-    # Curve of the decay, as the decay_type of transformers.get_wsd_schedule. The default there is
+    # Curve of the decay, as the decay_type of transformers.get_wsd_schedule, whose default is
     # cosine. It has an effect only with `kind: wsd`.
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     # Learning rate at the end of training, as a share of `optimizer.learning_rate`. It has no
@@ -261,7 +261,7 @@ class CheckpointSettings(Settings):
 class LogSettings(Settings):
     # Number of steps between two console lines. The file metrics.jsonl has a line for every step.
     every: PositiveCount = 1
-    # Names of accelerate's trackers: tensorboard, wandb, trackio and others. jsonl is the file
+    # Names of Accelerate's trackers: tensorboard, wandb, trackio and others. jsonl is the file
     # metrics.jsonl, which is always written.
     trackers: tuple[str, ...] = ("jsonl",)
     # Name of the project in hosted trackers. In MLflow it is the name of the experiment.
@@ -355,10 +355,10 @@ class Recipe(Settings):
     # stopped and resumed. Settings with which this is impossible are errors.
     deterministic: bool = False
     # Precision of the matrix products. A list is a schedule with several phases. null: use the
-    # precision of the accelerate configuration.
+    # precision of the Accelerate configuration.
     precision: PrecisionSetting | None = None
     # Options of the precision. Each key that is set here overrides the same key in the `fp8_config`
-    # of the accelerate configuration.
+    # of the Accelerate configuration.
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()
     # true: compare the first step of a new run with plain transformers, and stop the training if
     # the loss or the gradients differ by more than the tolerance.

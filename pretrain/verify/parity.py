@@ -172,10 +172,11 @@ def check_parity(
     """Compare the microbatches of `step` with its packs, and the model with plain transformers.
 
     Gradients are cleared. Weights, random states, training modes, histories and scales are restored
-    bit for bit. If one rank has failures, the result of every rank has failures. Collective.
+    bit for bit. If one rank has failures, the result of every rank has failures. All ranks must
+    call this function.
 
     Args:
-        model: Model that accelerate has prepared.
+        model: Model that Accelerate has prepared.
         optimizer: Optimizer of the model's parameters.
         step: Microbatches of this rank.
         packs: Packs of `step` on all ranks.
@@ -273,14 +274,14 @@ def _compare(
 
 @contextmanager
 def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
-    """Prepare the model for the comparison inside the block.
+    """Prepare the model for the comparison in the body of the `with` statement.
 
     Yield the factor by which the input of the LM head is multiplied (see `distinct_values`).
 
-    The chunks of the head are made so small that the head computes two or more. Otherwise a small
-    microbatch would be computed in one chunk, unlike in training. The penalty of the loss has the
-    weight 1.0 in the model and in the reference, because the gradient of a small penalty would be
-    lost in the rounding of the cross-entropy's gradient.
+    The chunks of the head are made so small that the head computes two or more chunks. With chunks
+    of the usual size, a small microbatch would be computed in one chunk, unlike in training. The
+    penalty of the loss has the weight 1.0 in the model and in the reference, because the gradient
+    of a small penalty would be lost in the rounding of the cross-entropy's gradient.
 
     Args:
         model: Model that is compared.
@@ -322,9 +323,10 @@ def _reference(
         model: Model that is compared.
         accelerator: Accelerator of the run.
         microbatches: Documents of each microbatch of this rank.
-        step_tokens: Number of tokens, the divisor of gradients.
+        step_tokens: Number of tokens with a label in the training step. Gradients are divided by
+            it.
         tokens: Number of compared tokens over all ranks.
-        head_factor: Factor of the LM head's input.
+        head_factor: Factor by which the input of the LM head is multiplied.
 
     Returns:
         The mean loss in FP32, the root mean square of BF16's errors in the losses of the tokens,
@@ -417,7 +419,7 @@ def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches)
     microbatch start with the same histories and scales. On a CPU, both gradients are equal bit for
     bit. On a GPU, an attention kernel adds in a different order in each pass. Quantization
     amplifies these differences to the size of the quantization error, so only the norms can be
-    compared. Collective.
+    compared. All ranks must call this function.
     """
     copies = model.context.copied_state()
     torch.manual_seed(0)
@@ -439,7 +441,10 @@ def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches)
 
 
 def _norms(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the norm of each matrix's gradient. Collective if gradients are sharded."""
+    """Return the norm of each matrix's gradient.
+
+    If gradients are sharded, all ranks must call this function.
+    """
     norms = {
         name: torch.linalg.vector_norm(gathered(gradient), dtype=torch.float64)
         for name, gradient in gradients.items()
@@ -583,7 +588,8 @@ def distances(
 
     A gradient that is present in only one of `measured` and `reference` is treated as zero in the
     other one. An example is the gradient of a head that is tied in one of the models only.
-    Gradients that are missing in both are skipped. Collective if gradients are sharded.
+    Gradients that are missing in both are skipped. If gradients are sharded, all ranks must call
+    this function.
     """
     norms = []
     sizes = {}
@@ -663,17 +669,18 @@ def _kind(name: str) -> str:
 
 @contextmanager
 def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
-    """Add noise inside the block to parameters whose values are all equal.
+    """Context manager that adds noise to parameters whose values are all equal.
 
     The parameters of new norms and biases have equal values. Without noise, the comparison could
-    not detect that two norms are swapped. After the block all values are restored bit for bit.
+    not detect that two norms are swapped. When the context is left, all values are restored bit for
+    bit.
 
     Yield the factor by which the inputs of the LM head must be multiplied. It gives the logits of a
     new model a standard deviation of LOGITS. Without the factor, the logits of a new model would be
     nearly equal, and an error in the gradient of softmax or penalty would be too small to detect.
     The factor is 1.0 if no parameter was changed.
 
-    Draws random numbers. Collective.
+    Draws random numbers. All ranks must call this function.
     """
     torch.manual_seed(0)  # the same seed on all ranks
     before = []
@@ -695,7 +702,7 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
 
 @contextmanager
 def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
-    """Put `model` into training mode without dropout and other noise inside the block.
+    """Put `model` into training mode, without dropout and other noise, and restore it afterwards.
 
     Training mode is needed, because low precision and recomputation depend on it. All dropout rates
     are zero, in torch's dropout modules and in layers that call the dropout function. The noise on

@@ -1,7 +1,7 @@
 """Plain transformers as the reference for parity, with eager attention and one document at a time.
 
 This module also computes labels, positions and document boundaries from the tokens, lengths and
-masks of a pack. It does not use the code of `packing.batch`, so that it finds mistakes in the
+masks of a pack. This code is independent of `packing.batch`, so that it finds mistakes in the
 batches.
 """
 
@@ -105,7 +105,8 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
     The model is in evaluation mode. Attention and experts use transformers' eager code. Layers are
     recomputed in backward to save memory, because eager attention stores heads x length^2 scores
     per layer. The recomputation repeats the same operations on the same values, so it does not
-    change the gradients. Draws random numbers. Collective if `hf` is sharded.
+    change the gradients. Draws random numbers. If `hf` is sharded, all ranks must call this
+    function.
     """
     with device:
         plain = type(hf)._from_config(
@@ -306,6 +307,6 @@ def _with_expert_load(
 def gathered(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, and any other tensor unchanged.
 
-    Collective if `tensor` is a DTensor.
+    If `tensor` is a DTensor, all ranks must call this function.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

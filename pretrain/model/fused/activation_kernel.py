@@ -3,14 +3,14 @@
 Each row of `hidden` [T, 2 F] has the gate in its first half and up in its second half. The
 activated values [T, F] are silu(gate) * up, computed in FP32 from BF16. Each value is read once.
 
-Backward must read `hidden`, so it can also recompute the activated values. Their transpose is an
-operand of the weight gradient of the next linear layer only. It is written by backward and not by
-forward, so it takes no memory between forward and backward. The compiler may not fuse
+Backward must read `hidden`, so it can also recompute the activated values. Only the weight gradient
+of the next linear layer reads the transpose of the activated values. Backward writes this
+transpose, so that it takes no memory between forward and backward. The compiler may not fuse
 multiplications with additions, so that forward and backward compute the same bits.
 
-The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. They
-round values to BF16 before they quantize them, as do the unfused model and the emulation. All three
-compute the amax of current scaling before they round values to BF16.
+The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. The
+kernels round values to BF16 before they quantize them, as do the unfused model and the emulation.
+All three compute the amax of current scaling before they round values to BF16.
 """
 
 from __future__ import annotations

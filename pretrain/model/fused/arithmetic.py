@@ -272,9 +272,10 @@ class Arithmetic:
 
     @cached_property
     def kernels(self) -> SimpleNamespace:
-        """The modules that compute norms (`norm`), rotations (`rotary`) and activations.
+        """A namespace of three modules, which compute norms, rotations and activations.
 
-        They are `formulas`, or the modules with Triton kernels for BF16 on a GPU.
+        Its attributes are `norm`, `rotary` and `activation`. If `implementation` is FORMULAS, each
+        of them is the module `formulas`. Otherwise each is a module with Triton kernels.
         """
         if self.implementation == Implementation.FORMULAS:
             return SimpleNamespace(norm=formulas, rotary=formulas, activation=formulas)

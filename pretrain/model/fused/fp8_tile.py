@@ -26,7 +26,8 @@ from pretrain.precision.transformer_engine import library
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _INFINITY = tl.constexpr(float("inf"))
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# True if Triton's interpreter runs the kernels on a CPU. It does not support inline assembly.
+# True if Triton's interpreter runs the kernels on a CPU. The interpreter does not support inline
+# assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Map torch dtypes to Triton dtypes.
 TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}

@@ -146,7 +146,7 @@ class FusedLayers:
 
     @property
     def members(self) -> dict[str, StackedLinear]:
-        """Dict from the name of each linear in a fused layer to the stacked linear that has it."""
+        """Dict from the name of each linear in a fused layer to its stacked linear."""
         return {member: product for product in self.products for member in product.members}
 
     @property

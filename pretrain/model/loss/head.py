@@ -39,7 +39,7 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.precision.gemm import Gemm
-from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, summing_where
+from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, with_main_grad_of
 from pretrain.precision.searched import add_product_, linear
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 from pretrain.settings.recipe import LossSettings, PenaltyKind
@@ -74,9 +74,9 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
         value = getattr(config, key, None)
         if value not in (None, neutral):
             raise InputError(
-                f"model: the model changes its logits by `{key}: {value}`, which is not computed "
-                "here; either choose another model, or, if you train from scratch, set "
-                f"`model.config.{key}: {json.dumps(neutral)}`"
+                f"model: the configuration of the model sets `{key}: {value}`, but the loss does "
+                f"not support `{key}`; either choose another model, or, if you train from "
+                f"scratch, set `model.config.{key}: {json.dumps(neutral)}`"
             )
 
 
@@ -124,9 +124,9 @@ class LossHead(nn.Linear):
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the summed loss, an FP32 scalar, or logits [..., vocabulary] without `labels`.
 
-        In training, the loss includes the penalty. In evaluation, the loss is the cross-entropy. If
-        the weight has a `main_grad` (FP32 or BF16), backward adds the weight gradient to this
-        `main_grad` and returns no gradient for the weight.
+        In training, the loss includes the penalty of `loss.penalty`. In evaluation, the loss is the
+        cross-entropy. If the weight has a `main_grad` (FP32 or BF16), backward adds the weight
+        gradient to this `main_grad` and returns no gradient for the weight.
 
         Args:
             hidden: Hidden states [..., hidden].
@@ -137,6 +137,8 @@ class LossHead(nn.Linear):
         low = self.state.low
         hidden = hidden.flatten(0, -2)
         labels = labels.flatten()
+        # `cce` supports neither a bias nor a penalty. The constructor refuses a bias, and the
+        # checks of the plan refuse a penalty.
         if self.settings.kind == "cce":
             return cut_cross_entropy(hidden, self.weight.to(hidden.dtype), labels)
         inputs = (hidden, self.weight, self.bias)
@@ -147,6 +149,7 @@ class LossHead(nn.Linear):
             trained, parts = self._evaluate(hidden, labels, low)
         if self.penalty is None:
             return trained
+        # `parts[0]` is the sum of cross-entropies, and `parts[1]` is the sum of penalties.
         self._parts = parts if self._parts is None else self._parts + parts
         return trained if self.training else parts[0]
 
@@ -380,7 +383,7 @@ def in_dtype(
     A parameter with a different dtype is copied in each call. The copy of the weight has the
     `main_grad` of the weight.
     """
-    return summing_where(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
+    return with_main_grad_of(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -179,11 +179,11 @@ class QuantizedPrecision(Precision):
 
     @property
     def limits(self) -> dict[str, float]:
-        """Map each kind of loss to the share of an operand's values that is normal.
+        """Map `underflow` and `saturation` to the shares of an operand's values that are normal.
 
-        A run warns if an operand loses more. docs/verification.md has the measurements behind the
+        A run warns if a share is larger. docs/verification.md has the measurements behind the
         limits. The scales of delayed scaling are computed from the amaxes of earlier steps, so a
-        few values saturate. A limit of 1 means that there is none.
+        few values saturate. A limit of 1 means that a run never warns.
         """
         saturation = 1e-3 if self.keeps_history else 1.0
         return {"underflow": self.underflow_limit, "saturation": saturation}
@@ -288,8 +288,9 @@ class QuantizedPrecision(Precision):
     def is_stochastic(self, settings: OptionValues, role: Role) -> bool:
         """Return True if an operand is rounded stochastically.
 
-        This is the case for gradients only. Stochastic rounding preserves the expectation of their
-        sum. For activations and weights, it would add noise to every forward.
+        This is the case for gradients only. A gradient is summed over many steps, and stochastic
+        rounding preserves the expectation of the sum. Stochastic rounding of activations and
+        weights would add noise to every forward.
         """
         # The option is None, and not False, in precisions that always round to the nearest value.
         return settings.disable_stochastic_rounding is False and role == "grad_output"

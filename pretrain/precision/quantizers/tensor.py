@@ -43,10 +43,10 @@ def round_to_grid(x: Tensor, grid: Grid) -> Tensor:
 def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
     """Round x, FP32 of any shape, stochastically to `grid`. Return FP32.
 
-    A value between two neighbours in the grid is rounded to one of them. Its expectation is the
-    value itself. It is rounded away from zero if its random number in `uniform` is below its
-    relative distance from the neighbour that is closer to zero. Values of the grid, NaN, and values
-    beyond the maximum have the same results as in `round_to_grid`.
+    A value between two neighbours in the grid is rounded to one of them. It is rounded away from
+    zero if its random number in `uniform` is below its relative distance from the neighbour that is
+    closer to zero. So the expectation of the result is the value before rounding. Values of the
+    grid, NaN, and values beyond the maximum have the same results as in `round_to_grid`.
 
     uniform: random numbers in [0, 1), FP32, in the shape of x.
     """

@@ -453,7 +453,7 @@ def test_trainings_are_as_long_as_hours_and_data_allow(
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
         (["--from", "nowhere"], {}, "--from"),
         (["--steps", "79"], {}, "--steps"),
-        (["--steps", "0"], {}, "--steps, or else .* sets 0 steps per training"),
+        (["--steps", "0"], {}, "--steps, or else .* sets 0 steps per run"),
         (["--seeds", "1000"], {}, "--seeds 20 or fewer"),
         (["--steps", "1000000"], {}, "repeated after step [0-9]+, "),
         ([], {"steps": 79}, "train.steps"),

@@ -1,4 +1,4 @@
-"""Precision and topology of accelerate configurations.
+"""Precision and topology of Accelerate configurations.
 
 accelerate's own code turns the files into environment variables. The launcher must remove the
 variables of the precision, and correct or refuse a topology that would not train as intended.
@@ -119,7 +119,7 @@ def test_accelerates_defaults_count_only_if_the_precision_has_the_key(
     environment: Any,
 ) -> None:
     _, delayed = resolve(environment(recipe="delayed"))
-    # accelerate's default. A file that wants `max` must set it.
+    # Accelerate's default. A file that wants `max` must set it.
     assert delayed["amax_compute_algo"] == "most_recent"
     # Ignored, as if the file did not have the key.
     _, block = resolve(environment(recipe="block", fp8_format="HYBRID"))
@@ -167,7 +167,7 @@ def test_accelerates_defaults_count_only_if_the_precision_has_the_key(
 def test_a_mistake_in_a_file_is_reported_with_its_key_and_a_remedy(
     fp8_config: dict, message: str, environment: Any
 ) -> None:
-    with pytest.raises(InputError, match=rf"^accelerate configuration: .*{message}"):
+    with pytest.raises(InputError, match=rf"^Accelerate configuration: .*{message}"):
         take_requested_precision(environment(**fp8_config))
 
 
@@ -189,7 +189,7 @@ def test_accelerates_switch_for_mxfp8_needs_no_fp8_format(
 
 def test_a_missing_fp8_format_does_not_make_mxfp8_hybrid(environment: Any) -> None:
     fp8_config = {"recipe": "mxfp8"}
-    with pytest.raises(InputError, match=r"may be accelerate's default .* set `fp8_format: E4M3`"):
+    with pytest.raises(InputError, match=r"may be Accelerate's default .* set `fp8_format: E4M3`"):
         resolve(environment(**fp8_config))
     for number_format in ("HYBRID", "E4M3"):
         precision, settings = resolve(
@@ -199,7 +199,7 @@ def test_a_missing_fp8_format_does_not_make_mxfp8_hybrid(environment: Any) -> No
     assert resolve(environment(**fp8_config), precision="bf16")[0] == "bf16"
 
 
-# The recipe and the accelerate configuration together
+# The recipe and the Accelerate configuration together
 
 
 def test_the_recipe_overrides_the_accelerate_file_key_by_key(environment: Any) -> None:
@@ -501,7 +501,7 @@ def test_a_topology_that_cannot_be_corrected_is_one_message(
     answers: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
     environ = launch_variables(tmp_path, 4, **answers)
-    with pytest.raises(InputError, match=f"^accelerate configuration: .*{key}"):
+    with pytest.raises(InputError, match=f"^Accelerate configuration: .*{key}"):
         correct(environ)
 
 
