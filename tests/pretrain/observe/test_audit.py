@@ -464,8 +464,8 @@ def test_the_cost_of_a_step_does_not_grow_with_its_microbatches(
         examined.clear()
         run.confirm(entries)
         costs.append(len(examined))
-    # Three products with two operands for each of 14 linears and the head.
-    assert costs == [90, 90, 90]
+    # Two steps with three products with two operands, for each of 14 linears and the head.
+    assert costs == [180, 180, 180]
 
 
 # ── Operands of another format ───────────────────────────────────────────────────────────
