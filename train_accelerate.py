@@ -45,6 +45,7 @@ from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from foundation.signals import StopRequest
+from foundation.timeline import START
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
@@ -92,6 +93,7 @@ def main() -> int:
 # ── 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────
 
 
+@START.part("other")
 def launch(arguments: argparse.Namespace) -> int:
     """Check the recipe, packs and model without weights. Then lock the run folder and train.
 
@@ -143,6 +145,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 # ── 2: the model, on its devices, audited, and resumed ────────────────────────────────────────────
 
 
+@START.part("model")
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
     """Build the model of `job` and its optimizer, and return both ready to train. Collective.
 
@@ -169,8 +172,15 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
 
     optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
     if accelerator.is_fsdp2:
-        with distributed.sharded_as_planned(
-            accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered
+        with (
+            START.part("sharding"),
+            distributed.sharded_as_planned(
+                accelerator,
+                model,
+                optimizer,
+                job.compute_dtype,
+                once_a_step=job.plan.devices.gathered,
+            ),
         ):
             # accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
             model, _ = accelerator.prepare(model, optimizer)
@@ -263,6 +273,7 @@ def train(run: Run) -> int:
     Returns the signal's number, or 0 if the last step was reached.
     """
     run.assembly.model.train()
+    START.end()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         # `train_on` returns after each rollback. The loop then opens the batches again, because a
         # rollback changes the packs of the following steps.
@@ -394,7 +405,7 @@ def finish(run: Run) -> None:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)
     # The summary is written last: if it describes the last step, all other files are complete.
-    write_json(run.folder.summary, finished.summary)
+    write_json(run.folder.summary, finished.summary | {"start_seconds": START.start})
     run.console.panel(*last_screen(finished, run.folder))
 
 

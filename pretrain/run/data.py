@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
+from foundation.timeline import START
 from foundation.units import plural
 from packing.arrow import Pack, Packs
 from packing.batch import (
@@ -136,6 +137,7 @@ def parts_of(packs: Packs | None) -> list[Packs]:
     return [] if packs is None else [packs]
 
 
+@START.part("packs")
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """Open the packs at `data.packs`. First prepare them if they are missing and have a source.
 
