@@ -13,7 +13,6 @@ in one step. If you start the same command again, the run resumes from its newes
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import os
 import signal
@@ -22,7 +21,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from foundation.command import run_command
+from foundation.command import end_process, run_command
 from foundation.files import replace_file, write_json
 from pretrain.settings import config
 
@@ -30,6 +29,10 @@ if __name__ == "__main__":
     # The imports below take seconds. Until the training loop can save a checkpoint, Ctrl-C ends the
     # process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # transformers imports these packages if they are installed, but a training does not use them.
+    # None in `sys.modules` makes a package look as if it were not installed.
+    unused = {"hqq", "scipy", "torchao", "torchaudio", "torchvision"} - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
     # Imports create no garbage, but garbage collection took a fifth of their time.
     gc.disable()
     # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps
@@ -410,10 +413,10 @@ def finish(run: Run) -> None:
 
 
 if __name__ == "__main__":
+    for package in unused:
+        del sys.modules[package]
     # Exclude imported objects from garbage collection, because they live as long as the process.
     # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
-    # Without `unfreeze` at exit, Triton's library reports its objects as leaked.
-    atexit.register(gc.unfreeze)
     gc.enable()
-    sys.exit(main())
+    end_process(main() or 0)

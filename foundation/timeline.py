@@ -19,6 +19,9 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+# Words of the command line of a process that starts trainings, for example `accelerate launch`.
+LAUNCHERS = {"launch", "accelerate.commands.launch", "train"}
+
 
 class Timeline:
     """Seconds of the parts of this process since its launch.
@@ -37,7 +40,7 @@ class Timeline:
         # The parent may be the process of another user, which cannot be read.
         with suppress(psutil.Error):
             parent = process.parent()
-            if parent and any("accelerate" in word for word in parent.cmdline()):
+            if parent and not LAUNCHERS.isdisjoint(parent.cmdline()):
                 self._seconds["launcher"] = self._since - parent.create_time()
         # On Linux, psutil rounds the time of the boot down to whole seconds.
         if hasattr(time, "CLOCK_BOOTTIME"):

@@ -11,7 +11,7 @@ import importlib
 import sys
 from typing import Any, NoReturn
 
-from foundation.command import run_command
+from foundation.command import end_process, run_command
 from pretrain.settings import commands
 
 # Map each command to the module whose `main` runs the command, and to a description for the help.
@@ -70,7 +70,7 @@ COMMANDS = RUNS | PACKS
 
 def console() -> NoReturn:
     """Run the command on the command line and exit. Entry point of the program `low-precision`."""
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))
 
 
 def main(arguments: list[str]) -> int:

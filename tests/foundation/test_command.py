@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,39 @@ def test_local_rank_0_prints_and_torchrun_gets_errors_of_other_ranks(
     assert capsys.readouterr().err == ""
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "3.json"))
     assert "no such folder" in str(ChildFailedError("train_accelerate.py", {3: failure}))
+
+
+def test_a_process_ends_with_its_status_after_threads_and_exit_functions() -> None:
+    """No object is freed after that, which would take seconds with torch."""
+    program = """
+import atexit, sys, threading, time
+from foundation.command import end_process
+
+class Freed:
+    def __del__(self):
+        print("freed", flush=True)
+
+freed = Freed()
+atexit.register(print, "exit function")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+sys.stdout.write("last line ")
+sys.stderr.write("error")
+end_process(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert ended.stdout == "last line thread\nexit function\n" and ended.stderr == "error"
+
+
+def test_a_process_ends_when_the_reader_of_its_output_has_gone() -> None:
+    program = "from foundation.command import end_process; print('x'); end_process(0)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
