@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -87,10 +86,8 @@ def end_process(status: int) -> NoReturn:
     atexit._run_exitfuncs()
     # C libraries buffer their own output, for example the messages of NCCL.
     ctypes.CDLL(None).fflush(None)
-    for stream in (sys.stdout, sys.stderr):
-        # A closed terminal or a full disk must not keep this process from ending.
-        with suppress(OSError):
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 

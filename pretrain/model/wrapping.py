@@ -181,7 +181,12 @@ def wrap_layers(
         compile_layers: True if torch.compile compiles the forwards.
     """
     if compile_layers:
-        _time_compilation()
+        # Imported here because the import takes a second, and only torch.compile needs it.
+        from torch._dynamo.callback import on_compile_end, on_compile_start
+
+        compiling = ExitStack()
+        on_compile_start(lambda _: compiling.enter_context(START.part("compile")))
+        on_compile_end(lambda _: compiling.close())
     for norm in packed.hf.modules():
         if isinstance(norm, nn.LayerNorm):
             norm.forward = partial(_layer_norm, norm)  # type: ignore[method-assign]
@@ -199,16 +204,6 @@ def wrap_layers(
     for index, layer in enumerate(decoder_layers(packed.hf).values()):
         if settings.recomputes(index):
             layer.forward = _recomputed_in_backward(layer, packed.context)
-
-
-def _time_compilation() -> None:
-    """Count the time of torch.compile in the timeline of the start."""
-    # Imported here because the import takes a second, and only torch.compile needs it.
-    from torch._dynamo.callback import on_compile_end, on_compile_start
-
-    compiling = ExitStack()
-    on_compile_start(lambda _: compiling.enter_context(START.part("compile")))
-    on_compile_end(lambda _: compiling.close())
 
 
 def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: bool) -> None:

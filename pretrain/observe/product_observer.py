@@ -250,9 +250,8 @@ class ProductObserver(ProductWatcher):
 
     def observes(self, names: Sequence[str]) -> bool:
         """Return whether the linears `names` are observed in the present microbatch."""
-        if self._microbatches is None:
-            return True
-        return self._numbers[names[0]] % self._microbatches == self._microbatch
+        total = self._microbatches
+        return total is None or self._numbers[names[0]] % total == self._microbatch
 
     @contextmanager
     def during(

@@ -62,7 +62,7 @@ class StepProfile(Observer):
             row_limit=ROWS,
             max_name_column_width=80,
         )
-        parts = "\n".join(f"{seconds:9.3f} s  {name}" for name, seconds in START.start.items())
-        text = f"From launch to first step:\n\n```\n{parts}\n```\n\n```\n{table}\n```\n"
+        start = "\n".join(f"{seconds:9.3f} s  {part}" for part, seconds in START.start.items())
+        text = f"From launch to first step:\n\n```\n{start}\n```\n\n```\n{table}\n```\n"
         replace_file(self._folder / TABLE_FILE, text.encode())
         self._console.notice(f"profile of this step: {self._folder / TABLE_FILE}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,17 +76,3 @@ end_process(3)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 3
     assert ended.stdout == "last line thread\nexit function\n" and ended.stderr == "error"
-
-
-def test_a_process_ends_when_the_reader_of_its_output_has_gone() -> None:
-    program = "from foundation.command import end_process; print('x'); end_process(0)"
-    reader, writer = os.pipe()
-    os.close(reader)
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONUNBUFFERED": ""},
-    )
-    os.close(writer)
-    assert (ended.returncode, ended.stderr) == (0, b"")
