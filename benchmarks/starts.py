@@ -12,7 +12,8 @@ ended. A run has full speed after its last early step that takes 10 % longer tha
 later steps. The result has the timeline of the start, from the run's summary.json.
 
 `--microbatches` measures the cost of the checks in the first two steps: for each number of
-microbatches in a step, the time of these steps beyond a usual step.
+microbatches in a step of a process, the time of these steps beyond a usual step. Compilation that
+is left to the first step is a part of this time.
 
 Packages are compiled to bytecode first, because Python would otherwise compile them in each start
 if it cannot write their folder. Results are added to those in --out. `--tiny` is a dry run with a
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from benchmarks import throughput_packs
 from benchmarks.machine import (
@@ -53,12 +55,12 @@ from foundation.files import write_json
 from pretrain.metrics.run_record import kind, read_metrics
 from pretrain.settings.config import load_recipe
 
-RECIPE = ROOT / "benchmarks/qwen3_1_7b_80gb.yaml"
-CONFIGURATION = ROOT / "accelerate_configs/fp8_delayed.yaml"
+RECIPE = Path("benchmarks/qwen3_1_7b_80gb.yaml")
+CONFIGURATION = Path("accelerate_configs/fp8_delayed.yaml")
 SETTINGS = ("weights=bf16_exact", "fp8_config.scope=linear+head")
 # The dry run emulates FP8 with a small model.
-TINY = ROOT / "benchmarks/tiny.yaml"
-TINY_CONFIGURATION = ROOT / "accelerate_configs/cpu.yaml"
+TINY = Path("benchmarks/tiny.yaml")
+TINY_CONFIGURATION = Path("accelerate_configs/cpu.yaml")
 TINY_SETTINGS = (
     "precision=delayed",
     "fp8_config.on_unsupported=emulate",
@@ -150,8 +152,9 @@ def measure(arguments: argparse.Namespace, folder: Path, result: dict[str, Any])
             }
         write_json(arguments.out, result)
     recipe = load_recipe(arguments.recipe)
+    processes = yaml.safe_load(arguments.config.read_text())["num_processes"]
     for count in arguments.microbatches:
-        tokens = count * recipe.batch.microbatch * recipe.data.length
+        tokens = count * processes * recipe.batch.microbatch * recipe.data.length
         settings = [*arguments.settings, f"batch.tokens={tokens}"]
         measured = run(arguments, folder, settings)
         usual = measured["usual_step"]
