@@ -191,9 +191,8 @@ class ProductAudit(Observer):
     Each linear is observed in one microbatch of the step, different linears in different
     microbatches, and in another microbatch in the next step. In a step with `Step.is_new` the
     operands of all linears are examined, in a statistics step (`log.fp8_statistics`) those of
-    EXAMINED_AGAIN linears. The first microbatch of a statistics step must add exactly one entry to
-    every history of delayed scaling. Raises InputError before the step's update if a product or a
-    history is wrong.
+    EXAMINED_AGAIN linears. The first microbatch must add exactly one entry to every history of
+    delayed scaling. Raises InputError before the step's update if a product or a history is wrong.
 
     every: `log.fp8_statistics`, or None if there are no statistics steps.
     write: writes audit.json.
@@ -228,8 +227,10 @@ class ProductAudit(Observer):
             observer.observing(),
         ):
             yield
-        ran_low = _effective_in(current.active, observer, low)
-        entries = [entry | {"effective": ran_low[name]} for name, entry in low.items()]
+        effective = _effective_in(current.active, observer, low).values()
+        entries = [
+            entry | {"effective": text} for entry, text in zip(low.values(), effective, strict=True)
+        ]
         _require_requested(entries, current.active, f" in step {step.number}")
         if step.is_new:
             current.audit["confirmed_in_step"] = step.number
@@ -237,10 +238,7 @@ class ProductAudit(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Check the histories of delayed scaling in the first microbatch of a statistics step."""
-        if not step.measures_operands(self.every):
-            yield
-            return
+        """Check the histories of delayed scaling in the first microbatch."""
         with watching_histories(self.packed.context, self.precision.current.active) as wrong:
             yield
         if wrong:

@@ -15,10 +15,8 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -195,7 +193,7 @@ class ProductObserver(ProductWatcher):
         active: ActivePrecision,
         seed: int = 0,
         examined: Set[str] | None = None,
-        microbatches: int | None = None,
+        microbatches: int = 1,
     ) -> None:
         """Create an observer that observes nothing until `observing` is entered.
 
@@ -204,17 +202,17 @@ class ProductObserver(ProductWatcher):
         seed: the seed of the random choice of blocks that are examined. It also determines the
             microbatch in which each linear is observed.
         examined: the names of the linears whose operands are examined, or None for all linears.
-        microbatches: the number of microbatches. The linears are spread over them, and each linear
-            is observed in one of them. None to observe all linears in all microbatches.
+        microbatches: the number of microbatches in the observed step. The linears are spread over
+            them, and each linear is observed in one of them.
         """
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active
         self._examined = examined
         self._microbatches = microbatches
-        self._microbatch = -1  # the number of the present microbatch
-        # Number the linears from `seed` on, in the order of their first products. Fused products
-        # have the name of their first linear.
-        self._numbers = defaultdict[str, int](count(seed).__next__)
+        self._microbatch = seed - 1  # `seed` plus the number of the present microbatch
+        # Number of each linear, or of the first linear of a fused product, in the order of their
+        # first products.
+        self._numbers: dict[str, int] = {}
         # The `watched` blocks that are entered, the innermost block last. Blocks are nested if a
         # layer is recomputed inside the backward of another product.
         self._calls: list[_Call] = []
@@ -250,8 +248,8 @@ class ProductObserver(ProductWatcher):
 
     def observes(self, names: Sequence[str]) -> bool:
         """Return whether the linears `names` are observed in the present microbatch."""
-        total = self._microbatches
-        return total is None or self._numbers[names[0]] % total == self._microbatch
+        number = self._numbers.setdefault(names[0], len(self._numbers))
+        return (self._microbatch - number) % self._microbatches == 0
 
     @contextmanager
     def during(
@@ -325,8 +323,8 @@ class ProductObserver(ProductWatcher):
             return
         for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
             scale = scales.flatten()[0]
-            grid = grids[codes.dtype]
-            self._examine(call, role, codes.flatten(0, -2), scale, grid, (scales != scale).sum())
+            bad = (scales != scale).sum()
+            self._examine(call, role, codes.flatten(0, -2), scale, grids[codes.dtype], bad)
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
@@ -399,8 +397,7 @@ class ProductObserver(ProductWatcher):
         Return True if the caller must also examine the operands. Operands are examined once, and
         not again in the other chunks of the LM head or when a layer is recomputed.
         """
-        earlier = self.products.get(call.names[0], ())
-        is_new = all(product.gemm != call.gemm for product in earlier)
+        is_new = call.gemm not in [gemm for gemm, *_ in self.products.get(call.names[0], ())]
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
         is_examined = self._examined is None or not self._examined.isdisjoint(call.names)
