@@ -28,7 +28,7 @@ NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
 # renamed this file, the file remains on the disk.
 PARTIAL = ".partial"
 # Folder of results that are computed again if their files are deleted.
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pretrain"
+CACHE = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "pretrain")
 
 
 def fsync(path: Path) -> None:
