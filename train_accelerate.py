@@ -13,16 +13,16 @@ in one step. If you start the same command again, the run resumes from its newes
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import os
 import signal
 import sys
+import traceback
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-from foundation.command import run_command
+from foundation.command import end_process, run_command
 from foundation.files import replace_file, write_json
 from pretrain.settings import config
 
@@ -30,6 +30,10 @@ if __name__ == "__main__":
     # The imports below take seconds. Until the training loop can save a checkpoint, Ctrl-C ends the
     # process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # transformers imports these packages if they are installed, but a training does not use them.
+    # None in `sys.modules` makes a package look as if it were not installed.
+    unused = {"hqq", "scipy", "torchao", "torchaudio", "torchvision"} - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
     # Imports create no garbage, but garbage collection took a fifth of their time.
     gc.disable()
     # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps
@@ -45,6 +49,7 @@ from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from foundation.signals import StopRequest
+from foundation.timeline import START
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
@@ -92,6 +97,7 @@ def main() -> int:
 # ── 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────
 
 
+@START.part("other")
 def launch(arguments: argparse.Namespace) -> int:
     """Check the recipe, packs and model without weights. Then lock the run folder and train.
 
@@ -145,6 +151,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 # ── 2: the model, on its devices, audited, and resumed ────────────────────────────────────────────
 
 
+@START.part("model")
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
     """Build the model of `job` and its optimizer, and return both ready to train.
 
@@ -172,8 +179,15 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
 
     optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
     if accelerator.is_fsdp2:
-        with distributed.sharded_as_planned(
-            accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered
+        with (
+            START.part("sharding"),
+            distributed.sharded_as_planned(
+                accelerator,
+                model,
+                optimizer,
+                job.compute_dtype,
+                once_a_step=job.plan.devices.gathered,
+            ),
         ):
             # Accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
             model, _ = accelerator.prepare(model, optimizer)
@@ -267,6 +281,7 @@ def train(run: Run) -> int:
     Returns the signal's number, or 0 if the last step was reached.
     """
     run.assembly.model.train()
+    START.end()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         # `train_on` returns after each rollback. The loop then opens the batches again, because a
         # rollback changes the packs of the following steps.
@@ -400,19 +415,20 @@ def finish(run: Run) -> None:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)
     # The summary is written last: if it describes the last step, all other files are complete.
-    write_json(run.folder.summary, finished.summary)
+    write_json(run.folder.summary, finished.summary | {"start_seconds": START.start})
     run.console.panel(*last_screen(finished, run.folder))
 
 
 if __name__ == "__main__":
+    for package in unused:
+        del sys.modules[package]
     # Exclude imported objects from garbage collection, because they live as long as the process.
     # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
-    # Without `unfreeze` at exit, Triton's library reports its objects as leaked.
-    atexit.register(gc.unfreeze)
     gc.enable()
-    # Status of an exception. Handlers that libraries register during the run are called earlier.
     status = 1
-    atexit.register(lambda: distributed.exit_with_group(status))
-    status = main() or 0
-    sys.exit(status)
+    try:
+        status = main() or 0
+    except Exception:
+        traceback.print_exc()
+    end_process(status)

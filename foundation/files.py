@@ -27,6 +27,8 @@ NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
 # Suffix of the hidden file that `replace_file` writes first. If the process is killed before it has
 # renamed this file, the file remains on the disk.
 PARTIAL = ".partial"
+# Folder of results that are computed again if their files are deleted.
+CACHE = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "pretrain")
 
 
 def fsync(path: Path) -> None:

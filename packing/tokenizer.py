@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from foundation.errors import InputError
+from foundation.files import CACHE, replace_file
 from foundation.reading import load_object, one_line
 from packing.settings import refuse_near_name, split_revision
 
@@ -53,14 +55,23 @@ class TextTokenizer:
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the token ids of a text.
 
-        The hash does not depend on the formatting of tokenizer.json or on the order of its keys.
+        The hash does not depend on the formatting of tokenizer.json or on the order of its keys. It
+        is cached on disk, because its computation takes two seconds for 150,000 tokens.
         """
-        values = json.loads(self.tokenizer.to_str())
+        text = self.tokenizer.to_str()
+        cached = CACHE / "tokenizers" / hashlib.sha256(text.encode()).hexdigest()
+        if cached.is_file():
+            return cached.read_text()
+        values = json.loads(text)
         content = {key: values[key] for key in values.keys() - _NOT_PART_OF_THE_FINGERPRINT}
         canonical = json.dumps(
             without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":")
         )
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
+        # The folder may be read-only.
+        with suppress(InputError):
+            replace_file(cached, fingerprint.encode())
+        return fingerprint
 
     @cached_property
     def vocab_size(self) -> int:

@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import Any, NoReturn
 
-from foundation.command import run_command
+from foundation.command import end_process, run_command
 from pretrain import __version__
 from pretrain.settings import commands
 
@@ -74,7 +74,7 @@ COMMANDS = RUNS | PACKS
 
 def console() -> NoReturn:
     """Run the command on the command line and exit. Entry point of the program `low-precision`."""
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))
 
 
 def main(arguments: list[str]) -> int:

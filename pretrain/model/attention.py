@@ -31,7 +31,6 @@ import os
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -48,16 +47,14 @@ from transformers import (
 )
 
 from foundation.errors import InputError
+from foundation.files import CACHE
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 # FlashAttention-4 reads these two variables when it is imported. Transformer Engine imports it too,
 # so they are set before either of the two packages can be imported.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault(
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE / "pretrain" / "flash_attn_4")
-)
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_attn_4"))
 
 # Backends from the fastest to the slowest. In recipes, `fa4` is called `flash_attn`. It has another
 # name here, because transformers loads its own kernels for names that contain "flash". `varlen` is

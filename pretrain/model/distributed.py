@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -121,17 +120,6 @@ def end_processes(accelerator: Accelerator) -> None:
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def exit_with_group(status: int) -> None:
-    """Exit at once if the process group still exists, which means that the run has failed.
-
-    Destroying the group could wait for other ranks. If the group exists at a normal exit, the
-    destructors of its threads sometimes abort the process, and NCCL prints a warning.
-    """
-    if torch.distributed.is_initialized():
-        sys.stdout.flush()
-        os._exit(status)
 
 
 def gathers_once_a_step(accelerator: Accelerator) -> bool | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
+from foundation.timeline import START
 from pretrain.model.experts import GroupedExperts, group_experts
 from pretrain.model.fused.arithmetic import Arithmetic, Implementation
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
@@ -178,6 +180,13 @@ def wrap_layers(
         cast_to: Dtype of the working copies. None if the parameters have the compute dtype already.
         compile_layers: True if torch.compile compiles the forwards.
     """
+    if compile_layers:
+        # Imported here because the import takes a second, and only torch.compile needs it.
+        from torch._dynamo.callback import on_compile_end, on_compile_start
+
+        compiling = ExitStack()
+        on_compile_start(lambda _: compiling.enter_context(START.part("compile")))
+        on_compile_end(lambda _: compiling.close())
     for norm in packed.hf.modules():
         if isinstance(norm, nn.LayerNorm):
             norm.forward = partial(_layer_norm, norm)  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -188,10 +188,11 @@ def _watching_forwards(
 class ProductAudit(Observer):
     """Check that the products of training match the audit that ran before the first step.
 
-    In a step with `Step.is_new` all microbatches are observed. In a statistics step
-    (`log.fp8_statistics`) the first microbatch is observed, the operands of some linears are
-    examined, and the microbatch must add exactly one entry to every history of delayed scaling.
-    Raises InputError before the step's update if a product or a history is wrong.
+    Each linear is observed in one microbatch of the step, different linears in different
+    microbatches, and in another microbatch in the next step. In a step with `Step.is_new` the
+    operands of all linears are examined, in a statistics step (`log.fp8_statistics`) those of
+    EXAMINED_AGAIN linears. The first microbatch must add exactly one entry to every history of
+    delayed scaling. Raises InputError before the step's update if a product or a history is wrong.
 
     every: `log.fp8_statistics`, or None if there are no statistics steps.
     write: writes audit.json.
@@ -208,55 +209,43 @@ class ProductAudit(Observer):
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Observe all microbatches of a new step, and record in audit.json that it has passed."""
-        if not step.is_new:
+        """Raise InputError unless the step computes the products that the audit has recorded.
+
+        The number of the step seeds the choice of the examined linears and blocks, and shifts the
+        microbatch in which each linear is observed. If the step is new, record in audit.json that
+        it has passed.
+        """
+        current = self.precision.current
+        low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
+        number = len(low) if step.is_new else min(len(low), EXAMINED_AGAIN)
+        examined = set(random.Random(step.number).sample(list(low), number))
+        observer = ProductObserver(
+            current.active, step.number, examined, microbatches=len(batches.microbatches)
+        )
+        with (
+            self.packed.register_forward_pre_hook(observer.next_microbatch),
+            observer.observing(),
+        ):
             yield
-            return
-        with self._confirming(step):
-            yield
-        self.precision.current.audit["confirmed_in_step"] = step.number
-        self.write()
+        effective = _effective_in(current.active, observer, low).values()
+        entries = [
+            entry | {"effective": text} for entry, text in zip(low.values(), effective, strict=True)
+        ]
+        _require_requested(entries, current.active, f" in step {step.number}")
+        if step.is_new:
+            current.audit["confirmed_in_step"] = step.number
+            self.write()
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Check products and histories in the first microbatch of a statistics step."""
-        if not step.measures_operands(self.every):
-            yield
-            return
-        with ExitStack() as watching:
-            wrong = watching.enter_context(
-                watching_histories(self.packed.context, self.precision.current.active)
-            )
-            # In a new step `passes` already observes the products.
-            if not step.is_new:
-                watching.enter_context(self._confirming(step, most=EXAMINED_AGAIN))
+        """Check the histories of delayed scaling in the first microbatch."""
+        with watching_histories(self.packed.context, self.precision.current.active) as wrong:
             yield
         if wrong:
             raise InputError(
                 f"step {step.number}: {len(wrong)} amax histories or scales of delayed scaling do "
                 f"not match the observed operands: {', '.join(wrong[:5])}"
             )
-
-    @contextmanager
-    def _confirming(self, step: Step, *, most: int | None = None) -> Iterator[None]:
-        """Compare the products in the body of the `with` statement with the audit of the precision.
-
-        Raises InputError at the end of the body if a product that the audit lists in low precision
-        did not run, or if its operands did not have the formats of this precision.
-
-        step: the step. Its number seeds the choice of the linears and of their examined blocks.
-        most: the maximum number of linears whose operands are examined, or None for all linears.
-        """
-        current = self.precision.current
-        low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
-        number = len(low) if most is None else min(len(low), most)
-        examined = set(random.Random(step.number).sample(list(low), number))
-        observer = ProductObserver(current.active, step.number, examined)
-        with observer.observing():
-            yield
-        ran_low = _effective_in(current.active, observer, low)
-        entries = [entry | {"effective": ran_low[name]} for name, entry in low.items()]
-        _require_requested(entries, current.active, f" in step {step.number}")
 
 
 # ── audit.json ────────────────────────────────────────────────────────────────────────────────────

@@ -42,9 +42,8 @@ class Step:
 
         every: the number n (`log.fp8_statistics`), or None if there are no statistics steps.
         """
-        if every is None or not self.is_quantized:
-            return False
-        return self.starts_precision or is_due(self.number, every)
+        is_due_now = every is not None and (self.starts_precision or is_due(self.number, every))
+        return self.is_quantized and is_due_now
 
 
 class Observer:

@@ -6,8 +6,8 @@ observed where pretrain/precision calls cublasLt (`searched`).
 
 Emulated operands and FP8 operands of Transformer Engine are also examined: each value must be a
 code of the format times the scale of its block, and each scale must be a scale of the format and
-fit the values. A sample of whole blocks is examined. The host waits for the device only when
-`faults` is called.
+fit the values. A sample of whole blocks is examined, in the first product of each kind of a linear.
+The host waits for the device only when `faults` is called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from foundation.overrides import overridden
 from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
@@ -189,18 +189,30 @@ class ProductObserver(ProductWatcher):
     """
 
     def __init__(
-        self, active: ActivePrecision, seed: int = 0, examined: Set[str] | None = None
+        self,
+        active: ActivePrecision,
+        seed: int = 0,
+        examined: Set[str] | None = None,
+        microbatches: int = 1,
     ) -> None:
         """Create an observer that observes nothing until `observing` is entered.
 
         active: the precision that the products compute in. Operands are examined only if this
             precision is quantized.
-        seed: the seed of the random choice of blocks that are examined.
+        seed: the seed of the random choice of blocks that are examined. It also determines the
+            microbatch in which each linear is observed.
         examined: the names of the linears whose operands are examined, or None for all linears.
+        microbatches: the number of microbatches in the observed step. The linears are spread over
+            them, and each linear is observed in one of them.
         """
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active
         self._examined = examined
+        self._microbatches = microbatches
+        self._microbatch = seed - 1  # `seed` plus the number of the present microbatch
+        # Number of each linear, or of the first linear of a fused product, in the order of their
+        # first products.
+        self._numbers: dict[str, int] = {}
         # The `watched` blocks that are entered, the innermost block last. Blocks are nested if a
         # layer is recomputed inside the backward of another product.
         self._calls: list[_Call] = []
@@ -229,6 +241,15 @@ class ProductObserver(ProductWatcher):
             if extension is not None:
                 overrides.enter_context(overridden(extension, generic_gemm=gemm))
             yield
+
+    def next_microbatch(self, *_: Any) -> None:
+        """Count a microbatch. The method can be used as a forward pre-hook of the model."""
+        self._microbatch += 1
+
+    def observes(self, names: Sequence[str]) -> bool:
+        """Return whether the linears `names` are observed in the present microbatch."""
+        number = self._numbers.setdefault(names[0], len(self._numbers))
+        return (self._microbatch - number) % self._microbatches == 0
 
     @contextmanager
     def during(
@@ -304,8 +325,8 @@ class ProductObserver(ProductWatcher):
             return
         for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
             scale = scales.flatten()[0]
-            grid = grids[codes.dtype]
-            self._examine(call, role, codes.flatten(0, -2), scale, grid, (scales != scale).sum())
+            bad = (scales != scale).sum()
+            self._examine(call, role, codes.flatten(0, -2), scale, grids[codes.dtype], bad)
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
@@ -335,6 +356,8 @@ class ProductObserver(ProductWatcher):
             dtype, grid = fp8_format(te, operand._fp8_dtype)
             self._examine(call, role, codes.view(dtype), scales, grid)
 
+    # Without this decorator, all operations below would pass through the slow dispatch mode.
+    @_disable_current_modes()
     def _examine(
         self,
         call: _Call,
@@ -373,12 +396,14 @@ class ProductObserver(ProductWatcher):
     def _note(self, call: _Call, left: str, right: str) -> bool:
         """Record a product with the kinds of its operands.
 
-        Return True if the caller must also examine the operands.
+        Return True if the caller must also examine the operands. Operands are examined once, and
+        not again in the other chunks of the LM head or when a layer is recomputed.
         """
+        is_new = call.gemm not in [gemm for gemm, *_ in self.products.get(call.names[0], ())]
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
         is_examined = self._examined is None or not self._examined.isdisjoint(call.names)
-        return is_examined and self._active.precision.quantized
+        return is_new and is_examined and self._active.precision.quantized
 
 
 def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch.profiler import profile
 
 from foundation.errors import InputError
 from foundation.files import replace_file
+from foundation.timeline import START
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
 from pretrain.observe.observers import Observer, Step
@@ -61,5 +62,7 @@ class StepProfile(Observer):
             row_limit=ROWS,
             max_name_column_width=80,
         )
-        replace_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())
+        start = "\n".join(f"{seconds:9.3f} s  {part}" for part, seconds in START.start.items())
+        text = f"From launch to first step:\n\n```\n{start}\n```\n\n```\n{table}\n```\n"
+        replace_file(self._folder / TABLE_FILE, text.encode())
         self._console.notice(f"profile of this step: {self._folder / TABLE_FILE}")

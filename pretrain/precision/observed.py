@@ -9,6 +9,7 @@ kernels: `see` passes their operands to the observer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -45,37 +46,45 @@ NO_CONTEXT = nullcontext()
 Scales = tuple[Tensor | None, Tensor | None]
 
 
-class ProductWatcher:
+class ProductWatcher(ABC):
     """Base class of an observer of products. `current` is the active observer, or None."""
 
     current: ClassVar[ProductWatcher | None] = None
 
+    @abstractmethod
+    def observes(self, names: Sequence[str]) -> bool:
+        """Return whether products of the linear layers `names` are observed at present."""
+
+    @abstractmethod
     def during(
         self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
     ) -> AbstractContextManager[None]:
         """Observe torch's products inside the `with` block. See `watched` for the arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def library_product(self, *operands: tuple[Any, bool]) -> None:
         """Observe a product that a library computes.
 
         Each of the two operands is given as a pair: the operand, and True if the kernel reads its
         row-wise form or False if the kernel reads its column-wise form.
         """
-        raise NotImplementedError
 
 
 def watched(
     names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
 ) -> AbstractContextManager[None]:
-    """Return a context in which the active observer, if there is one, observes all products.
+    """Return a context in which the active observer observes all products.
+
+    The context has no effect if no observer is active, or if it does not observe these layers.
 
     names: the names of the linear layers that the products belong to.
     gemm: the kind of product: forward, dgrad or wgrad.
     scales: the scales of the left and of the right operand of an emulated product.
     """
     watcher = ProductWatcher.current
-    return NO_CONTEXT if watcher is None else watcher.during(names, gemm, scales)
+    if watcher is None or not watcher.observes(names):
+        return NO_CONTEXT
+    return watcher.during(names, gemm, scales)
 
 
 def see(left: Any, right: Any, layout: str) -> None:

@@ -50,6 +50,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundation.timeline import START
 from pretrain.precision.observed import fp8_format, see
 
 # Size of the workspace in bytes. Transformer Engine's workspace has the same size.
@@ -309,6 +310,7 @@ class Products:
         self.chosen[problem] = None
         return None
 
+    @START.part("search")
     def _choose(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor
     ) -> tuple[Matmul, Algorithm] | None:

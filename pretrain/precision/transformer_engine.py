@@ -25,6 +25,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.reading import one_line
+from foundation.timeline import START
 from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision, Role
@@ -49,6 +50,7 @@ DEFAULTS_CHANGED_BY = (
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
 
+@START.part("imports")
 def missing() -> str | None:
     """Return the requirement of Transformer Engine that this process does not meet, or None.
 

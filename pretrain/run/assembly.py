@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from foundation.progress import advance
+from foundation.timeline import START
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.console import Console
@@ -266,6 +267,7 @@ def set_weights(
             local_part(parameter).copy_(value)
 
 
+@START.part("rehearsal")
 def audit_precisions(
     job: Job, accelerator: Accelerator, assembly: Assembly, console: Console
 ) -> None:

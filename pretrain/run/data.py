@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from foundation.progress import say
+from foundation.timeline import START
 from foundation.units import plural
 from packing.arrow import Pack, Packs
 from packing.batch import (
@@ -137,6 +138,7 @@ def parts_of(packs: Packs | None) -> list[Packs]:
     return [] if packs is None else [packs]
 
 
+@START.part("packs")
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """Open the packs at `data.packs`. First prepare them if they are missing and have a source.
 

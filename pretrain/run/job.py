@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
+from foundation.timeline import START
 from packing.batch import BatchStream
 from packing.order import MixedPacks, order_of
 from packing.store import unprepared
@@ -149,6 +150,7 @@ class Job:
         }
 
 
+@START.part("checks")
 def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = "run") -> Job:
     """Check the recipe and return its job. Fast checks run before slow ones.
 

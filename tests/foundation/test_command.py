@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,25 @@ def test_the_message_is_printed_if_another_program_sets_the_error_file(
     assert run_command(failing(InputError("no such folder"))) == 2
     assert capsys.readouterr().err == "error: no such folder\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_ends_with_its_status_after_threads_and_exit_functions() -> None:
+    """No object is freed after that, which would take seconds with torch."""
+    program = """
+import atexit, sys, threading, time
+from foundation.command import end_process
+
+class Freed:
+    def __del__(self):
+        print("freed", flush=True)
+
+freed = Freed()
+atexit.register(print, "exit function")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+sys.stdout.write("last line ")
+sys.stderr.write("error")
+end_process(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert ended.stdout == "last line thread\nexit function\n" and ended.stderr == "error"

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from foundation.errors import InputError
+from packing import tokenizer as tokenizer_module
 from packing.__main__ import main
-from packing.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from packing.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
 
 VOCABULARY = 600
 
@@ -88,3 +89,23 @@ def test_a_tokenizer_is_never_overwritten_and_needs_256_ids(
     options = ["--vocabulary", "300", "--special", "<|x|>"]
     assert main(["tokenizer", str(source), "--out", str(tmp_path / "new"), *options]) == 0
     assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).token_to_id("<|x|>") == 1
+
+
+def test_a_fingerprint_is_computed_once_and_cached(
+    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "CACHE", tmp_path / "cache")
+
+    def fingerprint() -> str:
+        return TextTokenizer("t", Tokenizer.from_file(str(tokenizer_file)), {}).fingerprint
+
+    expected = fingerprint()
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer_module, "without_nulls", None)
+        assert fingerprint() == expected
+        other = train_tokenizer(["another text"], VOCABULARY)
+        with pytest.raises(TypeError):  # not cached
+            TextTokenizer("t", other, {}).fingerprint  # noqa: B018
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tokenizer_module, "CACHE", tmp_path / "file")
+    assert fingerprint() == expected, "a folder that cannot be written"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import pytest
@@ -21,12 +22,15 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import InputError
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
+from pretrain.model import packed as packed_model
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
+from pretrain.observe import product_observer
 from pretrain.observe.audit import Entry, audit_products
 from pretrain.observe.product_observer import ProductObserver
+from pretrain.optimizer.adamw import clear_gradients
 from pretrain.precision import emulation
 from pretrain.precision.gemm import TorchGemm
 from pretrain.precision.observed import watched
@@ -36,7 +40,7 @@ from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.observe.test_operand_statistics import SmallModel
-from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, SmallRun, build_run
+from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, SmallRun, build_run, step_of
 
 FP32 = active_in("fp32", "torch")
 BF16 = active_in("bf16", "torch")
@@ -383,6 +387,85 @@ def test_a_quantized_bf16_forward_or_plain_gradients_are_rejected(
     # The observer sees operands without scales, i.e. no codes.
     monkeypatch.setattr(emulation, "watched", lambda names, gemm, scales: watched(names, gemm))
     assert "dgrad float32 x float32, wgrad float32 x float32" in refusal(run.audit)
+
+
+# ── In training ─────────────────────────────────────────────────────────────────────────
+
+
+def products_by_microbatch(run: SmallRun, entries: list[Entry], number: int) -> list[list[str]]:
+    """Return the products that are examined in each microbatch of step `number`."""
+    products: list[list[str]] = []
+    watch = run.watch(number, [run.observer_of(entries)], is_new=True)
+    with pytest.MonkeyPatch.context() as patch:
+        during = ProductObserver.during
+
+        def recorded(observer: ProductObserver, names: list[str], gemm: str, *rest: Any) -> Any:
+            products[-1].append(f"{names[0]} {gemm}")
+            return during(observer, names, gemm, *rest)
+
+        patch.setattr(ProductObserver, "during", recorded)
+        with (
+            run.packed.register_forward_pre_hook(lambda *_: products.append([])),
+            watch.passes(run.step, 0),
+        ):
+            packed_model.forward_backward(
+                run.packed, run.step, run.accelerator, watch.first_microbatch()
+            )
+    clear_gradients(run.optimizer, run.packed)
+    return products
+
+
+def test_each_product_is_observed_in_one_microbatch_of_a_step(small: Callable) -> None:
+    """The second step observes it in another microbatch."""
+    run = small(scope="linear")
+    entries = run.audit()
+    first, second = (products_by_microbatch(run, entries, number) for number in (1, 2))
+    everything = sorted(
+        f"{entry['name']} {gemm}" for entry in entries for gemm in entry["products"]
+    )
+    assert len(first) == 4 and all(first), "every microbatch has products"
+    assert sorted(chain(*first)) == sorted(chain(*second)) == everything
+    assert not any(set(before) & set(after) for before, after in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("faulty", range(4))
+def test_one_faulty_microbatch_of_a_step_is_found(faulty: int, small: Callable) -> None:
+    run = small("mxfp8")
+    entries = run.audit()
+    run.confirm(entries)
+    forward = run.packed.context.forward
+    numbers = count()
+    run.packed.context.forward = lambda **options: (
+        nullcontext() if next(numbers) == faulty else forward(**options)
+    )
+    message = refusal(run.confirm, entries)
+    assert "forward bfloat16 x bfloat16, dgrad not run" in message and "in step 1" in message
+
+
+def test_the_cost_of_a_step_does_not_grow_with_its_microbatches(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined = []
+    examine = product_observer.examine
+    monkeypatch.setattr(
+        product_observer, "examine", lambda *operand: examined.append(1) or examine(*operand)
+    )
+    costs = []
+    for packs_a_microbatch in (1, 2, 4):
+        run = build_run(
+            accelerator,
+            "block",
+            recompute=True,
+            packs_a_microbatch=packs_a_microbatch,
+            scope="linear+head",
+        )
+        run.step = step_of(run.packs[:4], packs_a_microbatch)
+        entries = run.audit()
+        examined.clear()
+        run.confirm(entries)
+        costs.append(len(examined))
+    # Two steps with three products with two operands, for each of 14 linears and the head.
+    assert costs == [180, 180, 180]
 
 
 # ── Operands of another format ───────────────────────────────────────────────────────────

@@ -127,12 +127,12 @@ class SmallRun:
         return entries
 
     def confirm(self, entries: list[Entry]) -> None:
-        """Compute the gradients of another step with its products observed.
+        """Compute the gradients of a run's first two steps with their products observed.
 
         Raises InputError if they differ from the audit's `entries`.
         """
-        if self.packed.context.backend is not None:
-            watch = self.watch(1, [self.observer_of(entries)], is_new=True)
+        for number in (1, 2) if self.packed.context.backend is not None else ():
+            watch = self.watch(number, [self.observer_of(entries)], is_new=True)
             with watch.passes(self.step, 0):
                 packed_model.forward_backward(
                     self.packed, self.step, self.accelerator, watch.first_microbatch()

@@ -1,0 +1,74 @@
+"""Measure the parts of a start, from the launch of a process to its first training step.
+
+    with START.part("packs"):
+        ...
+
+    @START.part("model")
+    def build_model(): ...
+
+Parts may be nested. The time inside a nested part counts only for the nested part, so the parts add
+up to the time since the launch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+# Words of the command line of a process that starts trainings, for example `accelerate launch`.
+LAUNCHERS = {"launch", "accelerate.commands.launch", "train"}
+
+
+class Timeline:
+    """Seconds of the parts of this process since its launch.
+
+    The part "launcher" is the time that `accelerate launch` took to start this process. The part
+    "imports" begins with this process. The time in no other part counts for it.
+    """
+
+    def __init__(self) -> None:
+        # Map each part to its seconds, from the launch to `end`. Empty before `end` was called.
+        self.start: dict[str, float] = {}
+        self._seconds = defaultdict[str, float](float)
+        self._running = ["imports"]  # The innermost part is the last one.
+        process = psutil.Process()
+        self._since = process.create_time()
+        # The parent may be the process of another user, which cannot be read.
+        with suppress(psutil.Error):
+            parent = process.parent()
+            if parent and not LAUNCHERS.isdisjoint(parent.cmdline()):
+                self._seconds["launcher"] = self._since - parent.create_time()
+        # On Linux, psutil rounds the time of the boot down to whole seconds.
+        if hasattr(time, "CLOCK_BOOTTIME"):
+            booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+            self._since += booted - psutil.boot_time()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside the block or the decorated function for the part `name`."""
+        self._count()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._count()
+            self._running.pop()
+
+    def end(self) -> None:
+        """Store the seconds of each part, and their sum as "total", in `start`."""
+        self._count()
+        self.start = {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+        self.start["total"] = round(sum(self._seconds.values()), 3)
+
+    def _count(self) -> None:
+        """Add the time since the last call to the innermost running part."""
+        now = time.time()
+        self._seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+
+START = Timeline()  # the timeline of this process
