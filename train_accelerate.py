@@ -17,12 +17,11 @@ import gc
 import os
 import signal
 import sys
-import traceback
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-from foundation.command import end_process, run_command
+from foundation.command import end_after_error, end_process, run_command
 from foundation.files import replace_file, write_json
 from pretrain.settings import config
 
@@ -426,9 +425,6 @@ if __name__ == "__main__":
     # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
     gc.enable()
-    status = 1
-    try:
-        status = main() or 0
-    except Exception:
-        traceback.print_exc()
-    end_process(status)
+    # While a process group exists, Python's usual exit sometimes aborts the process.
+    sys.excepthook = end_after_error
+    end_process(main() or 0)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from foundation.errors import InputError
@@ -146,6 +147,14 @@ def end_process(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def end_after_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> NoReturn:
+    """Print the traceback of an error and end this process. Assign this to `sys.excepthook`."""
+    sys.__excepthook__(kind, error, trace)
+    end_process(1)
 
 
 def report_error(error: InputError | OSError) -> int:

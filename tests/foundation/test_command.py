@@ -94,3 +94,15 @@ end_process(3)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 3
     assert ended.stdout == "last line thread\nexit function\n" and ended.stderr == "error"
+
+
+def test_an_uncaught_error_ends_the_process_with_its_traceback() -> None:
+    program = """
+import sys
+from foundation.command import end_after_error
+sys.excepthook = end_after_error
+raise RuntimeError("a bug")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("RuntimeError: a bug\n") and "Traceback" in ended.stderr
