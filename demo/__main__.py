@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
@@ -103,7 +103,7 @@ def steps_of(recipe: Recipe) -> list[Step]:
         Step(
             "Training",
             run_dir_of(recipe) / "final",
-            lambda: run(train_command("cpu", RECIPE)),
+            lambda: run(python("pretrain", "train", RECIPE, "--config", "cpu")),
         ),
         Step(
             "Comparison of FP32 with emulated FP8 and FP4",
@@ -125,22 +125,6 @@ def write_text(corpus: Path) -> None:
 def python(package: str, *arguments: object) -> list[str]:
     """Return the command `python -m package arguments`."""
     return [script("python"), "-m", package, *map(str, arguments)]
-
-
-def train_command(configuration: str, recipe: str, *arguments: str) -> list[str]:
-    """Return the command that trains `recipe` with accelerate_configs/<configuration>.yaml.
-
-    `arguments` are overrides or options.
-    """
-    return [
-        script("accelerate"),
-        "launch",
-        "--config_file",
-        f"accelerate_configs/{configuration}.yaml",
-        "train_accelerate.py",
-        recipe,
-        *arguments,
-    ]
 
 
 def script(name: str) -> str:
@@ -203,13 +187,14 @@ def last_screen(recipe: Recipe, times: str) -> str:
     page = run_dir / "report.html"
     summary = json.loads((run_dir / "summary.json").read_text())
     vocabulary = recipe.model.config["vocab_size"]
+    train = partial(python, "pretrain", "train")
     commands = {
         "sample": python("pretrain", "sample", final, "class "),
         "inspect": python("packing", "inspect", recipe.data.packs),
         "report": python("pretrain", "report", run_dir, "--out", page),
-        "longer": train_command("cpu", RECIPE, "name=longer", "train.steps=3000"),
-        "gpu": train_command("bf16", RECIPE, "name=smoke_gpu", "train.epochs=4"),
-        "plan": train_command("bf16", "recipes/small_malaysian_lm.yaml", "--plan"),
+        "longer": train(RECIPE, "name=longer", "train.steps=3000"),
+        "gpu": train(RECIPE, "name=smoke_gpu", "train.epochs=4", "--config", "bf16"),
+        "plan": train("recipes/small_malaysian_lm.yaml", "--plan", "--config", "bf16"),
     }
     lines = {name: shlex.join(command) for name, command in commands.items()}
     return f"""
