@@ -7,7 +7,8 @@ The first argument is the recipe. Arguments of the form `key=value` or `--key=va
 of the recipe, with dots between the names of nested keys (`train.steps=100`). `--plan` checks every
 setting and prints the plan of the run without training. `--profile` records the time of each kernel
 in one step. If you start the same command again, the run resumes from its newest checkpoint.
-`python -m pretrain` lists the other commands.
+With `-` as the last argument, the script forks a training for each request on its stdin, as
+`python -m pretrain matrix` and `which` need it. `python -m pretrain` lists the other commands.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 from foundation.command import run_command
 from foundation.files import replace_file, write_json
+from foundation.fork_server import SERVE, serve
 from pretrain.settings import config
 
 if __name__ == "__main__":
@@ -38,9 +40,18 @@ if __name__ == "__main__":
     # whichever of the two names of the variable it was set under.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # Report mistakes on the command line before the slow imports.
-    config.check_arguments(__doc__)
+    if sys.argv[-1:] == [SERVE]:
+        # Look for GPUs without CUDA, which does not work in a fork of a process that has used it.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        # Skip Python's clean-up of a million objects, which takes longer than a short training.
+        # Exit handlers run in reverse order, so these two run last.
+        atexit.register(os._exit, 0)
+        atexit.register(sys.stdout.flush)
+    else:
+        # Report mistakes on the command line before the slow imports.
+        config.check_arguments(__doc__)
 
+import torch
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -404,5 +415,10 @@ if __name__ == "__main__":
     gc.freeze()
     # Without `unfreeze` at exit, Triton's library reports its objects as leaked.
     atexit.register(gc.unfreeze)
+    if sys.argv[-1:] == [SERVE]:
+        serve()
+        if torch.cuda._is_in_bad_fork():
+            # An imported package has used CUDA, so the forked process has to import it again.
+            os.execv(sys.executable, [sys.executable, *sys.argv])
     gc.enable()
     sys.exit(main())

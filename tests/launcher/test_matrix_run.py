@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pretrain.compare.matrix_file import load_matrix
+from pretrain.compare.matrix_run import command_of
 from pretrain.metrics.run_record import read_metrics
 from tests.forked_commands import forking
 from tests.golden.runs import steps_saved
@@ -83,3 +85,38 @@ def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(
     assert "shared their machine with other runs" in output, (
         "speeds of runs at the same time must not be compared"
     )
+
+
+@pytest.mark.long
+def test_forked_cells_equal_launched_runs(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Every cell after the first is forked from a server that has forked another training."""
+    recipe = small_recipe | {"evaluate": {}, "fp8_config": {"on_unsupported": "emulate"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    matrix = {
+        "name": "precisions",
+        "recipe": str(tmp_path / "recipe.yaml"),
+        "accelerate": "accelerate_configs/cpu.yaml",
+        "axes": {"precision": ["fp32", "current", "bf16"]},
+        "run_dir": f"{tmp_path}/forked/{{cell}}",
+    }
+    path = tmp_path / "matrix.yaml"
+    path.write_text(yaml.safe_dump(matrix))
+    assert start(path, tmp_path).wait() == 0
+    for cell in load_matrix(path).cells:
+        command = command_of(load_matrix(path), cell)
+        launched = tmp_path / "launched" / cell.name
+        subprocess.run([*command, f"run_dir={launched}"], check=True, env=forking(), cwd=ROOT)
+        assert files_of(cell.run_dir) == files_of(launched) | {"matrix.json"}
+        assert exact_figures(cell.run_dir) == exact_figures(launched)
+        for name in ("audit.json", "checkpoints/step-00000012/manifest.json"):
+            assert (cell.run_dir / name).read_bytes() == (launched / name).read_bytes()
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def exact_figures(folder: Path) -> list[list[float]]:
+    """Return the figures of each step that do not depend on the machine's speed."""
+    keys = ("step", "loss", "gradient_norm", "held_out_loss")
+    return [[record.get(key) for key in keys] for record in read_metrics(folder)]

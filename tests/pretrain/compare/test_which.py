@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
+import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
+from foundation.fork_server import ForkServer
 from packing.order import order_of
 from packing.store import open_packs
 from pretrain.compare import which
@@ -182,10 +183,7 @@ def test_a_question_is_answered_and_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trains one round of an emulated precision, which has no speed. The baseline dies once."""
-    recipe = low_precision_recipe | {
-        "data": low_precision_recipe["data"] | {"held_out": 0.05},
-        "batch": {"tokens": 128},
-    }
+    recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}}
     recipe["model"]["config"] |= {
         "vocab_size": 125,
         "hidden_size": 32,
@@ -198,16 +196,17 @@ def test_a_question_is_answered_and_resumed(
     file = write_recipe(recipe, tmp_path)
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
-    popen = subprocess.Popen
-    to_kill = ["rounds/fp32"]
+    fork = ForkServer.fork
+    to_kill = ["rounds/fp32-seed=42.log"]
 
-    def popen_failing_once(command: list[str], **options: Any) -> subprocess.Popen:
-        if to_kill and to_kill[0] in command[-1]:
-            to_kill.pop()
-            command = ["false"]
-        return popen(command, **options)
+    def fork_and_kill_once(server: ForkServer, *arguments: Any) -> int:
+        process = fork(server, *arguments)
+        if to_kill and str(arguments[-1]).endswith(to_kill[0]):
+            os.kill(process, signal.SIGKILL)
+            del to_kill[0]
+        return process
 
-    monkeypatch.setattr(subprocess, "Popen", popen_failing_once)
+    monkeypatch.setattr(ForkServer, "fork", fork_and_kill_once)
     command = [
         str(file),
         "--run_dir",
