@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 # Command-line argument with which a program serves requests on its stdin.
 SERVE = "-"
@@ -72,8 +72,12 @@ class ForkServer:
                 )
             self._process = process
             self._launched = (command, environment)
+            # Wait for the imports before the request. If this process is killed while it waits, the
+            # program ends without a fork.
+            cast(IO[str], process.stdout).readline()
         assert process.stdin and process.stdout
-        print(json.dumps([arguments, variables, str(log)]), file=process.stdin, flush=True)
+        with suppress(BrokenPipeError):
+            print(json.dumps([arguments, variables, str(log)]), file=process.stdin, flush=True)
         return int(process.stdout.readline() or process.pid)
 
 
@@ -83,6 +87,7 @@ def serve() -> None:
     A forked process has its own process group, and the arguments, variables and output of its
     request. In the server itself, exit at the end of stdin.
     """
+    print("ready", flush=True)
     while line := sys.stdin.readline():
         process = os.fork()
         # Set the group in both processes, because either may be the first to need it. The call

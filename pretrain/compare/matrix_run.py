@@ -96,14 +96,12 @@ class StartedCell:
         Both the launcher and the training processes are checked: after a signal, the launcher ends
         while the training processes still save a checkpoint.
         """
-        return not any(map(self._is_running, psutil.process_iter()))
-
-    def _is_running(self, process: psutil.Process) -> bool:
-        """Return True if `process` is a process of the cell and is running."""
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getpgid(process.pid) == self.group:
-                return process.status() != psutil.STATUS_ZOMBIE
-        return False
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                is_of_cell = os.getpgid(process.pid) == self.group
+                if is_of_cell and process.status() != psutil.STATUS_ZOMBIE:
+                    return False
+        return True
 
     def outcome(self, *, stop_requested: bool) -> Outcome:
         """Return the result of the cell, which has ended. Its status is read from the run folder.

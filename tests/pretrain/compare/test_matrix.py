@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 
 from foundation.errors import InputError
+from foundation.fork_server import ForkServer
 from pretrain.__main__ import main
 from pretrain.compare.matrix import write_report
-from pretrain.compare.matrix_run import StartedCell, command_of, devices_of, mark, next_of
+from pretrain.compare.matrix_run import StartedCell, command_of, devices_of, mark, next_of, start
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
 
@@ -65,6 +66,24 @@ def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch
     command = command_of(loaded, loaded.cells[0])
     option = command.index("--num_processes")
     assert command[option + 1] == "3" and option < command.index("weights=fp32")
+
+
+def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPatch):
+    gpus = []
+    monkeypatch.setattr(
+        ForkServer,
+        "fork",
+        lambda server, command, environment, arguments, variables, log: gpus.append(variables),
+    )
+    loaded = matrix(axes={"seed": [3, 4], "weights": ["fp32", "bf16"]}, gpus=2)
+    running: list[StartedCell] = []
+    for cell in loaded.cells:
+        running = [*running[-1:], start(loaded, cell, running[-1:], side_by_side=False)]
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in gpus] == ["1", "0", "1", "0"]
+    gpus.clear()
+    for cell in loaded.cells:
+        start(loaded, cell, [], side_by_side=False)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in gpus] == ["1", "1", "0", "0"]
 
 
 def test_a_branch_waits_for_the_checkpoint_of_another_cell(matrix):
