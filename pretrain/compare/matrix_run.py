@@ -259,11 +259,13 @@ def start(
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
+    # Create the log, because the process may be killed before it opens the log.
     with cell.log.open("ab") as log:
         log_begins = log.tell()
     if matrix.is_forked:
-        launcher = launcher_of(matrix)
-        group = FORK_SERVER.fork(launcher, environment, cell.overrides, devices, cell.log)
+        group = FORK_SERVER.fork(
+            launcher_of(matrix), environment, cell.overrides, devices, cell.log
+        )
     else:
         with open_log(cell.log) as log:
             group = subprocess.Popen(

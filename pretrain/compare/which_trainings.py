@@ -235,14 +235,16 @@ def check_gpu_is_free(matrix: Matrix) -> None:
     with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         used = [float(line) / 1024 for line in output.split()]
-        gpus = matrix.settings.gpus or matrix.processes
-        if len(used) < gpus:
-            raise InputError(f"--gpus {gpus}: only {len(used)} GPUs are visible; set fewer")
-        if max(used[:gpus]) > GPU_IS_FREE:
+        gpus = matrix.settings.gpus
+        if gpus and gpus > len(used):
             raise InputError(
-                f"other processes use {memory(max(used[:gpus]))} of a GPU, so the measured speeds "
-                "would be wrong; stop these processes, or choose another GPU with "
-                "CUDA_VISIBLE_DEVICES"
+                f"--gpus {gpus}: only {len(used)} GPUs are visible; set --gpus {len(used)} or fewer"
+            )
+        most_used = max(used[: gpus or matrix.processes])
+        if most_used > GPU_IS_FREE:
+            raise InputError(
+                f"other processes use {memory(most_used)} of a GPU, so the measured speeds would "
+                "be wrong; stop these processes, or choose another GPU with CUDA_VISIBLE_DEVICES"
             )
 
 
