@@ -21,6 +21,8 @@ from typing import IO, Any, BinaryIO, cast
 
 # Command-line argument with which a program serves requests on its stdin.
 SERVE = "-"
+# Line that the server prints after its imports.
+READY = "ready\n"
 
 
 class ForkServer:
@@ -72,9 +74,9 @@ class ForkServer:
                 )
             self._process = process
             self._launched = (command, environment)
-            # Wait for the imports before the request. If this process is killed while it waits, the
-            # program ends without a fork.
-            cast(IO[str], process.stdout).readline()
+            # Wait for the imports before the request, and skip what packages print. If this process
+            # is killed while it waits, the program ends without a fork.
+            any(line == READY for line in cast(IO[str], process.stdout))
         assert process.stdin and process.stdout
         with suppress(BrokenPipeError):
             print(json.dumps([arguments, variables, str(log)]), file=process.stdin, flush=True)
@@ -87,7 +89,7 @@ def serve() -> None:
     A forked process has its own process group, and the arguments, variables and output of its
     request. In the server itself, exit at the end of stdin.
     """
-    print("ready", flush=True)
+    print(READY, end="", flush=True)
     while line := sys.stdin.readline():
         process = os.fork()
         # Set the group in both processes, because either may be the first to need it. The call

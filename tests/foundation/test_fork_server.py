@@ -19,6 +19,7 @@ from tests.conftest import ROOT
 PROGRAM = """
 import os, sys, time
 from foundation.fork_server import SERVE, serve
+print("a banner of a package")
 if os.environ.get("BROKEN"):
     raise ImportError("a package is broken")
 imported_by = os.getpid()
