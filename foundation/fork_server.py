@@ -31,8 +31,8 @@ class ForkServer:
     The program ends when this process ends.
     """
 
-    _launched: Any = None
-    _process: subprocess.Popen[str] | None = None
+    # The command and environment of the launched program, and its process.
+    _server: tuple[Any, subprocess.Popen[str] | None] = (None, None)
 
     def fork(
         self,
@@ -56,12 +56,8 @@ class ForkServer:
             variables: Environment variables that the forked process sets in addition.
             log: File to which output is appended. The forked process locks the file.
         """
-        process = self._process
-        if (
-            process is None
-            or process.poll() is not None
-            or self._launched != (command, environment)
-        ):
+        launched, process = self._server
+        if process is None or process.poll() is not None or launched != (command, environment):
             with log.open("ab") as errors:
                 process = subprocess.Popen(
                     [*command, SERVE],
@@ -72,8 +68,7 @@ class ForkServer:
                     stderr=errors,
                     text=True,
                 )
-            self._process = process
-            self._launched = (command, environment)
+            self._server = ((command, environment), process)
             # Wait for the imports before the request, and skip what packages print. If this process
             # is killed while it waits, the program ends without a fork.
             any(line == READY for line in cast(IO[str], process.stdout))

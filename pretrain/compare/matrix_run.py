@@ -255,7 +255,6 @@ def start(
     # Begin with another GPU for each seed, so that a slow GPU slows down different cells.
     slots = range(cell.recipe.seed, cell.recipe.seed + (matrix.slots or 0))
     slot = min((number % len(slots) for number in slots), key=used.count, default=None)
-    environment = environment_of(matrix)
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
@@ -264,14 +263,14 @@ def start(
         log_begins = log.tell()
     if matrix.is_forked:
         group = FORK_SERVER.fork(
-            launcher_of(matrix), environment, cell.overrides, devices, cell.log
+            launcher_of(matrix), environment_of(matrix), cell.overrides, devices, cell.log
         )
     else:
         with open_log(cell.log) as log:
             group = subprocess.Popen(
                 command_of(matrix, cell),
                 start_new_session=True,
-                env=environment | devices,
+                env=environment_of(matrix) | devices,
                 stdout=log,
                 stderr=log,
             ).pid
