@@ -7,7 +7,8 @@ The first argument is the recipe. Arguments of the form `key=value` or `--key=va
 of the recipe, with dots between the names of nested keys (`train.steps=100`). `--plan` checks every
 setting and prints the plan of the run without training. `--profile` records the time of each kernel
 in one step. If you start the same command again, the run resumes from its newest checkpoint.
-`python -m pretrain` lists the other commands.
+With `-` as the last argument, the script forks a training for each request on its stdin, as
+`python -m pretrain matrix` and `which` need it. `python -m pretrain` lists the other commands.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from foundation.command import end_after_error, end_process, run_command
 from foundation.files import replace_file, write_json
+from foundation.fork_server import SERVE, serve
 from pretrain.settings import config
 
 if __name__ == "__main__":
@@ -41,9 +43,14 @@ if __name__ == "__main__":
     # either of its two names, its value is kept.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # Report mistakes on the command line before the slow imports.
-    config.check_arguments(__doc__)
+    if sys.argv[-1:] == [SERVE]:
+        # Look for GPUs without CUDA, which does not work in a fork of a process that has used it.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    else:
+        # Report mistakes on the command line before the slow imports.
+        config.check_arguments(__doc__)
 
+import torch
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -424,6 +431,12 @@ if __name__ == "__main__":
     # Exclude imported objects from garbage collection, because they live as long as the process.
     # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
+    if sys.argv[-1:] == [SERVE]:
+        serve()
+        START.restart()
+        if torch.cuda._is_in_bad_fork():
+            # An imported package has used CUDA, so the forked process has to import it again.
+            os.execv(sys.executable, [sys.executable, *sys.argv])
     gc.enable()
     # While a process group exists, Python's usual exit sometimes aborts the process.
     sys.excepthook = end_after_error

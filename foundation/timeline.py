@@ -31,6 +31,10 @@ class Timeline:
     """
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Measure from the launch of this process. A forked process calls this method."""
         # Map each part to its seconds, from the launch to `end`. Empty before `end` was called.
         self.start: dict[str, float] = {}
         self._seconds = defaultdict[str, float](float)

@@ -240,6 +240,8 @@ class Matrix:
     processes: int
     # True if the Accelerate configuration sets `use_cpu`.
     on_cpu: bool
+    # True if each cell is trained by one process on any machine, so that cells can be forked.
+    is_forked: bool
 
     @property
     def slots(self) -> int | None:
@@ -362,6 +364,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         baseline=_find_baseline(path, settings.baseline, cells),
         processes=processes or 1,
         on_cpu=bool(accelerate.get("use_cpu")),
+        is_forked=processes == 1,
     )
 
 

@@ -1,9 +1,12 @@
 """Run the cells of a matrix, several at a time, until all cells have ended or a signal arrives.
 
+If each cell is trained by one process, all cells are forked from one process that has imported the
+launcher (foundation/fork_server.py). Otherwise `accelerate launch` starts each cell.
+
 The processes of each cell form a separate session, so the terminal delivers Ctrl-C only to the
 matrix process. The matrix process passes the signal on, and each cell receives the signal once. If
-the matrix process is killed, the processes of the cells continue. The lock of a run folder prevents
-a second start of its cell until the processes of the cell have ended.
+the matrix process is killed, the processes of the cells continue. The next start of the command
+waits until they have ended.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,7 @@ import psutil
 
 from foundation.errors import InputError
 from foundation.files import write_json
+from foundation.fork_server import ForkServer, is_written, open_log
 from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.prepare import check_sources
@@ -39,6 +43,8 @@ SHOWN_LOG_LINES = 12
 DEVICES = "CUDA_VISIBLE_DEVICES"
 # Script that trains one cell.
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
+# Server that forks the cells of this process, if each cell is trained by one process.
+FORK_SERVER = ForkServer()
 
 
 @dataclass
@@ -58,32 +64,21 @@ class Outcome:
         return self.status.startswith("finished")
 
 
+@dataclass(frozen=True)
 class StartedCell:
-    """The processes of a cell, which form one process group and write to the cell's log.
+    """The processes of a cell, which form one process group and write to the cell's log."""
 
-    The constructor starts the processes.
-
-    Args:
-        cell: The cell.
-        command: Command that launches the cell, as arguments.
-        environment: Environment variables of the processes.
-        slot: Index of the group of GPUs that the processes use. None if cells are not distributed
-            over GPUs.
-    """
-
-    def __init__(
-        self, cell: Cell, command: Sequence[str], environment: Mapping[str, str], slot: int | None
-    ) -> None:
-        self.cell = cell
-        self.slot = slot
-        self.started = time.monotonic()
-        with cell.log.open("ab") as log:
-            # The log may contain the output of earlier starts. The output of this start begins at
-            # this position.
-            self.log_begins = log.tell()
-            self.process = subprocess.Popen(
-                command, start_new_session=True, env=environment, stdout=log, stderr=log
-            )
+    cell: Cell
+    # ID of the process group.
+    group: int
+    # Index of the group of GPUs that the processes use. None if cells are not distributed over
+    # GPUs.
+    slot: int | None
+    # Position in the log at which the output of this start begins. The log may contain the output
+    # of earlier starts.
+    log_begins: int
+    # Value of time.monotonic() at the start.
+    started: float
 
     def signal(self, number: int) -> None:
         """Send the signal `number` to all processes of the cell.
@@ -93,7 +88,7 @@ class StartedCell:
         """
         # ProcessLookupError means that all processes have just ended.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.group, number)
 
     def has_ended(self) -> bool:
         """Return True if no process of the cell is running.
@@ -101,15 +96,12 @@ class StartedCell:
         Both the launcher and the training processes are checked: after a signal, the launcher ends
         while the training processes still save a checkpoint.
         """
-        launcher_has_ended = self.process.poll() is not None
-        return launcher_has_ended and not any(map(self._is_running, psutil.process_iter()))
-
-    def _is_running(self, process: psutil.Process) -> bool:
-        """Return True if `process` is a process of the cell and is running."""
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getpgid(process.pid) == self.process.pid:
-                return process.status() != psutil.STATUS_ZOMBIE
-        return False
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                is_of_cell = os.getpgid(process.pid) == self.group
+                if is_of_cell and process.status() != psutil.STATUS_ZOMBIE:
+                    return False
+        return True
 
     def outcome(self, *, stop_requested: bool) -> Outcome:
         """Return the result of the cell, which has ended. Its status is read from the run folder.
@@ -135,6 +127,7 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
 
     Return the result of each cell in `cells`, in the same order.
     """
+    wait_for_earlier_start(cells, stop)
     outcomes = {
         cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started")
         for cell in cells
@@ -173,6 +166,18 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
         for started in running:
             started.signal(signal.SIGTERM)
     return list(outcomes.values())
+
+
+def wait_for_earlier_start(cells: Sequence[Cell], stop: StopRequest) -> None:
+    """Wait until no process of an earlier start of the command trains one of `cells`.
+
+    An earlier start that was killed may have left such processes. Return at once after a signal.
+    """
+    names = [cell.name for cell in cells if is_written(cell.log)]
+    if names:
+        say(f"waiting for processes that an earlier start has left: {', '.join(names)}")
+    while any(is_written(cell.log) for cell in cells) and not stop.requested:
+        time.sleep(POLL_SECONDS)
 
 
 def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
@@ -248,17 +253,44 @@ def start(
     """
     check_ours(cell.run_dir)
     used = [started.slot for started in running]
-    slot = min(range(matrix.slots), key=used.count) if matrix.slots else None
-    environment = environment_on(matrix, slot)
+    # Begin with another GPU for each seed, so that a slow GPU slows down different cells.
+    slots = range(cell.recipe.seed, cell.recipe.seed + (matrix.slots or 0))
+    slot = min((number % len(slots) for number in slots), key=used.count, default=None)
+    devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
-    return StartedCell(cell, command_of(matrix, cell), environment, slot)
+    started = time.monotonic()
+    # Create the log, because the process may be killed before it opens the log.
+    with cell.log.open("ab") as log:
+        log_begins = log.tell()
+    if matrix.is_forked:
+        group = FORK_SERVER.fork(
+            launcher_of(matrix), environment_of(matrix), cell.overrides, devices, cell.log
+        )
+    else:
+        with open_log(cell.log) as log:
+            group = subprocess.Popen(
+                command_of(matrix, cell),
+                start_new_session=True,
+                env=environment_of(matrix) | devices,
+                stdout=log,
+                stderr=log,
+            ).pid
+    return StartedCell(cell, group, slot, log_begins, started)
 
 
 def command_of(matrix: Matrix, cell: Cell) -> list[str]:
     """Return the command that trains the cell, as a list of arguments.
 
-    A user can type the same command. `--quiet` suppresses the traceback that Accelerate prints
-    after the error message of the training script.
+    A user can type the same command.
+    """
+    return [*launcher_of(matrix), *cell.overrides]
+
+
+def launcher_of(matrix: Matrix) -> list[str]:
+    """Return the part of `command_of` that is equal for all cells of the matrix.
+
+    `--quiet` suppresses the traceback that Accelerate prints after the training's own error
+    message.
     """
     launch = [
         sys.executable,
@@ -271,7 +303,7 @@ def command_of(matrix: Matrix, cell: Cell) -> list[str]:
     # If the matrix file does not set `processes`, Accelerate determines the number of processes.
     if matrix.settings.processes is not None:
         launch += ["--num_processes", str(matrix.processes)]
-    return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *cell.overrides]
+    return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe)]
 
 
 def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:
@@ -286,28 +318,35 @@ def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> 
     return shlex.join([*launch, str(recipe), *overrides])
 
 
-def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
-    """Return the environment variables of a cell.
+def environment_of(matrix: Matrix) -> dict[str, str]:
+    """Return the environment variables of all cells of a matrix.
 
-    They make only the GPUs of the group with the index `slot` visible to the cell, or all GPUs if
-    `slot` is None. If cells run on a CPU at the same time, each cell uses an equal share of the
-    cores. Raises InputError if fewer GPUs are visible than the setting `gpus` of the matrix.
+    If cells run on a CPU at the same time, each cell uses an equal share of the cores.
     """
     environment = dict(os.environ)
-    if slot is not None:
-        visible = [name for name in os.environ.get(DEVICES, "").split(",") if name]
-        numbers = range(slot * matrix.processes, (slot + 1) * matrix.processes)
-        if visible and numbers.stop > len(visible):
-            raise InputError(
-                f"`gpus`: {DEVICES} lists only {len(visible)} GPUs; set `gpus` to {len(visible)}, "
-                "or list more GPUs"
-            )
-        names = [visible[number] if visible else str(number) for number in numbers]
-        environment[DEVICES] = ",".join(names)
-    elif matrix.on_cpu and matrix.at_once > 1:
+    if matrix.on_cpu and matrix.at_once > 1:
         threads = max(1, (os.cpu_count() or 1) // matrix.at_once)
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     return environment
+
+
+def devices_of(matrix: Matrix, slot: int | None) -> dict[str, str]:
+    """Return the variable that makes only the GPUs of a group visible to a cell.
+
+    `slot` is the index of the group. If it is None, return {}. Raises InputError if fewer GPUs are
+    visible than the setting `gpus` of the matrix.
+    """
+    if slot is None:
+        return {}
+    visible = [name for name in os.environ.get(DEVICES, "").split(",") if name]
+    numbers = range(slot * matrix.processes, (slot + 1) * matrix.processes)
+    if visible and numbers.stop > len(visible):
+        raise InputError(
+            f"`gpus`: {DEVICES} lists only {len(visible)} GPUs; set `gpus` to {len(visible)}, "
+            "or list more GPUs"
+        )
+    names = [visible[number] if visible else str(number) for number in numbers]
+    return {DEVICES: ",".join(names)}
 
 
 def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:

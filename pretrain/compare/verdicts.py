@@ -165,10 +165,22 @@ class Rounds:
     runs: list[dict[str, RunRecord]] = field(default_factory=list)
     # Map each name to the seconds that its most recent run took.
     took: dict[str, float] = field(default_factory=dict)
+    # Number of trainings that run at the same time, on different GPUs.
+    at_once: int = 1
 
     def seconds(self, candidates: Sequence[str]) -> float:
-        """Return the estimated seconds of a round with the baseline and `candidates`."""
-        return sum(map(self._seconds_of, (self.protocol.base, *candidates)))
+        """Return the estimated seconds of a round with the baseline and `candidates`.
+
+        The first GPU trains the baseline. The other GPUs can train candidates as soon as the
+        baseline has saved the checkpoint from which they branch.
+        """
+        protocol = self.protocol
+        baseline = self._seconds_of(protocol.base)
+        waits = 0.0 if protocol.begin_with else baseline * protocol.trunk / protocol.steps
+        busy = [baseline, *[waits] * (self.at_once - 1)]
+        for name in candidates:
+            busy[busy.index(min(busy))] += self._seconds_of(name)
+        return max(busy)
 
     def _seconds_of(self, name: str) -> float:
         """Return the estimated seconds of one run of `name`, the baseline or a candidate.

@@ -30,9 +30,11 @@ import os
 import shutil
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
@@ -64,11 +66,16 @@ from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, read_run
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
+from pretrain.settings import commands
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
 # Share of the steps after which candidates branch from the baseline.
 TRUNK = 0.2
+# Seconds that a run of a small model usually takes for its start, and for each step. With them
+# the command estimates the time before its trials. Larger models take longer.
+USUAL_ON_CPU = (2.0, 0.02)
+USUAL_ON_GPU = (8.0, 0.05)
 # Files in the folder of the runs: the fixed settings, and the verdicts.
 PROTOCOL_FILE = "which.json"
 VERDICT_FILE = "verdict.json"
@@ -99,13 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
     check_options(options, recipe)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
-    question = Question(recipe, options.recipe, tuple(options.overrides), accelerate, folder)
+    question = Question(
+        recipe, options.recipe, tuple(options.overrides), accelerate, folder, options.gpus
+    )
     deadline = time.monotonic() + options.hours * 3600
     with RunFolder(folder), StopRequest(passed_on=True) as stop:
         protocol = load_protocol(question, options)
         if protocol is None:
             protocol = new_protocol(question, options, stop, deadline)
-        rounds = Rounds(protocol)
+        rounds = Rounds(protocol, at_once=question.trial([protocol.base]).slots or 1)
         announce(rounds, options.hours)
         verdicts = rounds.verdicts()
         while matrix := next_round(question, rounds, verdicts, deadline - time.monotonic()):
@@ -165,6 +174,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         metavar="N",
         help="steps of each run; default: computed from --hours",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=commands.count,
+        metavar="N",
+        help="number of GPUs of this machine over which the runs of a round are distributed; "
+        "default: one run at a time",
     )
     parser.add_argument(
         "--from",
@@ -295,7 +311,33 @@ def new_protocol(
             f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
             f"{minimum} seeds; set --seeds {minimum} or more"
         )
-    cells = run_trials(question, names, stop)
+    matrix = question.trial(names)
+    start, per_step = USUAL_ON_CPU if matrix.on_cpu else USUAL_ON_GPU
+    protocol = Protocol(
+        begin_with=options.begin_with,
+        margin=options.margin / 100,
+        precisions=names,
+        seconds=dict.fromkeys((cell.values[CELL] for cell in matrix.cells), per_step),
+        start=start,
+        seeds=options.seeds,
+        steps=0,
+        trunk=0,
+    )
+    trials = len(matrix.cells) * (start + TRIAL_STEPS * per_step)
+    fit = partial(
+        fit_steps,
+        options=options,
+        recipe=question.recipe,
+        in_an_epoch=steps_in_an_epoch(question.recipe),
+        at_once=matrix.slots or 1,
+    )
+    # Refuse too few --hours before the trials, if they are too few even with the usual durations.
+    fit(protocol, seconds_left=deadline - time.monotonic() - trials)
+    say(
+        f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
+        f"{', '.join(protocol.seconds)}"
+    )
+    cells = run_trials(matrix, stop)
     runs = distinct_runs(cells)
     if len(runs) < 2:
         raise InputError(
@@ -313,43 +355,21 @@ def new_protocol(
         seconds_of(cells[name]) - TRIAL_STEPS * per_step for name, per_step in seconds.items()
     ]
     start = max(0.0, statistics.median_low(overheads))
-    steps, trunk = steps_that_fit(
-        options,
-        question.recipe,
-        seconds=seconds,
-        start=start,
+    protocol = fit(
+        replace(protocol, seconds=seconds, start=start),
         seconds_left=deadline - time.monotonic(),
-        in_an_epoch=steps_in_an_epoch(question.recipe),
-    )
-    protocol = Protocol(
-        begin_with=options.begin_with,
-        margin=options.margin / 100,
-        precisions=names,
-        seconds=seconds,
-        start=start,
-        seeds=options.seeds,
-        steps=steps,
-        trunk=trunk,
     )
     write_json(question.folder / PROTOCOL_FILE, asdict(protocol))
     return protocol
 
 
-def run_trials(question: Question, names: Sequence[str], stop: StopRequest) -> dict[str, Cell]:
-    """Train the baseline and each candidate for TRIAL_STEPS steps.
-
-    `names` are the names of the baseline and the candidates. Return the cells by name.
-    """
-    matrix = question.trial(names)
+def run_trials(matrix: Matrix, stop: StopRequest) -> dict[str, Cell]:
+    """Train the baseline and each candidate for TRIAL_STEPS steps. Return the cells by name."""
     for cell in matrix.cells:
         # If the recipe was changed after an earlier trial, run the trial again. The protocol, which
         # depends on the trials, is not written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
-    say(
-        f"trials of {TRIAL_STEPS} steps, about a minute for each precision: "
-        f"{', '.join(cell.values[CELL] for cell in matrix.cells)}"
-    )
     return train(matrix, stop, may_fail=True)
 
 
@@ -400,56 +420,62 @@ def supported_precisions() -> list[str]:
     ]
 
 
-def steps_that_fit(
+def fit_steps(
+    protocol: Protocol,
+    *,
     options: argparse.Namespace,
     recipe: Recipe,
-    seconds: dict[str, float],
-    start: float,
-    seconds_left: float,
     in_an_epoch: float,
-) -> tuple[int, int]:
-    """Return the last step of each run, and the last step of the trunk.
+    at_once: int,
+    seconds_left: float,
+) -> Protocol:
+    """Return the protocol with the last step of each run, and the last step of the trunk.
 
     The trunk consists of the steps before the candidates branch. A run is as long as --hours allow,
     but not longer than the recipe sets, and not longer than one epoch. Raises InputError if such a
     run has too few steps.
 
     Args:
+        protocol: The protocol. Its `steps` and `trunk` are ignored.
         options: The command line.
         recipe: The recipe.
-        seconds: Seconds per step of the baseline and of each candidate, by name.
-        start: Seconds that a run takes in addition to its steps.
-        seconds_left: Seconds that are left for all rounds.
         in_an_epoch: Number of steps after which the first data is repeated, or infinity.
+        at_once: Number of runs that train at the same time.
+        seconds_left: Seconds that are left for all rounds.
     """
-    base_seconds, *candidate_seconds = seconds.values()
-    trunk = step_of_checkpoint(options.begin_with)
-    # Step of the checkpoint from which all runs branch. 0 if the baseline trains from the start.
-    before = trunk or 0
-    # Number of steps that a candidate trains, divided by the number that the baseline trains.
-    candidate_share = 1 - TRUNK if trunk is None else 1
-    # Seconds of a whole round, divided by the number of steps that the baseline trains.
-    per_step = base_seconds + candidate_share * sum(candidate_seconds)
-    for_steps = seconds_left / options.seeds - len(seconds) * start
-    in_hours = before + int(for_steps / per_step)
+    trunk = step_of_checkpoint(protocol.begin_with)
+
+    def with_steps(steps: int) -> Protocol:
+        branch_step = math.ceil(TRUNK * steps) if trunk is None else trunk
+        return replace(protocol, steps=steps, trunk=branch_step)
+
+    def seconds_of_rounds(steps: int) -> float:
+        rounds = Rounds(with_steps(steps), at_once=at_once)
+        return protocol.seeds * rounds.seconds(protocol.candidates)
+
+    if options.steps:
+        return with_steps(options.steps)
     in_recipe = recipe.train.steps
     if not in_recipe and recipe.train.tokens:
         in_recipe = math.ceil(recipe.train.tokens / recipe.batch.tokens)
-    steps = options.steps or int(min(in_hours, in_an_epoch, in_recipe or in_an_epoch))
+    # A stream has no epoch, so it needs another upper limit.
+    longest = int(min(in_an_epoch, in_recipe or in_an_epoch, 10**9))
     minimum = least_steps(trunk)
-    if steps < minimum:
-        if steps == in_hours:
-            hours = options.hours + options.seeds * (minimum - in_hours) * per_step / 3600
-            # Add 5 %, because the message has two digits, and rounding may make it 5 % smaller.
-            limit = f"--hours {options.hours:g} allow"
-            remedy = f"set --hours to {1.05 * hours:.2g} or more"
-        else:
-            limit = "the recipe or its data allows"
-            remedy = "set more `train.steps` in the recipe, or use more data"
+    if longest < minimum:
         raise InputError(
-            f"{limit} only {max(steps, 0)} steps per run, but {minimum} is the minimum; {remedy}"
+            f"the recipe or its data allows only {longest} steps per run, but {minimum} is "
+            "the minimum; set more `train.steps` in the recipe, or use more data"
         )
-    return steps, math.ceil(TRUNK * steps) if trunk is None else trunk
+    steps = bisect_right(range(longest + 1), seconds_left, lo=minimum, key=seconds_of_rounds) - 1
+    if steps < minimum:
+        hours = options.hours + (seconds_of_rounds(minimum) - seconds_left) / 3600
+        # Add 5 %, because the message has two digits, and rounding may make it 5 % smaller.
+        raise InputError(
+            f"--hours {options.hours:g}: this time is too short for {protocol.seeds} rounds of "
+            f"runs with {minimum} steps, which is the minimum; set --hours to "
+            f"{1.05 * hours:.2g} or more"
+        )
+    return with_steps(steps)
 
 
 def steps_in_an_epoch(recipe: Recipe) -> float:

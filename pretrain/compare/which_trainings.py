@@ -22,7 +22,7 @@ from pretrain.compare.matrix_file import (
     Values,
     make_matrix,
 )
-from pretrain.compare.matrix_run import DEVICES, report_stop, run_all, say
+from pretrain.compare.matrix_run import DEVICES, report_stop, run_all, say, wait_for_earlier_start
 from pretrain.compare.verdicts import Protocol
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import read_run
@@ -70,6 +70,9 @@ class Question:
     accelerate: Path
     # Folder that contains the run folders of all runs.
     folder: Path
+    # Number of GPUs over which the trainings of a round are distributed. None to train one after
+    # another on the GPUs of the accelerate configuration.
+    gpus: int | None = None
 
     def trial(self, names: Sequence[str]) -> Matrix:
         """Return the trials, which are short runs, as a matrix.
@@ -90,7 +93,8 @@ class Question:
         for name in names:
             extended = cells | {name: self.values_of(name)}
             try:
-                matrix = self._matrix("trial", short, extended)
+                # Train one after another even with several GPUs, so that no trial slows another.
+                matrix = self._matrix("trial", short, extended, at_once=1)
             except InputError as error:
                 if not cells:
                     raise
@@ -145,7 +149,12 @@ class Question:
         }
 
     def _matrix(
-        self, name: str, common: Values, cells: Mapping[str, Values], **axes: list[int]
+        self,
+        name: str,
+        common: Values,
+        cells: Mapping[str, Values],
+        at_once: int | None = None,
+        **axes: list[int],
     ) -> Matrix:
         """Return the matrix of the trials or of a round.
 
@@ -153,6 +162,7 @@ class Question:
             name: Name of the matrix, which is also the folder that contains its run folders.
             common: Settings of all cells. They replace settings in FIXED_SETTINGS.
             cells: Settings of each cell by its name. They replace settings in `common`.
+            at_once: Maximum number of cells that run at the same time. None: one cell per GPU.
             axes: Keys and their values. Each cell is trained with every combination of the values.
         """
         merged = {cell: FIXED_SETTINGS | common | values for cell, values in cells.items()}
@@ -162,34 +172,39 @@ class Question:
             accelerate=self.accelerate,
             # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
+            gpus=self.gpus,
+            at_once=at_once,
             groups=[MatrixGroup(axes=axes, cells=merged)],
         )
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 
 
 def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cell]:
-    """Train the cells of a matrix that have not ended, one after another. Return all cells by name.
+    """Train the cells of a matrix that have not ended. Return all cells by name.
 
-    If a signal stops a run, end the process. If the baseline fails or halts, raise InputError at
-    once. If a candidate fails and `may_fail` is false, also raise InputError at once. If a
-    candidate halts, continue with the next cell, because the halt is a valid result.
+    The cells are trained one after another, or all in one call of `run_all` if several cells can
+    run at the same time. If a signal stops a training, end the process. If the baseline fails or
+    halts, raise InputError at once. If a candidate fails and `may_fail` is false, also raise
+    InputError at once. If a candidate halts, continue with the next cell, because the halt is a
+    valid result.
     """
-    for cell in matrix.cells:
-        if has_ended(matrix, cell):
-            continue
+    wait_for_earlier_start(matrix.cells, stop)
+    waiting = [cell for cell in matrix.cells if not has_ended(matrix, cell)]
+    for cells in [waiting] if matrix.at_once > 1 else [[cell] for cell in waiting]:
         check_gpu_is_free(matrix)
-        (outcome,) = run_all(matrix, [cell], stop)
-        if stop.requested:
-            sys.exit(report_stop(stop.requested))
-        is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
-        if not outcome.is_finished and not is_allowed:
-            raise InputError(
-                f"{cell.log}: this run has {outcome.status}, and there is no result without "
-                "it; read the last lines of this log, fix the cause, and run the same command "
-                "again to continue. To change settings, use another --run_dir. If the log says "
-                "that the checkpoint to branch from is missing, remove all folders of this seed in "
-                f"{cell.run_dir.parent}, and the command trains the seed again"
-            )
+        for outcome in run_all(matrix, cells, stop):
+            cell = outcome.cell
+            if stop.requested:
+                sys.exit(report_stop(stop.requested))
+            is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
+            if not outcome.is_finished and not is_allowed:
+                raise InputError(
+                    f"{cell.log}: this training has {outcome.status}, and there is no result "
+                    "without it; read the last lines of this log, fix the cause, and run the same "
+                    "command again to continue. To change settings, use another --run_dir. If the "
+                    "log says that the checkpoint to branch from is missing, remove all folders of "
+                    f"this seed in {cell.run_dir.parent}, and the command trains the seed again"
+                )
     return {cell.values[CELL]: cell for cell in matrix.cells}
 
 
@@ -207,8 +222,9 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
 def check_gpu_is_free(matrix: Matrix) -> None:
     """Raise InputError if other processes use a GPU of the matrix, because speeds would be wrong.
 
-    The used memory is read from nvidia-smi, because a query through CUDA would itself allocate
-    memory. Do nothing if the matrix is trained on a CPU, or if nvidia-smi gives no answer.
+    Also raise InputError if the machine has fewer GPUs than the matrix. The used memory is read
+    from nvidia-smi, because a query through CUDA would itself allocate memory. Do nothing if the
+    matrix is trained on a CPU, or if nvidia-smi gives no answer.
     """
     if matrix.on_cpu:
         return
@@ -219,11 +235,17 @@ def check_gpu_is_free(matrix: Matrix) -> None:
     # Ignore the errors that occur if nvidia-smi is missing or does not report the memory.
     with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        used = max(float(line) / 1024 for line in output.split()[: matrix.processes])
-        if used > GPU_IS_FREE:
+        used = [float(line) / 1024 for line in output.split()]
+        gpus = matrix.settings.gpus
+        if gpus and gpus > len(used):
             raise InputError(
-                f"other processes use {memory(used)} of a GPU, so the measured speeds would be "
-                "wrong; stop these processes, or choose another GPU with CUDA_VISIBLE_DEVICES"
+                f"--gpus {gpus}: only {len(used)} GPUs are visible; set --gpus {len(used)} or fewer"
+            )
+        most_used = max(used[: gpus or matrix.processes])
+        if most_used > GPU_IS_FREE:
+            raise InputError(
+                f"other processes use {memory(most_used)} of a GPU, so the measured speeds would "
+                "be wrong; stop these processes, or choose another GPU with CUDA_VISIBLE_DEVICES"
             )
 
 

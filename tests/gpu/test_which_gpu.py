@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 import torch
 
 from foundation.errors import InputError
+from foundation.signals import StopRequest
 from pretrain.compare import which, which_trainings
+from pretrain.compare.matrix_run import command_of
+from pretrain.compare.which_trainings import Question
+from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
+from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
 from tests.gpu.conftest import needs
 
@@ -62,6 +68,26 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
     assert not list(folder.glob("rounds/*/checkpoints")), (
         "checkpoints of a finished round are deleted"
     )
+
+
+def test_forked_trainings_equal_launched_ones(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second training is forked from the process that has forked the first."""
+    monkeypatch.setattr(which_trainings, "GPU_IS_FREE", 1e3)
+    needs("delayed")
+    overrides = ("deterministic=true",)
+    loaded = load_recipe(recipe, overrides)
+    question = Question(loaded, recipe, overrides, which.ON_GPU, tmp_path / "which")
+    matrix = question.trial(["bf16", "delayed"])
+    with StopRequest(passed_on=True) as stop:
+        which_trainings.train(matrix, stop, may_fail=False)
+    for cell in matrix.cells:
+        launched = tmp_path / "launched" / cell.name
+        subprocess.run([*command_of(matrix, cell), f"run_dir={launched}"], check=True)
+        runs = [read_metrics(folder) for folder in (cell.run_dir, launched)]
+        forked, alone = ([(row["step"], row.get("loss")) for row in rows] for rows in runs)
+        assert forked == alone and len(forked) > 12
 
 
 def test_default_candidates_are_the_precisions_of_the_gpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pretrain.compare.matrix_file import load_matrix
+from pretrain.compare.matrix_run import command_of
 from pretrain.metrics.run_record import read_metrics
 from tests.forked_commands import forking
 from tests.golden.runs import steps_saved
@@ -37,23 +40,8 @@ def start(path: Path, hook: Path) -> subprocess.Popen[str]:
 def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = tmp_path / "matrix.yaml"
+    path, hook = two_cells_that_wait(small_recipe, tmp_path)
     folder = tmp_path / "precisions"
-    hook = tmp_path / "hook"
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"evaluate": {}}))
-    matrix = {
-        "name": "precisions",
-        "recipe": str(tmp_path / "recipe.yaml"),
-        "accelerate": "accelerate_configs/cpu.yaml",
-    }
-    matrix |= {
-        "axes": {"precision": ["fp32", "bf16"]},
-        "run_dir": f"{tmp_path}/{{matrix}}/{{cell}}",
-        "at_once": 2,
-    }
-    path.write_text(yaml.safe_dump(matrix))
-    hook.mkdir()
-    (hook / "sitecustomize.py").write_text(WAIT_IN_SAVING)
     cells = [folder / cell for cell in ("fp32", "bf16")]
     process = start(path, hook)
 
@@ -76,10 +64,90 @@ def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(
     output = second.communicate()[0]
     assert second.returncode == 0, output
     for cell in cells:
-        steps = [record["step"] for record in read_metrics(cell) if "loss" in record]
-        assert steps == [*range(1, 13)]
+        assert steps_of(cell) == [*range(1, 13)]
     assert "| run  | minus fp32, at the end |" in output
     assert (folder / "precisions.html").exists()
     assert "shared their machine with other runs" in output, (
         "speeds of runs at the same time must not be compared"
     )
+
+
+def two_cells_that_wait(recipe: dict[str, Any], folder: Path) -> tuple[Path, Path]:
+    """Return a matrix file, and a folder with a hook that lets its cells wait in saving step 4."""
+    path = folder / "matrix.yaml"
+    hook = folder / "hook"
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"evaluate": {}}))
+    matrix = {
+        "name": "precisions",
+        "recipe": str(folder / "recipe.yaml"),
+        "accelerate": "accelerate_configs/cpu.yaml",
+        "axes": {"precision": ["fp32", "bf16"]},
+        "run_dir": f"{folder}/{{matrix}}/{{cell}}",
+        "at_once": 2,
+    }
+    path.write_text(yaml.safe_dump(matrix))
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(WAIT_IN_SAVING)
+    return path, hook
+
+
+def steps_of(cell: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(cell) if "loss" in record]
+
+
+@pytest.mark.long
+def test_cells_of_a_killed_matrix_end_before_the_next_start_goes_on(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    path, hook = two_cells_that_wait(small_recipe, tmp_path)
+    process = start(path, hook)
+    while len(list(hook.glob("waits-*"))) < 2:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    _, number, *_ = (tmp_path / "precisions" / ".lock").read_text().split()
+    os.kill(int(number), signal.SIGKILL)
+    process.wait()
+    second = start(path, hook)
+    assert second.stdout
+    assert second.stdout.readline() == "0 of 2 cells are already finished\n"
+    assert "fp32, bf16" in second.stdout.readline(), "it waits for both cells"
+    (hook / "go_on").touch()
+    output = second.communicate()[0]
+    assert second.returncode == 0 and "started" not in output, output
+    for cell in ("fp32", "bf16"):
+        assert steps_of(tmp_path / "precisions" / cell) == [*range(1, 13)]
+
+
+@pytest.mark.long
+def test_forked_cells_equal_launched_runs(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Every cell after the first is forked from a server that has forked another training."""
+    recipe = small_recipe | {"evaluate": {}, "fp8_config": {"on_unsupported": "emulate"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    matrix = {
+        "name": "precisions",
+        "recipe": str(tmp_path / "recipe.yaml"),
+        "accelerate": "accelerate_configs/cpu.yaml",
+        "axes": {"precision": ["fp32", "current", "bf16"]},
+        "run_dir": f"{tmp_path}/forked/{{cell}}",
+    }
+    path = tmp_path / "matrix.yaml"
+    path.write_text(yaml.safe_dump(matrix))
+    assert start(path, tmp_path).wait() == 0
+    for cell in load_matrix(path).cells:
+        command = command_of(load_matrix(path), cell)
+        launched = tmp_path / "launched" / cell.name
+        subprocess.run([*command, f"run_dir={launched}"], check=True, env=forking(), cwd=ROOT)
+        assert files_of(cell.run_dir) == files_of(launched) | {"matrix.json"}
+        assert exact_figures(cell.run_dir) == exact_figures(launched)
+        for name in ("audit.json", "checkpoints/step-00000012/manifest.json"):
+            assert (cell.run_dir / name).read_bytes() == (launched / name).read_bytes()
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def exact_figures(folder: Path) -> list[list[float]]:
+    """Return the figures of each step that do not depend on the machine's speed."""
+    keys = ("step", "loss", "gradient_norm", "held_out_loss")
+    return [[record.get(key) for key in keys] for record in read_metrics(folder)]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 
 import pytest
 
 from foundation.errors import InputError
+from foundation.fork_server import ForkServer
 from pretrain.__main__ import main
 from pretrain.compare.matrix import write_report
-from pretrain.compare.matrix_run import StartedCell, command_of, environment_on, mark, next_of
+from pretrain.compare.matrix_run import StartedCell, command_of, devices_of, mark, next_of, start
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
 
@@ -30,8 +31,9 @@ def test_a_cell_has_ended_when_its_process_group_has_ended(matrix):
     """A signalled `accelerate launch` ends while its trainer is still saving."""
     [cell] = matrix(axes={"weights": ["fp32"]}).cells
     cell.log.parent.mkdir()
-    started = StartedCell(cell, ["sh", "-c", "sleep 600 & exit 0"], os.environ, None)
-    started.process.wait()
+    launcher = subprocess.Popen(["sh", "-c", "sleep 600 & exit 0"], start_new_session=True)
+    started = StartedCell(cell, launcher.pid, None, 0, time.monotonic())
+    launcher.wait()
     assert not started.has_ended()
     started.signal(signal.SIGTERM)
     deadline = time.monotonic() + 120
@@ -41,16 +43,13 @@ def test_a_cell_has_ended_when_its_process_group_has_ended(matrix):
     started.signal(signal.SIGTERM)  # no error, although the group has ended
 
 
-def visible_gpus(matrix, slot: int | None) -> str:
-    return environment_on(matrix, slot)["CUDA_VISIBLE_DEVICES"]
-
-
 def test_a_cell_sees_the_visible_gpus_of_its_slot(matrix, monkeypatch: pytest.MonkeyPatch):
     loaded = matrix(axes={"weights": ["fp32"]}, gpus=3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert [visible_gpus(loaded, slot) for slot in (None, 0, 1)] == ["3,5", "3", "5"]
+    devices = [devices_of(loaded, slot) for slot in (None, 0, 1)]
+    assert devices == [{}, {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
     with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES lists only 2"):
-        environment_on(loaded, 2)
+        devices_of(loaded, 2)
 
 
 def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch):
@@ -62,10 +61,29 @@ def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch
         processes=3,
     )
     assert (loaded.slots, loaded.at_once) == (2, 2), "two GPUs remain unused"
-    assert [visible_gpus(loaded, slot) for slot in range(2)] == ["0,1,2", "3,4,5"]
+    devices = [devices_of(loaded, slot)["CUDA_VISIBLE_DEVICES"] for slot in range(2)]
+    assert devices == ["0,1,2", "3,4,5"]
     command = command_of(loaded, loaded.cells[0])
     option = command.index("--num_processes")
     assert command[option + 1] == "3" and option < command.index("weights=fp32")
+
+
+def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPatch):
+    gpus = []
+    monkeypatch.setattr(
+        ForkServer,
+        "fork",
+        lambda server, command, environment, arguments, variables, log: gpus.append(variables),
+    )
+    loaded = matrix(axes={"seed": [3, 4], "weights": ["fp32", "bf16"]}, gpus=2)
+    running: list[StartedCell] = []
+    for cell in loaded.cells:
+        running = [*running[-1:], start(loaded, cell, running[-1:], side_by_side=False)]
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in gpus] == ["1", "0", "1", "0"]
+    gpus.clear()
+    for cell in loaded.cells:
+        start(loaded, cell, [], side_by_side=False)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in gpus] == ["1", "1", "0", "0"]
 
 
 def test_a_branch_waits_for_the_checkpoint_of_another_cell(matrix):

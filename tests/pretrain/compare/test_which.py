@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shutil
-import subprocess
+import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import pytest
 
 from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
-from packing.order import order_of
-from packing.store import open_packs
+from foundation.fork_server import ForkServer
 from pretrain.compare import which
 from pretrain.compare.differences import (
     BEYOND_MARGIN,
@@ -181,11 +179,8 @@ def test_a_question_is_answered_and_resumed(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Trains one round of an emulated precision, which has no speed. The baseline dies once."""
-    recipe = low_precision_recipe | {
-        "data": low_precision_recipe["data"] | {"held_out": 0.05},
-        "batch": {"tokens": 128},
-    }
+    """Trains one round of an emulated precision, which has no speed. Three trainings die."""
+    recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}}
     recipe["model"]["config"] |= {
         "vocab_size": 125,
         "hidden_size": 32,
@@ -198,28 +193,30 @@ def test_a_question_is_answered_and_resumed(
     file = write_recipe(recipe, tmp_path)
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
-    popen = subprocess.Popen
-    to_kill = ["rounds/fp32"]
+    fork = ForkServer.fork
+    to_kill = ["trial/current.log", "trial/current+head.log", "rounds/fp32-seed=42.log"]
 
-    def popen_failing_once(command: list[str], **options: Any) -> subprocess.Popen:
-        if to_kill and to_kill[0] in command[-1]:
-            to_kill.pop()
-            command = ["false"]
-        return popen(command, **options)
+    def fork_and_kill_once(server: ForkServer, *arguments: Any) -> int:
+        process = fork(server, *arguments)
+        if to_kill and str(arguments[-1]).endswith(to_kill[0]):
+            os.kill(process, signal.SIGKILL)
+            del to_kill[0]
+        return process
 
-    monkeypatch.setattr(subprocess, "Popen", popen_failing_once)
+    monkeypatch.setattr(ForkServer, "fork", fork_and_kill_once)
     command = [
         str(file),
         "--run_dir",
         str(tmp_path / "which"),
         "--precisions",
         "fp32,current,current+head",
+        "--steps",
+        "80",
     ]
-    with pytest.raises(InputError, match="80 is the minimum"):
+    with pytest.raises(InputError, match="nothing to compare"):
         which.main([*command, "--hours", "0.00001"])
     # The recipe may still change, because no protocol is written yet.
     write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)
-    command += ["--steps", "80"]
     with pytest.raises(InputError, match=r"rounds/fp32-seed=42\.log"):
         which.main([*command, "--hours", "0.00001"])
     assert not list(tmp_path.glob("which/rounds/current*")), "there is no checkpoint to branch from"
@@ -414,94 +411,6 @@ def test_a_question_with_other_settings_is_refused(
     (trained_question.folder / "which.json").write_text("{")
     with pytest.raises(InputError, match=r"which\.json"):
         trained_question.ask()
-
-
-def test_trainings_are_as_long_as_hours_and_data_allow(
-    small_recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    recipe = load_recipe(write_recipe(small_recipe | {"train": {"steps": 5000}}, tmp_path))
-    seconds = {"bf16": 1.0, "delayed": 0.5}
-    checkpoint = tmp_path / "mine"
-    checkpoint.mkdir()
-    (checkpoint / "state.json").write_text('{"progress": {"step": 300}}')
-
-    def fit(
-        hours: float, steps: int | None = None, begin_with: Path | None = None
-    ) -> tuple[int, int]:
-        options = argparse.Namespace(
-            hours=hours, seeds=4, steps=steps, begin_with=begin_with and str(begin_with)
-        )
-        return which.steps_that_fit(options, recipe, seconds, 10.0, 3600 * hours, in_an_epoch=1000)
-
-    assert fit(1) == (628, 126), (
-        "4 rounds of 628 steps in bf16, 502 in delayed, and two starts take an hour"
-    )
-    assert fit(8) == (1000, 200), "one epoch is the limit"
-    assert fit(0.25, begin_with=checkpoint) == (436, 300), "136 more steps of each"
-    seconds["delayed"] = 0.45  # 80 steps take 0.143 hours
-    with pytest.raises(InputError, match="80 is the minimum") as refused:
-        fit(0.1)
-    suggested_hours = float(str(refused.value).split()[-3])
-    assert fit(suggested_hours)[0] >= 80
-
-
-@pytest.mark.parametrize(
-    ("arguments", "train", "message"),
-    [
-        (["--precisions", "fp32"], {}, "--precisions"),
-        (["train.steps=9"], {}, "train.steps"),
-        (["train.begin_with=nowhere"], {}, "train.begin_with"),
-        (["--from", "nowhere"], {}, "--from"),
-        (["--steps", "79"], {}, "--steps"),
-        (["--steps", "0"], {}, "--steps, or else .* sets 0 steps per run"),
-        (["--seeds", "1000"], {}, "--seeds 20 or fewer"),
-        (["--steps", "1000000"], {}, "repeated after step [0-9]+, "),
-        ([], {"steps": 79}, "train.steps"),
-        # All trainings branch from the recipe's checkpoint.
-        ([], {"begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),
-    ],
-)
-def test_options_without_an_answer_are_refused_before_anything_runs(
-    arguments: list[str],
-    train: dict[str, Any],
-    message: str,
-    small_recipe: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    file = write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
-    with pytest.raises(InputError, match=message):
-        which.main([str(file), *arguments, "--run_dir", str(tmp_path / "which")])
-    assert not (tmp_path / "which").exists()
-
-
-def test_too_few_seeds_for_the_candidates_are_refused_at_once(
-    small_recipe: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    file = write_recipe(small_recipe | {"train": {"steps": 500}}, tmp_path)
-    command = [str(file), "--run_dir", str(tmp_path / "which"), "--seeds", "3"]
-    with pytest.raises(InputError, match=r"--seeds 3: .* 5 precisions needs at least 4 seeds"):
-        which.main([*command, "--precisions", "bf16,delayed,current,block,nvfp4"])
-    assert not (tmp_path / "which" / "trial").exists()
-
-
-def test_an_epoch_ends_when_one_source_is_used_up(
-    small_recipe: dict[str, Any],
-    small_packs: Path,
-    tmp_path: Path,
-) -> None:
-    """Mixes two sources of 120 packs each, with weights 0.75 and 0.25."""
-    (tmp_path / "mixed").mkdir()
-    for name in ("code", "prose"):
-        (tmp_path / "mixed" / name).symlink_to(small_packs)
-    small_recipe["batch"] = {"tokens": small_recipe["data"]["length"]}
-    assert which.steps_in_an_epoch(load_recipe(write_recipe(small_recipe, tmp_path))) == 120
-    sources = [{"name": "code", "weight": 0.75}, {"name": "prose", "weight": 0.25}]
-    small_recipe["data"] |= {"packs": str(tmp_path / "mixed"), "sources": sources}
-    recipe = load_recipe(write_recipe(small_recipe, tmp_path))
-    steps = which.steps_in_an_epoch(recipe)
-    order = order_of(open_packs(recipe.data, "train"), 1, recipe.seed)
-    assert steps == 160 and order.figures(steps)["epoch/code"] == 1
 
 
 def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(

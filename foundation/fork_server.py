@@ -1,0 +1,124 @@
+"""Start many processes of a program that imports its modules only once.
+
+A program that imports torch starts in 5 to 15 seconds, mostly because of imports. `ForkServer`
+launches the program once, with the argument SERVE. The program imports its modules and calls
+`serve`, which forks a process for each request. A forked process has the state of a program that
+has just imported its modules, so it computes the same as a process that was launched separately. If
+it is killed, the server and the other forked processes continue.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+# Command-line argument with which a program serves requests on its stdin.
+SERVE = "-"
+# Line that the server prints after its imports.
+READY = "ready\n"
+
+
+class ForkServer:
+    """A program that forks processes. It is launched by the first call of `fork`.
+
+    The program ends when this process ends.
+    """
+
+    # The command and environment of the launched program, and its process.
+    _server: tuple[Any, subprocess.Popen[str] | None] = (None, None)
+
+    def fork(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        log: Path,
+    ) -> int:
+        """Fork a process that continues the program as if it was launched with `arguments`.
+
+        Launch the program first if it is not running with this `command` and `environment`, and
+        wait until it has imported its modules. Return the process ID, which is also the ID of the
+        process group. If the program ends with an error while it imports modules, return the ID of
+        the ended program.
+
+        Args:
+            command: Command that launches the program, without arguments of the program.
+            environment: Environment variables of the program.
+            arguments: Arguments of the program.
+            variables: Environment variables that the forked process sets in addition.
+            log: File to which output is appended. The forked process locks the file.
+        """
+        launched, process = self._server
+        if process is None or process.poll() is not None or launched != (command, environment):
+            with log.open("ab") as errors:
+                process = subprocess.Popen(
+                    [*command, SERVE],
+                    start_new_session=True,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            self._server = ((command, environment), process)
+            # Wait for the imports before the request, and skip what packages print. If this process
+            # is killed while it waits, the program ends without a fork.
+            any(line == READY for line in cast(IO[str], process.stdout))
+        assert process.stdin and process.stdout
+        with suppress(BrokenPipeError):
+            print(json.dumps([arguments, variables, str(log)]), file=process.stdin, flush=True)
+        return int(process.stdout.readline() or process.pid)
+
+
+def serve() -> None:
+    """Fork a process for each request on stdin, and return in each forked process.
+
+    A forked process has its own process group, and the arguments, variables and output of its
+    request. In the server itself, exit at the end of stdin.
+    """
+    print(READY, end="", flush=True)
+    while line := sys.stdin.readline():
+        process = os.fork()
+        # Set the group in both processes, because either may be the first to need it. The call
+        # fails in the server if the forked process has already ended.
+        with suppress(ProcessLookupError, PermissionError):
+            os.setpgid(process, process)
+        if process == 0:
+            break
+        print(process, flush=True)
+    else:
+        sys.exit()
+    arguments, variables, log = json.loads(line)
+    with open_log(Path(log)) as output, open(os.devnull, "rb") as nothing:
+        for descriptor, file in enumerate((nothing, output, output)):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(variables)
+    sys.argv[-1:] = arguments
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log file for appending. Lock it until all processes that write to it have ended."""
+    log = path.open("ab")
+    # Without file locks, `is_written` returns False.
+    with suppress(OSError):
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return log
+
+
+def is_written(path: Path) -> bool:
+    """Return True if a process writes to a log file that was opened by `open_log`."""
+    try:
+        with path.open("rb") as log:
+            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        # Another error means that the file is missing, or that the file system has no locks.
+        return isinstance(error, BlockingIOError)
+    return False

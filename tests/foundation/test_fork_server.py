@@ -1,0 +1,144 @@
+"""A fork server with a small program in place of the launcher, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from foundation.fork_server import ForkServer, is_written
+from tests.conftest import ROOT
+
+PROGRAM = """
+import os, sys, time
+from foundation.fork_server import SERVE, serve
+print("a banner of a package")
+if os.environ.get("BROKEN"):
+    raise ImportError("a package is broken")
+imported_by = os.getpid()
+if sys.argv[1:] == [SERVE]:
+    serve()
+print(sys.argv[1:], os.environ.get("GPU"), imported_by, os.getpgrp() == os.getpid(), flush=True)
+print(repr(sys.stdin.read()), file=sys.stderr, flush=True)
+if "wait" in sys.argv:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Callable[..., int]:
+    """Function that forks the program with arguments, and writes to a log in `tmp_path`."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    server = ForkServer()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def fork(log: str, *arguments: str, gpu: str = "0", **variables: str) -> int:
+        return server.fork(
+            [sys.executable, str(program)],
+            environment | variables,
+            arguments,
+            {"GPU": gpu},
+            tmp_path / log,
+        )
+
+    return fork
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def output_of(process: int, log: Path) -> list[str]:
+    wait_until(lambda: has_ended(process))
+    return log.read_text().split("\n")
+
+
+def test_a_fork_has_its_arguments_variables_and_log(
+    fork: Callable[..., int], tmp_path: Path
+) -> None:
+    first = output_of(fork("a.log", "one", gpu="3"), tmp_path / "a.log")
+    second = output_of(fork("b.log", "two words", "ü", gpu="5"), tmp_path / "b.log")
+    server = first[0].split()[-2]
+    assert first == [f"['one'] 3 {server} True", "''", ""], "stdin is empty"
+    assert second == [f"['two words', 'ü'] 5 {server} True", "''", ""], "the same server"
+
+
+def test_a_killed_fork_takes_nobody_with_it(fork: Callable[..., int], tmp_path: Path) -> None:
+    killed = fork("killed.log", "wait")
+    waiting = fork("waiting.log", "wait")
+    wait_until(lambda: is_written(tmp_path / "killed.log"))
+    wait_until(lambda: is_written(tmp_path / "waiting.log"))
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: not is_written(tmp_path / "killed.log"))
+    assert is_written(tmp_path / "waiting.log")
+    server = int((tmp_path / "waiting.log").read_text().split()[-3])
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: has_ended(server))
+    assert not has_ended(waiting)
+    assert output_of(fork("new.log"), tmp_path / "new.log")[0].startswith("[] 0")
+    os.kill(waiting, signal.SIGKILL)
+    assert not is_written(tmp_path / "missing.log")
+
+
+def test_a_changed_environment_launches_another_server(
+    fork: Callable[..., int], tmp_path: Path
+) -> None:
+    servers = {
+        output_of(fork("a.log", THREADS=threads), tmp_path / "a.log")[-3].split()[-2]
+        for threads in ("1", "2", "2")
+    }
+    assert len(servers) == 2
+
+
+def test_an_error_during_imports_is_in_the_log(fork: Callable[..., int], tmp_path: Path) -> None:
+    ended = fork("broken.log", BROKEN="1")
+    wait_until(lambda: has_ended(ended))
+    assert "ImportError: a package is broken" in (tmp_path / "broken.log").read_text()
+    assert "[]" in output_of(fork("new.log"), tmp_path / "new.log")[0]
+
+
+def test_the_server_ends_with_its_client(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    client = f"""
+import os, sys
+from pathlib import Path
+from foundation.fork_server import ForkServer
+command = [sys.executable, {str(tmp_path / "program.py")!r}]
+ForkServer().fork(command, dict(os.environ), ["wait"], {{}}, Path({str(tmp_path / "a.log")!r}))
+os.kill(os.getpid(), 9)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", client], env=environment)
+    assert ended.returncode == -signal.SIGKILL
+    log = tmp_path / "a.log"
+    wait_until(lambda: log.exists() and "True" in log.read_text())
+    server = int(log.read_text().split()[-3])
+    wait_until(lambda: has_ended(server))
+    assert is_written(log), "the forked process continues"
+    (process,) = (p for p in psutil.process_iter() if is_program(p, tmp_path))
+    process.kill()
+
+
+def is_program(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return str(folder / "program.py") in process.cmdline()
+    except psutil.Error:
+        return False

@@ -1,0 +1,147 @@
+"""The plan of `python -m pretrain which`: checks of options, and the length of trainings."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundation.errors import InputError
+from packing.order import order_of
+from packing.store import open_packs
+from pretrain.compare import which
+from pretrain.compare.verdicts import Protocol, Rounds
+from pretrain.compare.which_trainings import Question
+from pretrain.settings.config import load_recipe
+from tests.conftest import write_recipe
+
+
+def test_trainings_are_as_long_as_hours_and_data_allow(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = load_recipe(write_recipe(small_recipe | {"train": {"steps": 5000}}, tmp_path))
+    seconds = {"bf16": 1.0, "delayed": 0.5}
+    checkpoint = tmp_path / "mine"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text('{"progress": {"step": 300}}')
+
+    def fit(
+        hours: float,
+        steps: int | None = None,
+        begin_with: Path | None = None,
+        gpus: int = 1,
+        epoch: int = 1000,
+    ) -> tuple[int, int]:
+        planned = Protocol(begin_with and str(begin_with), 0.003, [], seconds, 10.0, 4, 0, 0)
+        fitted = which.fit_steps(
+            planned,
+            options=argparse.Namespace(hours=hours, steps=steps),
+            recipe=recipe,
+            in_an_epoch=epoch,
+            at_once=gpus,
+            seconds_left=3600 * hours,
+        )
+        return fitted.steps, fitted.trunk
+
+    assert fit(1) == (628, 126), (
+        "4 rounds of 628 steps in bf16, 502 in delayed, and two starts take an hour"
+    )
+    assert fit(8) == (1000, 200), "one epoch is the limit"
+    assert fit(1, steps=80) == (80, 16)
+    assert fit(0.25, begin_with=checkpoint) == (436, 300), "136 more steps of each"
+    assert fit(1, gpus=2) == (890, 178), "delayed trains beside bf16, and ends before it"
+    assert fit(0.25, begin_with=checkpoint, gpus=2) == (515, 300), "215 steps of bf16"
+    seconds["delayed"] = 0.45  # 80 steps take 0.143 hours
+    with pytest.raises(InputError, match="80 steps, which is the minimum") as refused:
+        fit(0.1)
+    suggested_hours = float(str(refused.value).split()[-3])
+    assert fit(suggested_hours)[0] >= 80
+    with pytest.raises(InputError, match="only 79 steps per training, but 80 is the minimum"):
+        fit(1, epoch=79)
+
+
+def test_too_few_hours_are_refused_before_the_trials(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = small_recipe | {"batch": {"tokens": 32, "microbatch": 1}, "train": {"epochs": 1}}
+    file = write_recipe(recipe, tmp_path)
+    command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,bf16"]
+    with pytest.raises(InputError, match=r"--hours 0\.01: .* set --hours to 0\.0[0-9]+ or more"):
+        which.main([*command, "--hours", "0.01"])
+    assert not (tmp_path / "which").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "train", "message"),
+    [
+        (["--precisions", "fp32"], {}, "--precisions"),
+        (["train.steps=9"], {}, "train.steps"),
+        (["train.begin_with=nowhere"], {}, "train.begin_with"),
+        (["--from", "nowhere"], {}, "--from"),
+        (["--steps", "79"], {}, "--steps"),
+        (["--steps", "0"], {}, "--steps, or else .* sets 0 steps per training"),
+        (["--seeds", "1000"], {}, "--seeds 20 or fewer"),
+        (["--steps", "1000000"], {}, "repeated after step [0-9]+, "),
+        ([], {"steps": 79}, "train.steps"),
+        # All trainings branch from the recipe's checkpoint.
+        ([], {"begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),
+    ],
+)
+def test_options_without_an_answer_are_refused_before_anything_runs(
+    arguments: list[str],
+    train: dict[str, Any],
+    message: str,
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    file = write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
+    with pytest.raises(InputError, match=message):
+        which.main([str(file), *arguments, "--run_dir", str(tmp_path / "which")])
+    assert not (tmp_path / "which").exists()
+
+
+def test_too_few_seeds_for_the_candidates_are_refused_at_once(
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    file = write_recipe(small_recipe | {"train": {"steps": 500}}, tmp_path)
+    command = [str(file), "--run_dir", str(tmp_path / "which"), "--seeds", "3"]
+    with pytest.raises(InputError, match=r"--seeds 3: .* 5 precisions needs at least 4 seeds"):
+        which.main([*command, "--precisions", "bf16,delayed,current,block,nvfp4"])
+    assert not (tmp_path / "which" / "trial").exists()
+
+
+def test_an_epoch_ends_when_one_source_is_used_up(
+    small_recipe: dict[str, Any],
+    small_packs: Path,
+    tmp_path: Path,
+) -> None:
+    """Mixes two sources of 120 packs each, with weights 0.75 and 0.25."""
+    (tmp_path / "mixed").mkdir()
+    for name in ("code", "prose"):
+        (tmp_path / "mixed" / name).symlink_to(small_packs)
+    small_recipe["batch"] = {"tokens": small_recipe["data"]["length"]}
+    assert which.steps_in_an_epoch(load_recipe(write_recipe(small_recipe, tmp_path))) == 120
+    sources = [{"name": "code", "weight": 0.75}, {"name": "prose", "weight": 0.25}]
+    small_recipe["data"] |= {"packs": str(tmp_path / "mixed"), "sources": sources}
+    recipe = load_recipe(write_recipe(small_recipe, tmp_path))
+    steps = which.steps_in_an_epoch(recipe)
+    order = order_of(open_packs(recipe.data, "train"), 1, recipe.seed)
+    assert steps == 160 and order.figures(steps)["epoch/code"] == 1
+
+
+def test_rounds_use_several_gpus_and_trials_only_one(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write_recipe(small_recipe, tmp_path)
+    question = Question(load_recipe(file), file, (), which.ON_CPU, tmp_path / "which", gpus=2)
+    assert question.trial(["fp32", "bf16"]).at_once == 1
+    protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
+    assert question.round(protocol, 42, ["bf16"]).at_once == 2
+    rounds = Rounds(protocol, at_once=2)
+    assert rounds.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
+    assert rounds.seconds(["bf16", "bf16"]) == 405 + 325
+    with pytest.raises(InputError, match="--gpus"):
+        which.main([str(file), "--gpus", "0"])
