@@ -58,7 +58,7 @@ def test_trainings_are_as_long_as_hours_and_data_allow(
         fit(0.1)
     suggested_hours = float(str(refused.value).split()[-3])
     assert fit(suggested_hours)[0] >= 80
-    with pytest.raises(InputError, match="only 79 steps per training, but 80 is the minimum"):
+    with pytest.raises(InputError, match="only 79 steps per run, but 80 is the minimum"):
         fit(1, epoch=79)
 
 
@@ -81,7 +81,7 @@ def test_too_few_hours_are_refused_before_the_trials(
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
         (["--from", "nowhere"], {}, "--from"),
         (["--steps", "79"], {}, "--steps"),
-        (["--steps", "0"], {}, "--steps, or else .* sets 0 steps per training"),
+        (["--steps", "0"], {}, "--steps, or else .* sets 0 steps per run"),
         (["--seeds", "1000"], {}, "--seeds 20 or fewer"),
         (["--steps", "1000000"], {}, "repeated after step [0-9]+, "),
         ([], {"steps": 79}, "train.steps"),
