@@ -1,4 +1,6 @@
-"""Measure the parts of a start, from the launch of a process to its first training step.
+"""Measure the time of each part of a startup, from the process launch to the first training step.
+
+A part is the code inside a `with` statement, or a decorated function:
 
     with START.part("packs"):
         ...
@@ -49,7 +51,7 @@ class Timeline:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside the block or the decorated function for the part `name`."""
+        """Count the time of the caller's `with` statement or function for the part `name`."""
         self._count()
         self._running.append(name)
         try:

@@ -334,7 +334,7 @@ def read_pack(
     """Return the pack with this index.
 
     Raises InputError if a token id is not below `vocab_size`, or if the first document reaches a
-    position that is not below `positions`. A value of None disables the check.
+    position that is not below `positions`. If one of these arguments is None, its check is skipped.
     """
     pack = packs[index]
     if vocab_size is not None:

@@ -458,8 +458,8 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     }
     if "eos_token" in template and "eos_token" not in tokens:
         raise InputError(
-            f"data.chat_template: writes `eos_token`, but {tokenizer.name} has none; set "
-            "`eos_token` in its tokenizer_config.json"
+            f"data.chat_template: the template uses `eos_token`, but {tokenizer.name} has no EOS "
+            "token; set `eos_token` in its tokenizer_config.json"
         )
     return chat_columns(settings, template, tuple(sorted(tokens.items())))
 
@@ -526,7 +526,7 @@ def chat_template(given: str | None, tokenizer: str) -> str:
         names = ", ".join([*_BUILT_IN, *named, *sorted(file.stem for file in in_folder)])
         raise InputError(
             f"data.chat_template: {what}; either set data.chat_template to {names} or a Jinja "
-            "file (plain suits every tokenizer), or set data.tokenizer to the tokenizer of an "
+            "file ('plain' suits every tokenizer), or set data.tokenizer to the tokenizer of an "
             "instruct model"
         )
     return named[given or "default"]

@@ -229,7 +229,9 @@ class FileSource:
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
-        A text file is one chunk. The chunk has only the path, because a worker reads the file.
+        `Chunk.after` is the place at which reading resumes after a chunk. `begin` is such a place,
+        or None for the beginning of the source. A text file is one chunk. The chunk has only the
+        path, because a worker reads the file.
         """
         size = size or CHUNK_BYTES
         begin = begin or {}
@@ -377,9 +379,10 @@ class DatasetSource:
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
-        A place has three values: the number of the next row (`row`), the state of the dataset
-        before the batch that has this row (`state`), and the number of earlier rows in this batch
-        (`skip`).
+        `Chunk.after` is the place at which reading resumes after a chunk. `begin` is such a place,
+        or None for the beginning of the source. A place has three values: the number of the next
+        row (`row`), the state of the dataset before the batch that has this row (`state`), and the
+        number of earlier rows in this batch (`skip`).
         """
         import datasets
 
