@@ -133,8 +133,10 @@ class Trackers:
         Raises InputError if a tracker does not start.
         """
         self.file.start()
-        names = [name for name in self._log.trackers if name != "jsonl" and self.file.main_process]
-        run_id = self._run_id() if names else ""
+        names = [name for name in self._log.trackers if name != "jsonl"]
+        if not names or not self.file.main_process:
+            return
+        run_id = self._run_id()
         scalars = {
             key: value if isinstance(value, int | float | str) else json.dumps(value, default=str)
             for key, value in flatten(config).items()

@@ -184,9 +184,10 @@ def load_tokenizer(
                 "set `data.tokenizer`"
             )
         return None
-    recorded = data.tokenizer if data else {}
-    is_recorded = recorded.get("fingerprint") == fingerprint_at(location)
-    tokenizer = tokenizer_in(location, recorded if is_recorded else None)
+    # The description of the packs' tokenizer has its fingerprint and the ids of special tokens.
+    of_packs = data.tokenizer if data else {}
+    is_same = of_packs.get("fingerprint") == fingerprint_at(location)
+    tokenizer = tokenizer_in(location, of_packs if is_same else None)
     templates = (part.chat_template for part in training_parts(settings).values())
     template = next(filter(None, templates), None)
     file = data.beside(CHAT_TEMPLATE) if data else None

@@ -134,6 +134,7 @@ class LossHead(nn.Linear):
         """
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
+        # The Gemm of the current precision, or None if the head is not quantized now.
         low = self.state.low
         hidden = hidden.flatten(0, -2)
         labels = labels.flatten()
@@ -149,7 +150,8 @@ class LossHead(nn.Linear):
             trained, parts = self._evaluate(hidden, labels, low)
         if self.penalty is None:
             return trained
-        # `parts[0]` is the sum of cross-entropies, and `parts[1]` is the sum of penalties.
+        # `parts[0]` is the sum of cross-entropies, and `parts[1]` is the sum of penalties. `_parts`
+        # accumulates both over forward passes, until `take_parts` resets it.
         self._parts = parts if self._parts is None else self._parts + parts
         return trained if self.training else parts[0]
 
