@@ -185,7 +185,10 @@ def remove(parent: Path, folders: list[Path]) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of a tensor, and the file that contains the block under the tensor's name."""
+    """One block of a tensor, and the file that stores the block.
+
+    The key of the block in the file is the name of the tensor.
+    """
 
     # Name of the file.
     file: str
@@ -278,7 +281,8 @@ def block_of(tensor: Tensor) -> ShardBlock:
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):
-        # torch.distributed.checkpoint uses this method too. It rejects Partial placements.
+        # torch.distributed.checkpoint calls this method too. The method raises an error for Partial
+        # placements.
         (chunk,) = tensor.__create_chunk_list__()
         offset = tuple(chunk.offsets)
     return ShardBlock(

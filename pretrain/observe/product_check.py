@@ -42,11 +42,11 @@ from pretrain.precision.settings import ActivePrecision
 ROWS = 128
 # The number of times that a sample is quantized with stochastic rounding.
 DRAWS = 3
-# The norm of an error may be at most this factor times the norm of our quantizer's error. If a
-# mantissa bit is missing, or values are truncated instead of rounded, the factor is 1.4.
+# The largest allowed norm of an error, divided by the norm of our quantizer's error. The quotient
+# is 1.4 if a mantissa bit is missing, or if values are truncated instead of rounded.
 LEEWAY = 1.2
-# The norm of an error may be at most this factor times the bound of the format. For correct
-# products the factor is at most 0.8. If a mantissa bit is missing, it is 1.5.
+# The largest allowed norm of an error, divided by the bound of the format. The quotient is at most
+# 0.8 for correct products, and 1.5 if a mantissa bit is missing.
 BOUND_LEEWAY = 1.1
 # Tolerance relative to the norm of the result. The run's BF16 results are summed in another order
 # than our results.

@@ -71,8 +71,8 @@ TAKES_LESS = (
     "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
     "(accelerate_configs/zero.yaml, less by fsdp2.yaml)"
 )
-# A layer with low-precision products is compiled in several pieces. This is the measured factor by
-# which its activations take more memory than those of a layer that is compiled in one piece.
+# A layer with low-precision products is compiled in several pieces. This is the measured memory of
+# its activations, divided by the memory of the activations if the layer is compiled in one piece.
 IN_PIECES = 1.15
 
 

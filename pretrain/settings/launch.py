@@ -420,8 +420,8 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         )
     if ignored:
         notices.append(f"these settings are ignored: {'; '.join(ignored)}")
-    # Remove the variables of the `parallelism_config`, so that Accelerate does not use them. The
-    # number of replicas is in the result.
+    # Remove the variables of `parallelism_config`, so that Accelerate does not use them. `replicas`
+    # in the result replaces them.
     for variable in list(environ):
         if variable.startswith(_PARALLELISM) or variable == "ACCELERATE_USE_PARALLELISM_CONFIG":
             del environ[variable]
@@ -443,9 +443,9 @@ def _correct_fsdp(
     """
     if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
-            f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2` and "
-            "`fsdp_reshard_after_forward`, which is true in place of FULL_SHARD and false in place "
-            "of SHARD_GRAD_OP"
+            f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, and replace "
+            "`fsdp_sharding_strategy` by `fsdp_reshard_after_forward`: true for FULL_SHARD, false "
+            "for SHARD_GRAD_OP"
         )
     replicas, shards = _mesh(environ, processes)
     if shards == 1:

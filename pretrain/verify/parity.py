@@ -53,9 +53,9 @@ SEVENTHS = (0, 1, 3, 5, 7)
 DOCUMENTS = 3
 # Largest number of labels of a document.
 LABELS = 341
-# Map each device type to the largest number of tokens of a document in the second microbatch that
-# plain transformers computes. Eager attention stores heads x length^2 scores per layer, so longer
-# documents would need too much memory.
+# Map each device type to the largest number of tokens that plain transformers processes of a
+# document in the second microbatch. Eager attention stores heads x length^2 scores per layer, so
+# longer documents would need too much memory.
 LONGEST = {"cpu": 2048, "cuda": 4096}
 # Bytes per parameter that the reference needs: the weight, its gradient, the gradient that is
 # compared with it, and the sum of gradients, all in FP32.
@@ -526,8 +526,9 @@ def draw_microbatch(
         shapes: Microbatch whose number of packs and pack length are used.
         vocabulary: Number of tokens in the vocabulary.
         generator: Generator of the random tokens.
-        longest: If None, each pack has four documents. The last three documents of the microbatch
-            have labels, for at most their first LABELS tokens. If it is a number, each pack is one
+        longest: Number of tokens of a long document that the reference evaluates, or None.
+            If None, each pack has four documents. The last three documents of the microbatch have
+            labels, for at most their first LABELS tokens. If it is a number, each pack is one
             document. Only the first document has labels, for at most LABELS tokens, which are
             evenly spaced among its first `longest` tokens.
     """
