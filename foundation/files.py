@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from foundation.errors import InputError
-from foundation.reading import refusing
+from foundation.reading import as_input_error
 
 # Error numbers that a file system returns for a call that it does not implement.
 NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
@@ -83,7 +83,9 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises InputError if the file cannot be written, for instance because the disk is full.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    with refusing((OSError,), f"{path}: cannot be written", "its earlier content is unchanged"):
+    with as_input_error(
+        (OSError,), f"{path}: cannot be written", "its earlier content is unchanged"
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_file(partial, data)
@@ -134,7 +136,7 @@ def hash_file(path: Path, algorithm: str = "sha256") -> str:
 
     Raises InputError if the file cannot be read.
     """
-    with refusing((OSError,), f"{path}: cannot be read"), open(path, "rb") as file:
+    with as_input_error((OSError,), f"{path}: cannot be read"), open(path, "rb") as file:
         return hashlib.file_digest(file, getattr(xxhash, algorithm, algorithm)).hexdigest()
 
 
@@ -192,7 +194,7 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
     Raises:
         InputError: The lock file cannot be created.
     """
-    with refusing((OSError,), f"{path.parent}: cannot be written", "choose another folder"):
+    with as_input_error((OSError,), f"{path.parent}: cannot be written", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     has_locks = True

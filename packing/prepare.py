@@ -23,7 +23,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, write_json
 from foundation.progress import Progress, say
-from foundation.reading import load_object, refusing
+from foundation.reading import as_input_error, load_object
 from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Counts, Place, Tokens, require_documents
 from packing.follow import make_first_part
@@ -99,7 +99,7 @@ def _claim(part: DataSettings, claim: ExitStack) -> None:
             time.sleep(POLL_SECONDS)
         return
     folder = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
-    with refusing(
+    with as_input_error(
         (FileExistsError,),
         f"{folder}: this folder shows that another process prepares these packs, because this file "
         "system has no locks",
@@ -172,7 +172,7 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     )
     with (
         PackMaker(settings, usable_cores()) as maker,
-        refusing((OSError, MemoryError), str(settings.packs), remedy),
+        as_input_error((OSError, MemoryError), str(settings.packs), remedy),
     ):
         log = TokenLog(folder, maker.key())
         if not log.complete:

@@ -34,7 +34,7 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.files import hash_of
 from foundation.progress import say
-from foundation.reading import one_line, parse_yaml, refusing
+from foundation.reading import as_input_error, one_line, parse_yaml
 from packing.arrow import MANIFEST
 from packing.chunks import (
     CHAT_COLUMNS,
@@ -246,7 +246,7 @@ class FileSource:
                 "parquet": self._parquet_chunks,
                 "csv": self._csv_chunks,
             }
-            with refusing(
+            with as_input_error(
                 (OSError, pa.ArrowException, ValueError),
                 f"{path}: cannot be read",
                 "the file is damaged, not in UTF-8, or not of this format",
@@ -452,7 +452,7 @@ class DatasetSource:
             f"{settings.split}): is neither an existing file or folder nor a dataset that can be "
             "loaded"
         )
-        with refusing(kinds, what):
+        with as_input_error(kinds, what):
             if self.is_saved:
                 data = datasets.load_from_disk(self.name)
                 if not isinstance(data, datasets.DatasetDict):

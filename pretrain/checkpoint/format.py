@@ -59,7 +59,7 @@ from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
 from foundation.files import FileRecord, by_umask, fsync, hash_file, hash_of, write_file
-from foundation.reading import load_object, refusing
+from foundation.reading import as_input_error, load_object
 from pretrain.model.gradients import local_part
 
 FORMAT = 1
@@ -353,7 +353,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     device. Other Python threads can run during writing and hashing. Raises InputError if the file
     cannot be written, for example because the disk is full.
     """
-    with refusing((SafetensorError,), f"{path}: cannot be written"):
+    with as_input_error((SafetensorError,), f"{path}: cannot be written"):
         # No variable refers to the copies, so that they are freed before the file is hashed.
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},

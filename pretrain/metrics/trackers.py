@@ -25,7 +25,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 
 from foundation.errors import InputError
 from foundation.files import replace_file, write_json
-from foundation.reading import refusing
+from foundation.reading import as_input_error
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
@@ -70,7 +70,7 @@ class JsonlTracker:
         """
         if not self.main_process:
             return
-        with refusing(
+        with as_input_error(
             (OSError, ValueError), f"{self.path}: cannot be read or written", "move the file away"
         ):
             self.path.parent.mkdir(parents=True, exist_ok=True)

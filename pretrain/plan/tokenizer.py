@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from foundation.errors import InputError
-from foundation.reading import refusing
+from foundation.reading import as_input_error
 from packing.records import CHAT_TEMPLATE, chat_template
 from packing.settings import DataSettings, split_revision
 from packing.store import training_parts
@@ -265,7 +265,7 @@ def _check_export(
     remedy = (
         f"either choose another tokenizer, or choose another `model_type` than {config.model_type}"
     )
-    with TemporaryDirectory() as folder, refusing((Exception,), what, remedy):
+    with TemporaryDirectory() as folder, as_input_error((Exception,), what, remedy):
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
