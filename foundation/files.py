@@ -153,7 +153,7 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
             return f"{record.name}: missing"
         size = path.stat().st_size
         if size != record.size:
-            return f"{record.name}: has {size} bytes instead of {record.size}"
+            return f"{record.name}: the file has {size} bytes instead of {record.size}"
         for algorithm, digest in record.hashes.items() if hashed else ():
             if hash_file(path, algorithm) != digest:
                 return f"{record.name}: damaged: its {algorithm} hash differs from the recorded one"
@@ -179,7 +179,7 @@ def check_files(
 
 @contextmanager
 def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
-    """Context manager that locks the file `path` during the body of the `with` statement.
+    """Context manager that locks the file `path` during the caller's `with` statement.
 
     Yields True if the file is locked, or False if the file system has no locks. The kernel releases
     the lock when the process ends, even if SIGKILL ends the process. So no user ever has to remove

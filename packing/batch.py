@@ -322,8 +322,8 @@ class BatchStream(Batching):
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
         """Return an iterator over the batches of steps `start` to `stop` (exclusive).
 
-        A thread builds the batches in advance. Use the iterator in a `with` block, or iterate to
-        the end, so that the thread ends.
+        A thread builds the batches in advance. Use the iterator in a `with` statement, or iterate
+        to the end, so that the thread ends.
         """
         return Prefetch(self.step, range(start, stop), self.pin_memory, self.order.stop_waiting)
 

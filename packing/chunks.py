@@ -149,7 +149,7 @@ def require_documents(settings: DataSettings, counts: Counts) -> None:
     if counts.skipped:
         skipped = f" and {counts.skipped:,} malformed ones (first: {counts.first_skipped})"
     raise InputError(
-        f"data.source: {settings.source}: contains no text, but "
+        f"data.source: {settings.source}: the source contains no text, but "
         f"{plural(counts.empty, 'empty record')}{skipped}"
     )
 

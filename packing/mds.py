@@ -196,8 +196,8 @@ class Shard(Packs):
         where = f"{self.path}, sample {index}"
         if self.token_column not in sample:
             raise InputError(
-                f"{where}: has the columns {', '.join(sample)}, but no column input_ids; write the "
-                "tokens in a column of this name"
+                f"{where}: the sample has the columns {', '.join(sample)}, but no column "
+                "input_ids; write the tokens in a column of this name"
             )
         names = [name for name in sample if name in (LABELS, *TOKEN_COLUMNS)]
         with as_input_error(
@@ -209,7 +209,7 @@ class Shard(Packs):
             columns = {name: whole_numbers(name, sample[name]) for name in names}
         if len(ids) != self.length:
             raise InputError(
-                f"{where}: has {len(ids)} tokens, but `data.length` is {self.length}; "
+                f"{where}: the sample has {len(ids)} tokens, but `data.length` is {self.length}; "
                 f"set data.length={len(ids)} if all samples have this length"
             )
         if self.end_token is not None:

@@ -200,8 +200,8 @@ class MixedPacks(JoinedPacks):
         for packs in recorded:
             if (packs.tokenizer or {})["fingerprint"] != fingerprint:
                 raise InputError(
-                    f"{packs.path}: was made with another tokenizer than {recorded[0].path}; "
-                    "prepare all sources with the same tokenizer"
+                    f"{packs.path}: these packs were made with another tokenizer than "
+                    f"{recorded[0].path}; prepare all sources with the same tokenizer"
                 )
         self.fingerprint = hash_of(
             [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]

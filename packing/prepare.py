@@ -60,7 +60,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             continue
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
         manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
-        exists_message = f"{part.packs}: already prepared with these settings"
+        exists_message = f"{part.packs}: these packs are already prepared with these settings"
         say(summary(manifest) if manifest else exists_message, progress)
     return settings.packs
 
@@ -140,7 +140,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
         requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint
     if changes := describe_changes(recorded, requested):
         raise InputError(
-            f"{packs}: was prepared with other settings ({changes}); "
+            f"{packs}: these packs were prepared with other settings ({changes}); "
             "either set data.packs to another folder, or remove this folder"
         )
     return True
@@ -197,7 +197,7 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
             # Drop the tokens, which are partly from the old and partly from the new content.
             log.counts = Counts()
             raise InputError(
-                f"data.source: {maker.settings.source}: was changed while it was read; "
+                f"data.source: {maker.settings.source}: the source was changed while it was read; "
                 "run the command again when the source is complete"
             )
         log.complete = True
@@ -207,9 +207,9 @@ class TokenLog(AbstractContextManager):
     """Tokens of a source, stored in `folder` so that an interrupted tokenisation can continue.
 
     `append` appends token ids to one file and the lengths of documents to another file. A third
-    file records the valid sizes of these two files. Every few seconds, and at the end of the `with`
-    block, the two files are flushed and the record is replaced. When a log is opened, bytes beyond
-    the recorded sizes are cut off.
+    file records the valid sizes of these two files. Every few seconds, and at the end of the
+    caller's `with` statement, the two files are flushed and the record is replaced. When a log is
+    opened, bytes beyond the recorded sizes are cut off.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
@@ -232,9 +232,9 @@ class TokenLog(AbstractContextManager):
         if counts.documents:
             if changes := describe_changes(progress["key"], key):
                 raise InputError(
-                    f"{folder}: has {counts.tokens:,} tokens that were made with other settings or "
-                    f"text ({changes}); either restore these, set data.packs to another folder, or "
-                    f"{remedy}"
+                    f"{folder}: the folder has {counts.tokens:,} tokens that were made with other "
+                    f"settings or text ({changes}); either restore these, set data.packs to "
+                    f"another folder, or {remedy}"
                 )
             self.counts = counts
             self.place = progress["place"]

@@ -166,7 +166,7 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
     if len(kinds) != 1:
         counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
         raise InputError(
-            f"data.source: {name}: has {counts or 'no files of a known kind'}; {remedy}"
+            f"data.source: {name}: the source has {counts or 'no files of a known kind'}; {remedy}"
         )
     paths = by_kind.pop(kinds[0])
     unread_paths = [path for group in by_kind.values() for path in group]
@@ -197,7 +197,10 @@ def recognise_chats(settings: DataSettings, source: FileSource | DatasetSource) 
     names = source.columns
     for columns, value in CHAT_COLUMNS.items():
         if names.issuperset(columns) and names.isdisjoint(("text", "input_ids")):
-            say(f"{settings.source}: has chats, read with data.messages={shlex.quote(value)}")
+            say(
+                f"{settings.source}: the source has chats, which are read with "
+                f"data.messages={shlex.quote(value)}"
+            )
             return settings.model_copy(update={"messages": parse_yaml(value)})
     return settings
 

@@ -182,8 +182,9 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         stored = _stored_config(settings)
         if not stored:
             raise InputError(
-                f"`model.source`: {settings.source}: has no config.json; set `model.source` to the "
-                "folder of a model, for example to the `final` folder of a run"
+                f"`model.source`: {settings.source}: the source has no config.json; set "
+                "`model.source` to the folder of a model, for example to the `final` folder of a "
+                "run"
             )
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
@@ -519,14 +520,14 @@ def build(
     model, loading = loaded
     if quantized:
         raise InputError(
-            f"{source}: has quantized weights ({quantized}), and their scales would not be "
-            "applied; choose a source with BF16 or FP32 weights"
+            f"{source}: the source has quantized weights ({quantized}), and their scales would not "
+            "be applied; choose a source with BF16 or FP32 weights"
         )
     # transformers initializes missing weights at random, and differently in each process.
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
-            f"{source}: has no weights for {len(missing)} of the model's parameters, for example "
-            f"{missing[0]}; {remedy}"
+            f"{source}: the source has no weights for {len(missing)} of the model's parameters, "
+            f"for example {missing[0]}; {remedy}"
         )
     surplus = sorted(name for name in loading["unexpected_keys"] if not _OLD_BUFFERS.search(name))
     if surplus:

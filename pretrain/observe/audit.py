@@ -158,7 +158,7 @@ def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
 def _watching_forwards(
     modules: Mapping[str, nn.Module], observer: ProductObserver
 ) -> Iterator[None]:
-    """Observe the products that torch computes in forwards during the `with` statement.
+    """Observe the products that torch computes in forwards during the caller's `with` statement.
 
     modules: map names to modules. Products are recorded under the name of their module.
 

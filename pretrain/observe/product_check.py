@@ -119,11 +119,11 @@ def judge_product(
 def watching_products(
     packed: PackedLanguageModel, active: ActivePrecision
 ) -> Iterator[tuple[list[Compared], list[str]]]:
-    """Check the products of the microbatch that runs in the body of the `with` statement.
+    """Check the products of the microbatch that runs in the caller's `with` statement.
 
-    All ranks must call this function. Yields two lists, which are filled when the body ends: a
-    comparison for each product, with the largest excess first, and the operands with wrong
-    histories (see `watching_histories`).
+    All ranks must call this function. Yields two lists, which are filled when the caller's
+    `with` statement ends: a comparison for each product, with the largest excess first, and the
+    operands with wrong histories (see `watching_histories`).
     """
     check = _ProductCheck(packed, active)
     context = packed.context
@@ -347,11 +347,11 @@ def _sampled(name: str, size: int) -> slice:
 
 @contextmanager
 def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
-    """Check the amax histories and scales after the microbatch in the body of the `with` statement.
+    """Check the amax histories and scales after a microbatch in the caller's `with` statement.
 
-    Yields a list. When the body of the `with` statement ends, the list is filled with the names and
-    roles of operands whose history or scale is wrong. The body must add one entry to each history:
-    the largest magnitude of the operand over all ranks. The scale must be computed from the history
+    Yields a list. When the `with` statement ends, the list is filled with the names and roles of
+    operands whose history or scale is wrong. The microbatch must add one entry to each history: the
+    largest magnitude of the operand over all ranks. The scale must be computed from the history
     by the rule of delayed scaling. Operands of zeros are not checked. The list stays empty if the
     precision has no histories. All ranks must call this function.
     """

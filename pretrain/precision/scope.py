@@ -44,7 +44,7 @@ def decide(
     active: ActivePrecision,
     capability: tuple[int, int] | None = None,
 ) -> dict[str, Decision]:
-    """Map the name of each linear layer and of each stack of experts of `hf` to its decision.
+    """Map the name of each linear layer and expert stack in `hf` to its decision.
 
     The name of a stack is the name of its parameter: `model.layers.0.mlp.experts.down_proj`. `hf`
     may be on the meta device, because only shapes are read. `layers` are the decoder layers of

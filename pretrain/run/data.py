@@ -148,7 +148,9 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """
     if settings.prepares:
         for folder in unprepared(settings):
-            say(f"{folder}: has no packs yet, so they are prepared now", is_main_process)
+            say(
+                f"{folder}: this folder has no packs yet, so they are prepared now", is_main_process
+            )
         prepare(settings, progress=is_main_process)
     return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
 

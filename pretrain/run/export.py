@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
     checkpoint, run_dir = checkpoint_of(source)
     out = options.out or options.folder or run_dir / "export"
     if out.exists():
-        raise InputError(f"{out}: already exists; choose a folder that does not exist")
+        raise InputError(f"{out}: this path already exists; choose a folder that does not exist")
     if options.push is not None:
         # Create the repository before the export. If the hub refuses the repository, no gigabytes
         # have been written in vain.
@@ -161,8 +161,8 @@ def checkpoint_of(source: Path) -> tuple[Path, Path]:
     checkpoint = newest_in(source) if is_run else source
     if checkpoint == run_dir or not (run_dir / "config.yaml").is_file():
         raise InputError(
-            f"{source}: is neither a run folder with a checkpoint nor a checkpoint; choose a run "
-            "folder, or a step-* folder in the folder `checkpoints` of a run"
+            f"{source}: this is neither a run folder with a checkpoint nor a checkpoint; choose a "
+            "run folder, or a step-* folder in the folder `checkpoints` of a run"
         )
     return checkpoint, run_dir
 

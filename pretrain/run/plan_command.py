@@ -51,7 +51,9 @@ def main(options: argparse.Namespace) -> int:
     Raises InputError for invalid options, and if the recipe cannot be planned.
     """
     if any(share > 1 for share in options.mfu):
-        raise InputError("--mfu: must not be above 1; for 40 % of the peak, write --mfu 0.4")
+        raise InputError(
+            "--mfu: the MFU must not be above 1; for 40 % of the peak, write --mfu 0.4"
+        )
     targets = [Target.parse(text) for text in options.on or USUAL]
     recipe = load_recipe(options.recipe, options.overrides)
     recipe, shortened = fit_to_command_line(recipe, options.overrides)

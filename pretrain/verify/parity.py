@@ -78,8 +78,8 @@ NORM_RATIO = 2.0
 # finely than BF16. The share is larger than 2^-16, because the run and plain transformers may add
 # the same numbers in different orders.
 FP32_OF_BF16 = 2.0**-8
-# Pattern for the names of attributes of modules. An attribute with such a name stores the rate of
-# dropout or of other noise in training. The attribute `p` is the rate of torch's dropout modules.
+# Pattern for the attributes in which modules store the rate of dropout, or of other noise, in
+# training. The attribute `p` is the rate of torch's dropout modules.
 NOISES = re.compile("drop|jitter_noise|^p$")
 # Number of the worst entries of a table that are reported.
 SHOWN = 10
@@ -274,7 +274,7 @@ def _compare(
 
 @contextmanager
 def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
-    """Prepare the model for the comparison in the body of the `with` statement.
+    """Prepare the model for the comparison in the caller's `with` statement.
 
     Yield the factor by which the input of the LM head is multiplied (see `distinct_values`).
 

@@ -53,9 +53,9 @@ def watching_quantizers(
 ) -> Iterator[list[Compared]]:
     """Compare the codes of some operands with the codes of the reference quantizers.
 
-    Inside the `with` block, the caller must compute one microbatch. For each role and each number
+    The caller must compute one microbatch in its `with` statement. For each role and each number
     of features, one operand is quantized along both axes and compared. Yield a list of comparisons.
-    The list is filled when the `with` block ends, and begins with the worst comparison. Draws
+    The list is filled when the `with` statement ends, and begins with the worst comparison. Draws
     random numbers.
     """
     operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}

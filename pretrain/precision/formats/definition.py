@@ -57,8 +57,8 @@ class Scaling:
     # if scales are rounded to powers of two, because the rounding can halve the codes. It is 0 if
     # scales are computed from past microbatches, because the tensor may have become smaller.
     least: float
-    # The number of values along the axis of the sum that share a scale. None: all values of the
-    # tensor share one scale.
+    # The number of values along the contraction dimension that share a scale. None: all values of
+    # the tensor share one scale.
     block: int | None = None
     # True if `block` rows share the scale too, so that a block is a square.
     square: bool = False

@@ -26,7 +26,7 @@ from pretrain.precision.quantizers.tensor import (
     scale_from_amax,
 )
 
-# The number of values along the axis of the sum that share a scale.
+# The number of values along the contraction dimension that share a scale.
 FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK = 128, 32, 16
 # The number of values that one Hadamard transform mixes.
 HADAMARD_BLOCK = 16
