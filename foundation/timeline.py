@@ -39,7 +39,7 @@ class Timeline:
         self._running = ["imports"]  # The innermost part is the last one.
         process = psutil.Process()
         self._since = process.create_time()
-        # The parent may be the process of another user, which cannot be read.
+        # The parent process may belong to another user. Then it cannot be read.
         with suppress(psutil.Error):
             parent = process.parent()
             if parent and not LAUNCHERS.isdisjoint(parent.cmdline()):

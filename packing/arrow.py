@@ -325,7 +325,7 @@ def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
 
 
 def _rows(values: np.ndarray) -> pa.Array:
-    """Return a two-dimensional array as an Arrow array of lists that shares its memory."""
+    """Return an Arrow array of lists that shares the memory of a two-dimensional array."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 

@@ -90,9 +90,10 @@ def _make_alone(
 def _claim(part: DataSettings, claim: ExitStack) -> None:
     """Reserve the packs of `part` for this process, on a file system without locks.
 
-    The first rank of a launch creates a folder, which only one process can create. When `claim` is
-    closed, the folder is removed. If the process is killed, the folder remains. On the other ranks,
-    this function waits until the packs exist. Raises InputError if the folder exists already.
+    The first rank of a launch creates a folder. No second process can create this folder. When
+    `claim` is closed, the folder is removed. If the process is killed, the folder remains. On the
+    other ranks, this function waits until the packs exist. Raises InputError if the folder exists
+    already.
     """
     if os.environ.get("RANK", "0") != "0":
         while not holds_packs_of(part):

@@ -138,9 +138,9 @@ class Checkpoints:
             optimizer: Tensors of the optimizer, by names that do not change between runs.
             state: JSON object that is saved with the tensors.
             spared: Step of a checkpoint that is not deleted, even if it is old.
-            behind: If True, return when the tensors are copied to host memory. A thread then writes
+            behind: True to return when the tensors are copied to host memory. A thread then writes
                 the copies. If the host has too little memory for the copies, return when the files
-                of this rank are written. If False, return when the checkpoint is complete.
+                of this rank are written. False to return when the checkpoint is complete.
             say: Function that is called on the first rank with a message when the checkpoint is
                 complete.
 

@@ -259,7 +259,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Description of the block that one process holds of a tensor. It is sent to all ranks."""
+    """Description of one process's block of a tensor. It is sent to all ranks."""
 
     # Name of the dtype in safetensors.
     dtype: str
@@ -274,7 +274,7 @@ class ShardBlock:
 
 
 def block_of(tensor: Tensor) -> ShardBlock:
-    """Return a description of the block that this process holds of `tensor`.
+    """Return a description of this process's block of `tensor`.
 
     Raises ValueError if `tensor` is a DTensor and this process holds several blocks of it, or none.
     """

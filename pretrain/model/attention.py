@@ -359,7 +359,7 @@ def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) 
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
-    """Return [T, heads, D] for states [T, KV heads, D]."""
+    """Repeat the KV heads of `states` [T, KV heads, D]. The result is [T, heads, D]."""
     group = heads // states.shape[1]
     return states if group == 1 else states.repeat_interleave(group, dim=1)
 

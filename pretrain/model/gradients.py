@@ -185,8 +185,8 @@ def was_reached(parameter: nn.Parameter) -> bool:
 def _add_to_main(parameter: Summed) -> None:
     """Hook that adds `.grad` to the main gradient and frees it, after autograd has accumulated it.
 
-    A BF16 gradient is added to an FP32 sum without a copy. If an FP32 gradient is added to a BF16
-    sum, the sum is rounded once.
+    A BF16 gradient is added to an FP32 main gradient without a copy. If an FP32 gradient is added
+    to a BF16 main gradient, the result is rounded once.
     """
     # The hook also runs if no operation has returned a gradient for the parameter.
     if parameter.grad is not None:
@@ -297,7 +297,7 @@ class RankSums:
 
     @contextmanager
     def starting_early(self) -> Iterator[None]:
-        """Context manager for the last backward of a step, which starts finished buckets early."""
+        """Start the all-reduce of each finished bucket during the last backward of a step."""
         self._started = 0
         self._unfinished = list(self._parameter_counts)
         self._running.clear()  # removes the all-reduces of an interrupted step

@@ -374,7 +374,7 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
 
 
 def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where: str = "") -> None:
-    """Raise InputError if a module did not compute in its requested precision.
+    """Raise InputError if a module did not use its requested precision.
 
     entries: entries of audit.json.
     where: text that names the step in the message, or "".

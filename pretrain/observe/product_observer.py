@@ -65,8 +65,9 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample blocks of values of `matrix` at random, or return all blocks if there are few.
 
-    matrix: [rows, k], of any dtype and strides. The product sums over the last axis.
-    scales: FP32 [rows or rows / block, k / block], or a scalar if the tensor has one scale.
+    matrix: the operand [rows, k], of any dtype and strides. The product sums over the last axis.
+    scales: the scales of the blocks, FP32 [rows or rows / block, k / block], or a scalar if the
+        tensor has one scale.
     scaling: the shape of the format's blocks.
     generator: draws the blocks.
 

@@ -1,4 +1,4 @@
-"""Decide which linear layers of a model compute in low precision.
+"""Decide which linear layers of a model are quantized.
 
 A layer stays unquantized if `fp8_config.scope` excludes it, if a setting keeps it in BF16, or if
 its shape does not suit the precision. The decision is made for each linear layer separately. If it

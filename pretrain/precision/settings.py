@@ -306,7 +306,7 @@ OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class ActivePrecision:
-    """The precision of a run or phase, with its settings and the engine that computes it."""
+    """The precision of a run or phase, with its settings and the engine that runs its GEMMs."""
 
     # The name of the precision in the recipe.
     requested: str

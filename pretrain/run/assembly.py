@@ -277,7 +277,7 @@ def audit_precisions(
     """Run packs through the model in each precision, and record the audit.
 
     All ranks must call this function. Call this last in the assembly, because the audit must
-    observe the model exactly as it trains. Raises InputError if a product does not compute in its
+    observe the model exactly as it trains. Raises InputError if a product does not use its
     precision.
     """
     precision = assembly.precision

@@ -152,7 +152,8 @@ def best_checkpoint(run_dir: Path) -> Path:
 def checkpoint_of(source: Path) -> tuple[Path, Path]:
     """Return the path of a checkpoint and the path of its run folder.
 
-    source: a checkpoint, or a run folder, whose newest checkpoint is returned.
+    source: the path of a checkpoint or of a run folder. For a run folder, the newest checkpoint is
+        returned.
 
     Raises InputError if `source` is neither.
     """

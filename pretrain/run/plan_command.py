@@ -106,7 +106,7 @@ def _for_other_machines(recipe: Recipe) -> Recipe:
 
 
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
-    """Return the lines below the table of times, which explain how the times were estimated.
+    """Return the lines that explain, below the table of times, how the times were estimated.
 
     shares: the MFUs for which the table has times, as fractions. MFU is the speed of a training
         divided by the peak speed of its device.

@@ -168,7 +168,8 @@ def find_checkpoint(
 
     checkpoints: the checkpoints of the run folder.
     requested: "auto" for the newest intact checkpoint of the run folder. Otherwise the path of a
-        checkpoint, or the path of a run folder, whose newest checkpoint is used.
+        checkpoint, or the path of a run folder. For a path of a run folder, its newest checkpoint
+        is used.
     branch_from: the path of another run's checkpoint (`train.begin_with`), or None.
 
     All ranks must call this function. Raises InputError if a requested checkpoint does not exist.

@@ -439,7 +439,7 @@ def _correct_fsdp(
         environ: The environment variables, which are modified.
         processes: Number of processes that train together.
         ignored: List that receives the texts about ignored settings.
-        on_cpus: Whether the processes train on CPUs.
+        on_cpus: True if the processes train on CPUs.
     """
     if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
@@ -471,7 +471,7 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
 
     Args:
         environ: The environment variables, which are modified.
-        has_gpu: Whether this process can use a GPU.
+        has_gpu: True if this process can use a GPU.
         notices: List that receives texts about corrections.
     """
     processes = int(environ.get("WORLD_SIZE", "1"))

@@ -53,9 +53,9 @@ SEVENTHS = (0, 1, 3, 5, 7)
 DOCUMENTS = 3
 # Largest number of labels of a document.
 LABELS = 341
-# Map each device type to the largest number of tokens that plain transformers processes of a
-# document in the second microbatch. Eager attention stores heads x length^2 scores per layer, so
-# longer documents would need too much memory.
+# Map each device type to a number of tokens. In the second microbatch, plain transformers processes
+# at most this number of tokens of a document. Eager attention stores heads x length^2 scores per
+# layer, so longer documents would need too much memory.
 LONGEST = {"cpu": 2048, "cuda": 4096}
 # Bytes per parameter that the reference needs: the weight, its gradient, the gradient that is
 # compared with it, and the sum of gradients, all in FP32.

@@ -137,7 +137,7 @@ def quantize_dequantize(
         scale: Scale of delayed scaling, or None in other precisions.
         uniform: Random numbers in [0, 1) of the shape of `x`, for stochastic rounding. With None,
             values are rounded to nearest.
-        transform: If True, each 16 values are multiplied by the Hadamard matrix first.
+        transform: True to multiply each 16 values by the Hadamard matrix first.
     """
     values = (_hadamard(x) if transform else x).float().cpu().numpy()
     codes = CODES[format_name]

@@ -306,7 +306,7 @@ def quantized_swiglu_backward(
 
     Args:
         d_activated: Gradient of the activated values, BF16 [T, F].
-        hidden: BF16 [T, 2 F].
+        hidden: Input of the activation function, gate and up, BF16 [T, 2 F].
         gradient_quantizer: Quantizer of the gradient. Its attributes `rowwise_usage` and
             `columnwise_usage` determine whether the gradient has codes by rows, by columns or both.
         activated_quantizer: Quantizer of the activated values. They get codes by columns only,

@@ -83,7 +83,7 @@ class Hardware:
     capability: tuple[int, int] | None
     # Names of supported GPUs. If no GPU is supported, the reason.
     examples: str
-    # The lowest capability above the range, which the kernels do not support. None: no upper limit.
+    # The lowest capability above the range. The kernels do not support it. None: no upper limit.
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
