@@ -95,6 +95,6 @@ def combine_backward(
     d_weights = torch.empty_like(weights, dtype=torch.float32)
     choices = weights.shape[1]
     arguments = (dy, rows, place, weights, d_rows, d_weights, choices, width)
-    step = triton.next_power_of_2(width)
-    _combine_backward[(tokens,)](*arguments, step, enable_fp_fusion=False)
+    block = triton.next_power_of_2(width)
+    _combine_backward[(tokens,)](*arguments, block, enable_fp_fusion=False)
     return d_rows, d_weights
