@@ -320,7 +320,7 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     of the dtypes instead. Return "not run" if there are no products.
 
     observed: the products of one linear.
-    all_three: if one of forward, dgrad and wgrad did not run, add this to the text.
+    all_three: True to add to the text which of forward, dgrad and wgrad did not run.
     """
     if not observed:
         return "not run"

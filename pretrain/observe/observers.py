@@ -77,9 +77,10 @@ class Observer:
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Enclose forward and backward of the first microbatch, which quantizes the weights.
+        """Enclose forward and backward of the first microbatch.
 
-        The other microbatches use the cached quantized weights.
+        The first microbatch quantizes the weights. The other microbatches use the cached quantized
+        weights.
         """
         yield
 

@@ -307,9 +307,10 @@ class _ProductCheck:
 def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) -> Tensor:
     """Return the rows of the expert with the most tokens. Return all rows without experts.
 
-    rows: if `is_weight`, the weights of all experts or their gradient [experts x out, in].
-        Otherwise an input, gradient or result [tokens, features], sorted by expert.
-    ends: the end of each expert's tokens int32 [experts], or None if the linear has no experts.
+    rows: the rows of all experts, sorted by expert. If `is_weight`, they are the weights or their
+        gradient [experts x out, in]. Otherwise they are an input, a gradient or a result
+        [tokens, features].
+    ends: the end of each expert's tokens, int32 [experts], or None if the linear has no experts.
     """
     if ends is None:
         return rows

@@ -347,7 +347,7 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     keep rotated queries, keys and values. For CPUs, and for devices whose memory is not known, the
     chunks have the default size, and layers do not keep rotated tensors.
 
-    gathered: whether weights are gathered only once a step. None: `fits_gathered` determines it.
+    gathered: True if weights are gathered only once a step. None: `fits_gathered` determines it.
     """
     if gathered is None:
         gathered = fits_gathered(plan)

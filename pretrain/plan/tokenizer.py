@@ -73,7 +73,7 @@ def with_tokens(
 
     settings: the section `data` of the recipe.
     data: the open packs, or None.
-    needed: whether to load and check the tokenizer even if no vocabulary key is missing.
+    needed: True to load and check the tokenizer even if no vocabulary key is missing.
 
     Raise InputError if the recipe's tokenizer differs from the tokenizer of the packs or of the
     model's weights, if `model.config` contradicts the tokenizer, or if the tokenizer cannot be

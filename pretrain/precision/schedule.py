@@ -48,7 +48,7 @@ class PrecisionSchedule:
     switched_after: int | None = None
 
     def switched_to_bf16_after(self, step: int | None) -> PrecisionSchedule:
-        """Return a copy of the schedule that computes in `unquantized` after `step`.
+        """Return a copy of the schedule with the precision `unquantized` after `step`.
 
         If `step` is None, the copy has no switch.
         """

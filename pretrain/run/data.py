@@ -42,7 +42,8 @@ _SCANNED_PACKS = 2**16
 class Data:
     """The training packs and the held-out packs of a run. They are read from the disk when needed.
 
-    held_out: None if no packs are held out.
+    train: the training packs.
+    held_out: the held-out packs, or None if no packs are held out.
     """
 
     train: Packs
