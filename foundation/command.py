@@ -177,10 +177,11 @@ def report_error(error: InputError | OSError) -> int:
 
 
 def _record_first(message: str, status: int, error_file: Path) -> None:
-    """Write an error to torchrun's `error_file`, unless another rank of this machine was earlier.
+    """Write an error to `error_file`, unless another rank of this machine has recorded one before.
 
-    The file has the format of torch.distributed.elastic. torchrun shows `py_callstack` in its
-    table. For an exception, `@record` of torch writes the traceback there.
+    torchrun reads this file. The file has the format of torch.distributed.elastic, and torchrun
+    shows the entry `py_callstack` in its table. The entry contains the message here. torch's own
+    `@record` writes a traceback into it.
     """
     first = error_file.parent.parent / "first_message"
     with contextlib.suppress(FileExistsError):

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from foundation.errors import InputError
-from foundation.reading import refusing
+from foundation.reading import as_input_error
 
 # Error numbers that a file system returns for a call that it does not implement.
 NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
@@ -83,7 +83,9 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises InputError if the file cannot be written, for instance because the disk is full.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    with refusing((OSError,), f"{path}: cannot be written", "its earlier content is unchanged"):
+    with as_input_error(
+        (OSError,), f"{path}: cannot be written", "its earlier content is unchanged"
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_file(partial, data)
@@ -134,7 +136,7 @@ def hash_file(path: Path, algorithm: str = "sha256") -> str:
 
     Raises InputError if the file cannot be read.
     """
-    with refusing((OSError,), f"{path}: cannot be read"), open(path, "rb") as file:
+    with as_input_error((OSError,), f"{path}: cannot be read"), open(path, "rb") as file:
         return hashlib.file_digest(file, getattr(xxhash, algorithm, algorithm)).hexdigest()
 
 
@@ -151,7 +153,7 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
             return f"{record.name}: missing"
         size = path.stat().st_size
         if size != record.size:
-            return f"{record.name}: has {size} bytes instead of {record.size}"
+            return f"{record.name}: the file has {size} bytes instead of {record.size}"
         for algorithm, digest in record.hashes.items() if hashed else ():
             if hash_file(path, algorithm) != digest:
                 return f"{record.name}: damaged: its {algorithm} hash differs from the recorded one"
@@ -177,7 +179,7 @@ def check_files(
 
 @contextmanager
 def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
-    """Context manager that locks the file `path` during the body of the `with` statement.
+    """Context manager that locks the file `path` during the caller's `with` statement.
 
     Yields True if the file is locked, or False if the file system has no locks. The kernel releases
     the lock when the process ends, even if SIGKILL ends the process. So no user ever has to remove
@@ -192,7 +194,7 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
     Raises:
         InputError: The lock file cannot be created.
     """
-    with refusing((OSError,), f"{path.parent}: cannot be written", "choose another folder"):
+    with as_input_error((OSError,), f"{path.parent}: cannot be written", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     has_locks = True

@@ -59,7 +59,7 @@ def load_yaml(path: str | os.PathLike[str], remedy: str = "") -> dict[str, Any]:
     Raises InputError, with `remedy`, if the file is not a YAML mapping.
     """
     path = Path(path)
-    with refusing(
+    with as_input_error(
         (OSError, ValueError, TypeError, yaml.YAMLError),
         f"{path}: cannot be read as YAML",
         remedy,
@@ -102,7 +102,7 @@ def load_object(path: Path, remedy: str) -> dict[str, Any]:
 
     Raises InputError, with `remedy`, if the file cannot be read or its value is not an object.
     """
-    with refusing((OSError, ValueError), f"{path}: cannot be read", remedy):
+    with as_input_error((OSError, ValueError), f"{path}: cannot be read", remedy):
         value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise InputError(
@@ -126,8 +126,10 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
 
 
 @contextmanager
-def refusing(kinds: tuple[type[Exception], ...], what: str, remedy: str = "") -> Iterator[None]:
-    """Re-raise exceptions of `kinds` from the body of the `with` statement as InputError.
+def as_input_error(
+    kinds: tuple[type[Exception], ...], what: str, remedy: str = ""
+) -> Iterator[None]:
+    """Re-raise exceptions of `kinds` in the caller's `with` statement as InputError.
 
     The message is `what`, then the original error on one line, then `remedy` if it is not empty.
     """

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from foundation.errors import InputError
-from foundation.reading import parse_yaml, refusing
+from foundation.reading import as_input_error, parse_yaml
 
 
 class Settings(BaseModel):
@@ -207,7 +207,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
         if text in ("''", '""'):
             return ""
         return text.replace("\\n", "\n").replace("\\t", "\t")
-    with refusing(
+    with as_input_error(
         (ValueError, TypeError, yaml.YAMLError),
         f"command line: the value of `{key}={text:.200}` is not valid YAML",
     ):

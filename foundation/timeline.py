@@ -1,4 +1,6 @@
-"""Measure the parts of a start, from the launch of a process to its first training step.
+"""Measure the time of each part of a startup, from the process launch to the first training step.
+
+A part is the code inside a `with` statement, or a decorated function:
 
     with START.part("packs"):
         ...
@@ -41,7 +43,7 @@ class Timeline:
         self._running = ["imports"]  # The innermost part is the last one.
         process = psutil.Process()
         self._since = process.create_time()
-        # The parent may be the process of another user, which cannot be read.
+        # The parent process may belong to another user. Then it cannot be read.
         with suppress(psutil.Error):
             parent = process.parent()
             if parent and not LAUNCHERS.isdisjoint(parent.cmdline()):
@@ -53,7 +55,7 @@ class Timeline:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside the block or the decorated function for the part `name`."""
+        """Count the time of the caller's `with` statement or function for the part `name`."""
         self._count()
         self._running.append(name)
         try:

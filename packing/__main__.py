@@ -147,7 +147,7 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
     settings = _data_settings([*keys, *options.settings])
     if out.exists():
         raise InputError(
-            f"--out {out}: already exists and is not overwritten; "
+            f"--out {out}: this path already exists and is not overwritten; "
             "either choose another folder, or move this one away"
         )
     if settings.input_ids:
@@ -158,8 +158,9 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
     fixed = 257 + len(options.special)
     if options.vocabulary <= fixed:
         raise InputError(
-            f"--vocabulary {options.vocabulary}: is too small: {fixed} tokens are needed for the "
-            "256 bytes, the end-of-text token and the tokens of --special; set a larger number"
+            f"--vocabulary {options.vocabulary}: the vocabulary is too small: {fixed} tokens are "
+            "needed for the 256 bytes, the end-of-text token and the tokens of --special; set a "
+            "larger number"
         )
     source = open_source(settings, Records((), ()))
     settings = recognise_chats(settings, source)
@@ -202,7 +203,7 @@ def _follow(options: argparse.Namespace) -> None:
     settings = _data_settings(options.recipe)
     if settings.stream is None:
         raise InputError(
-            "data.streaming: is not a mapping, so packs are not made while a run trains; either "
+            "`data.streaming` is not a mapping, so packs are not made while a run trains; either "
             "set a key of it, such as data.streaming.disk_gb=20, or use `prepare`"
         )
     prepare(settings)
@@ -225,14 +226,14 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
         is_data = kind_of(path) not in (None, "text") and path.suffix not in _RECIPE_SUFFIXES
         if is_data or path.is_dir():
             raise InputError(
-                f"{recipe}: is data and not a recipe; either add data.source={recipe} to the path "
-                f"of a recipe, or set data.source={recipe} data.tokenizer=TOKENIZER "
+                f"{recipe}: this file is data and not a recipe; either add data.source={recipe} to "
+                f"the path of a recipe, or set data.source={recipe} data.tokenizer=TOKENIZER "
                 "data.packs=FOLDER"
             )
         for path, content in load_with_bases(recipe):
             section = content.get("data") or {}
             if not isinstance(section, dict):
-                raise InputError(f"{path}: `data`: must be a section of keys, but is {section!r}")
+                raise InputError(f"{path}: `data` must be a section of keys, but is {section!r}")
             data |= section
     for argument in arguments:
         key, _, value = argument.partition("=")

@@ -118,7 +118,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     manifest = load_object(file, _REMEDY)
     if manifest.pop("checksum", None) != hash_of(manifest):
-        raise InputError(f"{file}: is damaged, edited, or not a manifest of packs; {_REMEDY}")
+        raise InputError(
+            f"{file}: this file is damaged, edited, or not a manifest of packs; {_REMEDY}"
+        )
     return manifest
 
 
@@ -126,9 +128,9 @@ class PackWriter(AbstractContextManager):
     """Context manager that writes packs to the folder `path`, completely or not at all.
 
     All files are first written to `folder`, a hidden folder beside `path`. `finish` completes and
-    flushes `folder` and renames it to `path`. If the body of the `with` statement ends without
-    `finish`, `folder` is removed. The caller may write other files to `folder`, which then belong
-    to the packs. Only one writer may exist for a path at a time.
+    flushes `folder` and renames it to `path`. If the caller's `with` statement ends without a call
+    of `finish`, `folder` is removed. The caller may write other files to `folder`, which then
+    belong to the packs. Only one writer may exist for a path at a time.
     """
 
     def __init__(self, path: Path, length: int) -> None:
@@ -323,7 +325,7 @@ def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
 
 
 def _rows(values: np.ndarray) -> pa.Array:
-    """Return a two-dimensional array as an Arrow array of lists that shares its memory."""
+    """Return an Arrow array of lists that shares the memory of a two-dimensional array."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 

@@ -322,8 +322,8 @@ class BatchStream(Batching):
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
         """Return an iterator over the batches of steps `start` to `stop` (exclusive).
 
-        A thread builds the batches in advance. Use the iterator in a `with` block, or iterate to
-        the end, so that the thread ends.
+        A thread builds the batches in advance. Use the iterator in a `with` statement, or iterate
+        to the end, so that the thread ends.
         """
         return Prefetch(self.step, range(start, stop), self.pin_memory, self.order.stop_waiting)
 
@@ -334,7 +334,7 @@ def read_pack(
     """Return the pack with this index.
 
     Raises InputError if a token id is not below `vocab_size`, or if the first document reaches a
-    position that is not below `positions`. A value of None disables the check.
+    position that is not below `positions`. If one of these arguments is None, its check is skipped.
     """
     pack = packs[index]
     if vocab_size is not None:

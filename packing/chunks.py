@@ -149,7 +149,7 @@ def require_documents(settings: DataSettings, counts: Counts) -> None:
     if counts.skipped:
         skipped = f" and {counts.skipped:,} malformed ones (first: {counts.first_skipped})"
     raise InputError(
-        f"data.source: {settings.source}: contains no text, but "
+        f"data.source: {settings.source}: the source contains no text, but "
         f"{plural(counts.empty, 'empty record')}{skipped}"
     )
 
@@ -270,10 +270,11 @@ def column_names(chunk: Chunk) -> set[str]:
 
 
 def _listed(line: bytes) -> list[tuple[str, bytes]]:
-    """Return a pair (index, record) for each record of a line. A record is a JSON text.
+    """Return a tuple (suffix, record) for each record in a line.
 
-    A line that is a list has several records. Their indices are texts such as ", record 0". For
-    other lines the index is "".
+    If the line is a JSON list, each element is a record, and the suffix gives the record's index
+    in messages, for example ", record 0". Any other line is one record, with an empty suffix. Each
+    record is returned as encoded JSON.
     """
     if line.lstrip().startswith(b"["):
         with suppress(ValueError):

@@ -26,7 +26,7 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.files import FileRecord, check_files, hash_of
 from foundation.progress import say
-from foundation.reading import load_object, refusing
+from foundation.reading import as_input_error, load_object
 from packing.arrow import JoinedPacks, Pack, Packs, checked_index
 from packing.token_columns import (
     BOUNDARIES,
@@ -161,7 +161,7 @@ class Shard(Packs):
         """Open the decompressed content. Raise errors as an InputError that starts with `what`."""
         compression = self.codec if self.is_compressed else None
         with (
-            refusing((OSError, ValueError, NotImplementedError), what, _REMEDY),
+            as_input_error((OSError, ValueError, NotImplementedError), what, _REMEDY),
             pa.input_stream(str(self.path), compression=compression) as stream,
         ):
             yield stream
@@ -196,11 +196,11 @@ class Shard(Packs):
         where = f"{self.path}, sample {index}"
         if self.token_column not in sample:
             raise InputError(
-                f"{where}: has the columns {', '.join(sample)}, but no column input_ids; write the "
-                "tokens in a column of this name"
+                f"{where}: the sample has the columns {', '.join(sample)}, but no column "
+                "input_ids; write the tokens in a column of this name"
             )
         names = [name for name in sample if name in (LABELS, *TOKEN_COLUMNS)]
-        with refusing(
+        with as_input_error(
             (ValueError,),
             where,
             "in MDS, write the column as ndarray:uint32, or as uint32 without a size",
@@ -209,12 +209,12 @@ class Shard(Packs):
             columns = {name: whole_numbers(name, sample[name]) for name in names}
         if len(ids) != self.length:
             raise InputError(
-                f"{where}: has {len(ids)} tokens, but `data.length` is {self.length}; "
+                f"{where}: the sample has {len(ids)} tokens, but `data.length` is {self.length}; "
                 f"set data.length={len(ids)} if all samples have this length"
             )
         if self.end_token is not None:
             columns["document_ids"] = np.cumsum(np.append(0, ids[:-1] == self.end_token))
-        with refusing((ValueError,), where):
+        with as_input_error((ValueError,), where):
             numbers = number_documents(len(ids), columns)
             trained = trained_tokens(ids, columns)
         is_real = numbers >= 0
@@ -231,7 +231,7 @@ class Shard(Packs):
 
 def read_index(folder: Path) -> list[Shard]:
     """Return the shards of `folder`. Raise InputError if a shard is missing or damaged."""
-    with refusing(
+    with as_input_error(
         (LookupError, TypeError), f"{folder / INDEX}: is not an index of MDS shards", _REMEDY
     ):
         shards = [Shard(folder, entry) for entry in load_object(folder / INDEX, _REMEDY)["shards"]]

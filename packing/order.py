@@ -166,9 +166,10 @@ class Order:
         return self.mixture.epochs(self.places_of_step(step).start)
 
     def figures(self, step: int) -> dict[str, float]:
-        """Map names of metrics to values after `step` steps: each source's epochs and token share.
+        """Return the metrics of the sources after `step` steps, by name.
 
-        A single source has no such metrics.
+        The metrics are the number of epochs and the share of tokens of each source. If there is
+        only one source, the dict is empty.
         """
         if self.mixture.names == ("",):
             return {}
@@ -199,8 +200,8 @@ class MixedPacks(JoinedPacks):
         for packs in recorded:
             if (packs.tokenizer or {})["fingerprint"] != fingerprint:
                 raise InputError(
-                    f"{packs.path}: was made with another tokenizer than {recorded[0].path}; "
-                    "prepare all sources with the same tokenizer"
+                    f"{packs.path}: these packs were made with another tokenizer than "
+                    f"{recorded[0].path}; prepare all sources with the same tokenizer"
                 )
         self.fingerprint = hash_of(
             [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]

@@ -51,9 +51,9 @@ def content_settings(settings: DataSettings) -> dict[str, Any]:
 class PackMaker(AbstractContextManager):
     """Make the packs of one source.
 
-    Worker processes tokenise the documents. The workers end with the `with` block, or with this
-    process. The workers are spawned and not forked, because a fork would copy everything that the
-    caller has loaded (torch, a CUDA context, threads).
+    Worker processes tokenise the documents. The workers end with the caller's `with` statement,
+    or with this process. The workers are spawned and not forked, because a fork would copy
+    everything that the caller has loaded (torch, a CUDA context, threads).
     """
 
     def __init__(self, settings: DataSettings, processes: int) -> None:
@@ -162,7 +162,7 @@ _task: tuple[TextTokenizer, Records, DataSettings]
 
 @contextmanager
 def _isolated_children() -> Iterator[None]:
-    """Context manager that isolates the processes that the body of the `with` statement starts.
+    """Context manager that isolates processes that start in the caller's `with` statement.
 
     These processes import neither the caller's script (the training script would import torch) nor
     modules of the current folder. They ignore Ctrl-C, because the caller receives it too and ends

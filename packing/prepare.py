@@ -23,7 +23,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, write_json
 from foundation.progress import Progress, say
-from foundation.reading import load_object, refusing
+from foundation.reading import as_input_error, load_object
 from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Counts, Place, Tokens, require_documents
 from packing.follow import make_first_part
@@ -60,7 +60,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             continue
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
         manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
-        exists_message = f"{part.packs}: already prepared with these settings"
+        exists_message = f"{part.packs}: these packs are already prepared with these settings"
         say(summary(manifest) if manifest else exists_message, progress)
     return settings.packs
 
@@ -90,16 +90,17 @@ def _make_alone(
 def _claim(part: DataSettings, claim: ExitStack) -> None:
     """Reserve the packs of `part` for this process, on a file system without locks.
 
-    The first rank of a launch creates a folder, which only one process can create. When `claim` is
-    closed, the folder is removed. If the process is killed, the folder remains. On the other ranks,
-    this function waits until the packs exist. Raises InputError if the folder exists already.
+    The first rank of a launch creates a folder. No second process can create this folder. When
+    `claim` is closed, the folder is removed. If the process is killed, the folder remains. On the
+    other ranks, this function waits until the packs exist. Raises InputError if the folder exists
+    already.
     """
     if os.environ.get("RANK", "0") != "0":
         while not holds_packs_of(part):
             time.sleep(POLL_SECONDS)
         return
     folder = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
-    with refusing(
+    with as_input_error(
         (FileExistsError,),
         f"{folder}: this folder shows that another process prepares these packs, because this file "
         "system has no locks",
@@ -140,7 +141,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
         requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint
     if changes := describe_changes(recorded, requested):
         raise InputError(
-            f"{packs}: was prepared with other settings ({changes}); "
+            f"{packs}: these packs were prepared with other settings ({changes}); "
             "either set data.packs to another folder, or remove this folder"
         )
     return True
@@ -172,7 +173,7 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     )
     with (
         PackMaker(settings, usable_cores()) as maker,
-        refusing((OSError, MemoryError), str(settings.packs), remedy),
+        as_input_error((OSError, MemoryError), str(settings.packs), remedy),
     ):
         log = TokenLog(folder, maker.key())
         if not log.complete:
@@ -197,7 +198,7 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
             # Drop the tokens, which are partly from the old and partly from the new content.
             log.counts = Counts()
             raise InputError(
-                f"data.source: {maker.settings.source}: was changed while it was read; "
+                f"data.source: {maker.settings.source}: the source was changed while it was read; "
                 "run the command again when the source is complete"
             )
         log.complete = True
@@ -207,9 +208,9 @@ class TokenLog(AbstractContextManager):
     """Tokens of a source, stored in `folder` so that an interrupted tokenisation can continue.
 
     `append` appends token ids to one file and the lengths of documents to another file. A third
-    file records the valid sizes of these two files. Every few seconds, and at the end of the `with`
-    block, the two files are flushed and the record is replaced. When a log is opened, bytes beyond
-    the recorded sizes are cut off.
+    file records the valid sizes of these two files. Every few seconds, and at the end of the
+    caller's `with` statement, the two files are flushed and the record is replaced. When a log is
+    opened, bytes beyond the recorded sizes are cut off.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
@@ -232,9 +233,9 @@ class TokenLog(AbstractContextManager):
         if counts.documents:
             if changes := describe_changes(progress["key"], key):
                 raise InputError(
-                    f"{folder}: has {counts.tokens:,} tokens that were made with other settings or "
-                    f"text ({changes}); either restore these, set data.packs to another folder, or "
-                    f"{remedy}"
+                    f"{folder}: the folder has {counts.tokens:,} tokens that were made with other "
+                    f"settings or text ({changes}); either restore these, set data.packs to "
+                    f"another folder, or {remedy}"
                 )
             self.counts = counts
             self.place = progress["place"]

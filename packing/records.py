@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.reading import load_object, one_line, refusing
+from foundation.reading import as_input_error, load_object, one_line
 from packing.settings import DataSettings, SourceSettings
 from packing.token_columns import (
     LABELS,
@@ -130,7 +130,7 @@ class TextTemplate(Records):
         """Return the template for the value of `data.text`. Raise InputError if it is invalid."""
         if "{" not in text and "}" not in text:
             return cls((text,), (), (("", text),), end)
-        with refusing(
+        with as_input_error(
             (ValueError,),
             f"data: the template {text!r} is not valid",
             "write a column as {title}, and write braces as {{ and }}",
@@ -458,8 +458,8 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     }
     if "eos_token" in template and "eos_token" not in tokens:
         raise InputError(
-            f"data.chat_template: writes `eos_token`, but {tokenizer.name} has none; set "
-            "`eos_token` in its tokenizer_config.json"
+            f"data.chat_template: the template uses `eos_token`, but {tokenizer.name} has no EOS "
+            "token; set `eos_token` in its tokenizer_config.json"
         )
     return chat_columns(settings, template, tuple(sorted(tokens.items())))
 
@@ -508,7 +508,7 @@ def chat_template(given: str | None, tokenizer: str) -> str:
         return file.read_text(encoding="utf-8")
     config = find_file(tokenizer, "tokenizer_config.json")
     stored = load_object(config, REMEDY).get("chat_template") if config else None
-    with refusing(
+    with as_input_error(
         (LookupError, TypeError, ValueError),
         f"{config}: `chat_template` is neither a template nor a list of named templates",
         "either correct it, or set data.chat_template",
@@ -526,7 +526,7 @@ def chat_template(given: str | None, tokenizer: str) -> str:
         names = ", ".join([*_BUILT_IN, *named, *sorted(file.stem for file in in_folder)])
         raise InputError(
             f"data.chat_template: {what}; either set data.chat_template to {names} or a Jinja "
-            "file (plain suits every tokenizer), or set data.tokenizer to the tokenizer of an "
+            "file ('plain' suits every tokenizer), or set data.tokenizer to the tokenizer of an "
             "instruct model"
         )
     return named[given or "default"]

@@ -44,7 +44,7 @@ def matching_files(name: str) -> list[Path]:
 
 
 def refuse_near_name(key: str, name: str) -> None:
-    """Raise InputError if a file or folder has nearly the `name`, which no file or folder has.
+    """Raise InputError if no file or folder has the name `name`, but one has a similar name.
 
     `key` is the setting with the value `name`. The name of a hub repository is accepted if it has a
     revision.

@@ -34,7 +34,7 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.files import hash_of
 from foundation.progress import say
-from foundation.reading import one_line, parse_yaml, refusing
+from foundation.reading import as_input_error, one_line, parse_yaml
 from packing.arrow import MANIFEST
 from packing.chunks import (
     CHAT_COLUMNS,
@@ -166,7 +166,7 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
     if len(kinds) != 1:
         counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
         raise InputError(
-            f"data.source: {name}: has {counts or 'no files of a known kind'}; {remedy}"
+            f"data.source: {name}: the source has {counts or 'no files of a known kind'}; {remedy}"
         )
     paths = by_kind.pop(kinds[0])
     unread_paths = [path for group in by_kind.values() for path in group]
@@ -197,7 +197,10 @@ def recognise_chats(settings: DataSettings, source: FileSource | DatasetSource) 
     names = source.columns
     for columns, value in CHAT_COLUMNS.items():
         if names.issuperset(columns) and names.isdisjoint(("text", "input_ids")):
-            say(f"{settings.source}: has chats, read with data.messages={shlex.quote(value)}")
+            say(
+                f"{settings.source}: the source has chats, which are read with "
+                f"data.messages={shlex.quote(value)}"
+            )
             return settings.model_copy(update={"messages": parse_yaml(value)})
     return settings
 
@@ -229,7 +232,9 @@ class FileSource:
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
-        A text file is one chunk. The chunk has only the path, because a worker reads the file.
+        `Chunk.after` is the place at which reading resumes after a chunk. `begin` is such a place,
+        or None for the beginning of the source. A text file is one chunk. The chunk has only the
+        path, because a worker reads the file.
         """
         size = size or CHUNK_BYTES
         begin = begin or {}
@@ -244,7 +249,7 @@ class FileSource:
                 "parquet": self._parquet_chunks,
                 "csv": self._csv_chunks,
             }
-            with refusing(
+            with as_input_error(
                 (OSError, pa.ArrowException, ValueError),
                 f"{path}: cannot be read",
                 "the file is damaged, not in UTF-8, or not of this format",
@@ -377,9 +382,10 @@ class DatasetSource:
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
-        A place has three values: the number of the next row (`row`), the state of the dataset
-        before the batch that has this row (`state`), and the number of earlier rows in this batch
-        (`skip`).
+        `Chunk.after` is the place at which reading resumes after a chunk. `begin` is such a place,
+        or None for the beginning of the source. A place has three values: the number of the next
+        row (`row`), the state of the dataset before the batch that has this row (`state`), and the
+        number of earlier rows in this batch (`skip`).
         """
         import datasets
 
@@ -449,7 +455,7 @@ class DatasetSource:
             f"{settings.split}): is neither an existing file or folder nor a dataset that can be "
             "loaded"
         )
-        with refusing(kinds, what):
+        with as_input_error(kinds, what):
             if self.is_saved:
                 data = datasets.load_from_disk(self.name)
                 if not isinstance(data, datasets.DatasetDict):

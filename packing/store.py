@@ -263,6 +263,6 @@ def find_splits(
     is_mixture = any(path.glob(f"*/{MANIFEST}"))
     hint = "; to read packs of several sources, set `data.sources`" if is_mixture else ""
     raise InputError(
-        f"{path}: has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{hint}; "
-        f"{_MAKE}"
+        f"{path}: the folder has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no "
+        f"train.bin{hint}; {_MAKE}"
     )

@@ -269,10 +269,10 @@ class SourceStream:
         is_recorded = asdict(start) == self.record["start"]
         if is_recorded and part.packs.fingerprint != self.record["fingerprint"]:
             raise InputError(
-                f"{part.packs.path} is not the part on which the run has trained, so the text has "
-                "changed. Either restore the text (for a dataset of the hub, set its earlier "
-                "revision as `name@revision`) and remove this folder, or set another data.packs "
-                "and another run_dir"
+                f"{part.packs.path}: the packs in this folder differ from the packs on which the "
+                "run was trained, so the data of the source has changed. Either restore the data "
+                "(for a dataset of the hub, set its earlier revision as `name@revision`) and "
+                "remove this folder, or set another data.packs and another run_dir"
             )
         with self._lock:
             self._parts.append(part)
@@ -395,7 +395,10 @@ class StreamOrder(Order):
     def _wait(self) -> None:
         """Wait POLL_SECONDS. Raise InputError if waiting was stopped or the packer has ended."""
         if self._stopped.wait(POLL_SECONDS):
-            raise InputError(f"{self.packs.path}: the run has stopped waiting for packs")
+            raise InputError(
+                f"{self.packs.path}: a step needs packs that do not exist yet, but the run has "
+                "stopped waiting for packs"
+            )
         if self.packs.packer is not None:
             self.packs.packer.check()
 

@@ -50,8 +50,8 @@ class TokenBin(Packs):
         # The third number of a header is the number of tokens.
         if rest or tokens == 0 or (has_header and tokens != header[2]):
             raise InputError(
-                f"{self.path}: is truncated: {size} bytes are not the {dtype} tokens of a complete "
-                "file; write or copy the file again"
+                f"{self.path}: the file is truncated: {size} bytes are not the {dtype} tokens of a "
+                "complete file; write or copy the file again"
             )
         self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), "r", start)
         self.fingerprint = hash_of([hash_file(self.path, "xxh3_128"), dtype, length, end_token])

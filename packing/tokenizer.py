@@ -128,7 +128,8 @@ def load_tokenizer(name: str) -> TextTokenizer:
     file = Path(name) if Path(name).is_file() else find_file(name, "tokenizer.json")
     if file is None:
         raise InputError(
-            f"data.tokenizer: {name}: has no tokenizer.json; {_CONVERT.format(name)}, or {REMEDY}"
+            f"data.tokenizer: {name}: this tokenizer has no tokenizer.json; "
+            f"{_CONVERT.format(name)}, or {REMEDY}"
         )
     config = find_file(name, "tokenizer_config.json")
     try:
@@ -186,8 +187,9 @@ def find_file(tokenizer: str, name: str) -> Path | None:
         if isinstance(error, absent if name.endswith(".jinja") else RemoteEntryNotFoundError):
             return None
         raise InputError(
-            f"data.tokenizer: {repository}: is not in {Path.cwd()}, and {name} cannot be loaded "
-            f"from the hub: {one_line(error)}; {_CONVERT.format(repository)}, or {REMEDY}"
+            f"data.tokenizer: {repository}: this path does not exist in {Path.cwd()}, and {name} "
+            f"cannot be loaded from the hub: {one_line(error)}; {_CONVERT.format(repository)}, or "
+            f"{REMEDY}"
         ) from None
 
 

@@ -138,9 +138,9 @@ class Checkpoints:
             optimizer: Tensors of the optimizer, by names that do not change between runs.
             state: JSON object that is saved with the tensors.
             spared: Step of a checkpoint that is not deleted, even if it is old.
-            behind: If True, return when the tensors are copied to host memory. A thread then writes
+            behind: True to return when the tensors are copied to host memory. A thread then writes
                 the copies. If the host has too little memory for the copies, return when the files
-                of this rank are written. If False, return when the checkpoint is complete.
+                of this rank are written. False to return when the checkpoint is complete.
             say: Function that is called on the first rank with a message when the checkpoint is
                 complete.
 
@@ -398,9 +398,9 @@ class Checkpoints:
         ]
         if problems:
             raise InputError(
-                f"{path}: does not fit this run: {'; '.join(problems[:5])}. Either use the recipe "
-                "that this checkpoint was saved with, or choose another checkpoint, or set another "
-                "`run_dir` to start from the beginning"
+                f"{path}: the checkpoint does not fit this run: {'; '.join(problems[:5])}. Either "
+                "use the recipe that this checkpoint was saved with, or choose another checkpoint, "
+                "or set another `run_dir` to start from the beginning"
             )
         on_disk.load_tensors(path, manifest.model, model)
         on_disk.load_tensors(path, optimizer_index, optimizer)
@@ -413,7 +413,7 @@ class Checkpoints:
         """
         self.wait()
         if path != self._intact and (problems := self._verify(path)):
-            raise InputError(f"{path}: cannot be used: {'; '.join(problems)}")
+            raise InputError(f"{path}: the checkpoint cannot be used: {'; '.join(problems)}")
 
     def _verify(self, path: Path) -> list[str]:
         """Compare the files of the checkpoint at `path` with its manifest.
@@ -434,7 +434,7 @@ class Checkpoints:
 
 
 class Staging:
-    """Host memory for the copies of the tensors of one checkpoint.
+    """Host memory for copies of a checkpoint's tensors.
 
     The memory is allocated once and used again by later saves, because an allocation takes eight
     times as long as a copy. If the tensors are on a GPU, the memory is pinned.

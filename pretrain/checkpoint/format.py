@@ -59,7 +59,7 @@ from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
 from foundation.files import FileRecord, by_umask, fsync, hash_file, hash_of, write_file
-from foundation.reading import load_object, refusing
+from foundation.reading import as_input_error, load_object
 from pretrain.model.gradients import local_part
 
 FORMAT = 1
@@ -185,7 +185,10 @@ def remove(parent: Path, folders: list[Path]) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of a tensor, and the file that contains the block under the tensor's name."""
+    """One block of a tensor, and the file that stores the block.
+
+    The key of the block in the file is the name of the tensor.
+    """
 
     # Name of the file.
     file: str
@@ -256,7 +259,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Description of the block that one process holds of a tensor. It is sent to all ranks."""
+    """Description of one process's block of a tensor. It is sent to all ranks."""
 
     # Name of the dtype in safetensors.
     dtype: str
@@ -271,14 +274,15 @@ class ShardBlock:
 
 
 def block_of(tensor: Tensor) -> ShardBlock:
-    """Return a description of the block that this process holds of `tensor`.
+    """Return a description of this process's block of `tensor`.
 
     Raises ValueError if `tensor` is a DTensor and this process holds several blocks of it, or none.
     """
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):
-        # torch.distributed.checkpoint uses this method too. It rejects Partial placements.
+        # torch.distributed.checkpoint calls this method too. The method raises an error for Partial
+        # placements.
         (chunk,) = tensor.__create_chunk_list__()
         offset = tuple(chunk.offsets)
     return ShardBlock(
@@ -349,7 +353,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     device. Other Python threads can run during writing and hashing. Raises InputError if the file
     cannot be written, for example because the disk is full.
     """
-    with refusing((SafetensorError,), f"{path}: cannot be written"):
+    with as_input_error((SafetensorError,), f"{path}: cannot be written"):
         # No variable refers to the copies, so that they are freed before the file is hashed.
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},

@@ -218,9 +218,10 @@ class SeedDifference:
     def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str:
         """Return the verdict for a number of seeds that was fixed before the first result.
 
-        The interval at EQUIVALENCE is compared with the margin. The interval at CONFIDENCE,
-        corrected for the number of comparisons (Bonferroni), is compared with zero and the margin.
-        `_verdict_of` lists the verdicts.
+        The verdict depends on two confidence intervals of the mean. The interval with confidence
+        EQUIVALENCE is compared with the margin. The interval with confidence CONFIDENCE, which has
+        a Bonferroni correction for the number of comparisons, is compared with zero and with the
+        margin. `_verdict_of` lists the verdicts.
 
         Args:
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.

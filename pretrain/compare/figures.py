@@ -56,14 +56,15 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 def range_after_the_fall(
     curves: Sequence[np.ndarray], points: Sequence[np.ndarray] = ()
 ) -> tuple[float, float] | None:
-    """Return the lower and upper end of the vertical axis, or None if no value is finite.
+    """Return the lower and upper end of a plot's vertical axis, or None if no value is finite.
 
     The first values of a loss curve fall steeply. If the axis included these values, the rest of
     the curve would look flat, so they are ignored.
 
     Args:
-        curves: Values of curves [step]. The first FALL_SHARE of each curve is ignored.
-        points: Values of which none is ignored, for example held-out losses [evaluation].
+        curves: Curves of the plot, each [step]. The first FALL_SHARE of each curve is ignored.
+        points: Other values of the plot, for example held-out losses [evaluation]. All of them are
+            used.
     """
     tails = [curve[int(len(curve) * FALL_SHARE) :] for curve in curves]
     values = np.concatenate([*tails, *points, []])

@@ -474,7 +474,7 @@ def _find_baseline(path: str, baseline: Values | None, cells: Sequence[Cell]) ->
 
 
 def _name_of(values: Values) -> str:
-    """Return the name of a cell with the given values, which can be part of a path.
+    """Return the name of the cell with the given values. The name can be part of a path.
 
     Examples: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`.
     """

@@ -280,7 +280,7 @@ def _compare(
         group: The runs of the group by seed.
         losses: Loss at the end by seed, without excluded runs.
         base: The result of the baseline, or None if the group is the baseline.
-        held_out: Whether `losses` are held-out losses.
+        held_out: True if `losses` are held-out losses.
         margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
         comparisons: Number of groups that are compared with the baseline.
     """

@@ -366,8 +366,8 @@ def new_protocol(
 def run_trials(matrix: Matrix, stop: StopRequest) -> dict[str, Cell]:
     """Train the baseline and each candidate for TRIAL_STEPS steps. Return the cells by name."""
     for cell in matrix.cells:
-        # If the recipe was changed after an earlier trial, run the trial again. The protocol, which
-        # depends on the trials, is not written yet.
+        # Delete a trial with other settings, so that it runs again. No result can depend on it,
+        # because the protocol, which uses the trials, has not been written.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
     return train(matrix, stop, may_fail=True)
@@ -376,7 +376,7 @@ def run_trials(matrix: Matrix, stop: StopRequest) -> dict[str, Cell]:
 def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
     """Return the runs of the finished trials by name.
 
-    A trial is omitted if every matrix product has the same precision in an earlier trial. For
+    A trial is omitted if an earlier trial has the same precision in every matrix product. For
     example, "mxfp8+head" is omitted after "mxfp8" if the head stays in BF16 in both trials.
     """
     by_products: dict[str, tuple[str, RunRecord]] = {}
@@ -391,8 +391,8 @@ def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
 def default_candidates(weights: str) -> list[str]:
     """Return the names of the default baseline and the default candidates.
 
-    On a GPU, the baseline is BF16, and the candidates are all quantized precisions that the GPU
-    supports. The first of these is also a candidate with a quantized head (+head). If the GPU
+    On a GPU, the baseline is BF16. The candidates are all quantized precisions that the GPU
+    supports, and the first of these precisions again with a quantized head (+head). If the GPU
     supports no quantized precision, the only candidate is an emulated precision.
 
     On a CPU, the only candidate is an emulated precision. The baseline is FP32 if `weights`, the

@@ -27,7 +27,7 @@ class Console:
 
     Args:
         total_steps: Number of steps of the run.
-        enabled: If False, nothing is printed. Ranks above 0 set it to False.
+        enabled: True to print. With False, which ranks above 0 use, nothing is printed.
         stream: Stream to print to, sys.stdout by default.
     """
 
@@ -63,7 +63,7 @@ class Console:
 
         Args:
             record: Metrics of the step.
-            show: If False, no line is printed. The step is still part of the means in the next
+            show: True to print a line. A step without a line is still part of the means in the next
                 line, and of the estimate of the time left.
         """
         if self._first_end is None:

@@ -280,12 +280,15 @@ class Health:
             )
         starved = losses.get("starved_experts", 0.0)
         if starved > STARVED_SHARE:
-            remedy = "add it with `model.config.output_router_logits: true`"
+            remedy = (
+                "if the architecture has a load balancing loss, add it with "
+                "`model.config.output_router_logits: true`"
+            )
             if "router_loss" in losses:
-                remedy = "raise its weight `router_aux_loss_coef`"
+                remedy = "raise `router_aux_loss_coef`, the weight of the load balancing loss"
             warnings["starved"] = (
                 f"{percent(starved)} of the experts get less than a tenth of their layer's average "
-                f"number of tokens; if the architecture has a load balancing loss, {remedy}"
+                f"number of tokens; {remedy}"
             )
         for name, text in warnings.items():
             if name not in self._warned:

@@ -54,8 +54,8 @@ class Recorder:
     def step(self) -> Iterator[None]:
         """Context manager that times one step and counts the graphs that the step compiles.
 
-        The body of the `with` statement must contain the whole step, from the request for its data
-        to the optimizer's update.
+        The caller's `with` statement must contain the whole step, from the request for its data to
+        the optimizer's update.
         """
         graphs = compiled_graphs()
         begin = self.clock()

@@ -55,8 +55,8 @@ class RunFolder(ExitStack):
     """The paths of a run's files, and the lock of the run folder.
 
     The constructor creates the folder `path` and locks it for this process. `close` and the end of
-    a `with` block release the lock. With `owner=False`, the folder is neither created nor locked,
-    and the object only has the paths. With several ranks, only rank 0 is the owner.
+    a `with` statement release the lock. With `owner=False`, the folder is neither created nor
+    locked, and the object only has the paths. With several ranks, only rank 0 is the owner.
 
     Raises InputError if the folder cannot be created, or if another process has locked it.
     """
@@ -130,8 +130,8 @@ def check_ours(path: Path) -> None:
     if foreign and not (config.is_file() and load_yaml(config).keys() >= _CONFIG_KEYS):
         example = foreign[0]
         raise InputError(
-            f"{path}: contains {example}, but no config.yaml of a run; either set another "
-            f"`run_dir`, or move {example} out of the folder"
+            f"{path}: the folder contains {example}, but no config.yaml of a run; either set "
+            f"another `run_dir`, or move {example} out of the folder"
         )
 
 

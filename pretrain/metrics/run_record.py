@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.reading import load_object, load_yaml, refusing
+from foundation.reading import as_input_error, load_object, load_yaml
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
@@ -357,7 +357,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if line.endswith(b"\n"):
             place = f"{path}, line {number}: not valid JSON"
-            with refusing((ValueError,), place, "remove that line"):
+            with as_input_error((ValueError,), place, "remove that line"):
                 records.append(json.loads(line))
     return records
 

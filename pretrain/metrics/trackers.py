@@ -25,7 +25,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 
 from foundation.errors import InputError
 from foundation.files import replace_file, write_json
-from foundation.reading import refusing
+from foundation.reading import as_input_error
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
@@ -70,7 +70,7 @@ class JsonlTracker:
         """
         if not self.main_process:
             return
-        with refusing(
+        with as_input_error(
             (OSError, ValueError), f"{self.path}: cannot be read or written", "move the file away"
         ):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,8 +133,10 @@ class Trackers:
         Raises InputError if a tracker does not start.
         """
         self.file.start()
-        names = [name for name in self._log.trackers if name != "jsonl" and self.file.main_process]
-        run_id = self._run_id() if names else ""
+        names = [name for name in self._log.trackers if name != "jsonl"]
+        if not names or not self.file.main_process:
+            return
+        run_id = self._run_id()
         scalars = {
             key: value if isinstance(value, int | float | str) else json.dumps(value, default=str)
             for key, value in flatten(config).items()

@@ -320,7 +320,10 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
     """
 
     def by_pack(states: Tensor) -> Tensor:
-        """Return [packs, heads, max_seqlen, D] for states [T, KV heads, D]."""
+        """Repeat the KV heads of `states` for the query heads, and split the tokens into packs.
+
+        The argument is [T, KV heads, D]. The result is [packs, heads, max_seqlen, D].
+        """
         repeated = _repeated(states, query.shape[1])
         return repeated.unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
 
@@ -356,7 +359,7 @@ def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) 
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
-    """Return [T, heads, D] for states [T, KV heads, D]."""
+    """Repeat the KV heads of `states` [T, KV heads, D]. The result is [T, heads, D]."""
     group = heads // states.shape[1]
     return states if group == 1 else states.repeat_interleave(group, dim=1)
 

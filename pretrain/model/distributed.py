@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
-from foundation.reading import refusing
+from foundation.reading import as_input_error
 from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
 _explaining_accelerate = partial(
-    refusing, _REFUSED, "Accelerate configuration: Accelerate does not accept it"
+    as_input_error, _REFUSED, "Accelerate configuration: Accelerate does not accept it"
 )
 
 

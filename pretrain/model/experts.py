@@ -5,7 +5,7 @@ experts of a layer in one call. `GroupedExperts` has the Parameters of the modul
 under the same names. It sorts the tokens by expert (`arrange`), and computes one grouped product,
 the activation, and a second grouped product. The output of a token is the weighted sum of the
 outputs of its experts. The routers of transformers are not replaced. They choose the experts of
-each token, and the factor of each chosen expert in the weighted sum. Both are arguments of
+each token, and the weight of each chosen expert's output. Both are arguments of
 `GroupedExperts.forward`.
 """
 

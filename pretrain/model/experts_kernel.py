@@ -21,12 +21,12 @@ def _combine(
     y,  # BF16 [tokens, width], written
     choices: tl.constexpr,
     width: tl.constexpr,
-    step: tl.constexpr,
+    block: tl.constexpr,
 ):
-    """Write the weighted sum of one token. `step` is `width` rounded up to a power of two."""
+    """Write the weighted sum of one token. `block` is `width` rounded up to a power of two."""
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, step)
-    total = tl.zeros([step], tl.float32)
+    column = tl.arange(0, block)
+    total = tl.zeros([block], tl.float32)
     for n in tl.range(0, choices):
         index = tl.load(place + token * choices + n) * width + column
         values = tl.load(rows + index, mask=column < width, other=0.0).to(tl.float32)
@@ -46,14 +46,14 @@ def _combine_backward(
     d_weights,  # FP32 [tokens, choices], written
     choices: tl.constexpr,
     width: tl.constexpr,
-    step: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Write the gradients of the rows and weights of one token.
 
-    `step` is `width` rounded up to a power of two.
+    `block` is `width` rounded up to a power of two.
     """
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, step)
+    column = tl.arange(0, block)
     gradient = tl.load(dy + token * width + column, mask=column < width, other=0.0).to(tl.float32)
     for n in tl.range(0, choices):
         choice = token * choices + n
@@ -95,6 +95,6 @@ def combine_backward(
     d_weights = torch.empty_like(weights, dtype=torch.float32)
     choices = weights.shape[1]
     arguments = (dy, rows, place, weights, d_rows, d_weights, choices, width)
-    step = triton.next_power_of_2(width)
-    _combine_backward[(tokens,)](*arguments, step, enable_fp_fusion=False)
+    block = triton.next_power_of_2(width)
+    _combine_backward[(tokens,)](*arguments, block, enable_fp_fusion=False)
     return d_rows, d_weights

@@ -95,18 +95,18 @@ def attach_sums(
     stacks: Sequence[Sequence[Summed]],
     memory: Tensor | None = None,
 ) -> Tensor:
-    """Give the parameters `trained` a cleared `main_grad`, and return the memory of main gradients.
+    """Create a zero main gradient, the attribute `main_grad`, for each parameter in `trained`.
 
     Args:
         trained: The parameters, without repetition.
         dtype: FP32 or BF16.
         stacks: As in `attach_main_gradients`.
-        memory: 1-D tensor of `dtype` with at least `values_of_sums(trained)` values, in which the
-            main gradients are stored. Sets of parameters that never accumulate gradients at the
-            same time may share this tensor. By default a new tensor is allocated.
+        memory: Tensor in which the main gradients are stored. It is 1-D, has the dtype `dtype`, and
+            has at least `values_of_sums(trained)` values. Sets of parameters that never accumulate
+            gradients at the same time may share this tensor. By default a new tensor is allocated.
 
     Returns:
-        The part of the memory that the main gradients use.
+        A view of `memory` with only the values that the main gradients use.
     """
     stacked = {id(parameter) for stack in stacks for parameter in stack}
     single = [[parameter] for parameter in trained if id(parameter) not in stacked]
@@ -185,8 +185,8 @@ def was_reached(parameter: nn.Parameter) -> bool:
 def _add_to_main(parameter: Summed) -> None:
     """Hook that adds `.grad` to the main gradient and frees it, after autograd has accumulated it.
 
-    A BF16 gradient is added to an FP32 sum without a copy. If an FP32 gradient is added to a BF16
-    sum, the sum is rounded once.
+    A BF16 gradient is added to an FP32 main gradient without a copy. If an FP32 gradient is added
+    to a BF16 main gradient, the result is rounded once.
     """
     # The hook also runs if no operation has returned a gradient for the parameter.
     if parameter.grad is not None:
@@ -297,7 +297,7 @@ class RankSums:
 
     @contextmanager
     def starting_early(self) -> Iterator[None]:
-        """Context manager for the last backward of a step, which starts finished buckets early."""
+        """Start the all-reduce of each finished bucket during the last backward of a step."""
         self._started = 0
         self._unfinished = list(self._parameter_counts)
         self._running.clear()  # removes the all-reduces of an interrupted step

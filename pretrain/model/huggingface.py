@@ -43,7 +43,7 @@ from foundation.errors import InputError
 from foundation.files import by_umask, fsync, fsync_tree
 from foundation.overrides import overridden
 from foundation.progress import advance
-from foundation.reading import refusing
+from foundation.reading import as_input_error
 from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
@@ -61,8 +61,8 @@ _OPTIONAL_FILES = re.compile(
 _OLD_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias)$")
 # Exceptions that transformers and torch raise for unexpected values. Some architectures check the
 # values of their configuration, and others fail when they first use a value.
-_refusing = partial(
-    refusing,
+_as_input_error = partial(
+    as_input_error,
     (
         ValueError,
         TypeError,
@@ -116,7 +116,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     """
     kind, stored, changes = _read(settings)
     values = _rebased(kind, stored, changes) | changes if changes else stored
-    with _refusing(f"`model.config`: {kind.__name__} does not accept these values"):
+    with _as_input_error(f"`model.config`: {kind.__name__} does not accept these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     for key in changes:
         _check_effect(config, values, key, over_source=bool(stored))
@@ -182,15 +182,18 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         stored = _stored_config(settings)
         if not stored:
             raise InputError(
-                f"`model.source`: {settings.source}: has no config.json; set `model.source` to the "
-                "folder of a model, for example to the `final` folder of a run"
+                f"`model.source`: {settings.source}: the source has no config.json; set "
+                "`model.source` to the folder of a model, for example to the `final` folder of a "
+                "run"
             )
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
                 f"`model.source`: {settings.source} requires Python code that is stored with the "
                 "model, which is never run here; choose another model"
             )
-        with _refusing(f"`model.source`: {settings.source}: transformers rejects its config.json"):
+        with _as_input_error(
+            f"`model.source`: {settings.source}: transformers rejects its config.json"
+        ):
             loaded = AutoConfig.from_pretrained(
                 str(settings.repository), revision=settings.revision, trust_remote_code=False
             )
@@ -258,7 +261,7 @@ def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[
     whether all items of one result are also in the other.
     """
     quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
-    with suppress(InputError), _refusing(kind.__name__), quiet:
+    with suppress(InputError), _as_input_error(kind.__name__), quiet:
         made = kind.from_dict(copy.deepcopy(values)).to_dict()
         return {key: value for key, value in made.items() if not key.startswith("_")}
     return {}
@@ -385,7 +388,7 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
-    with _refusing(
+    with _as_input_error(
         f"`model.source`: {settings.source!r} is neither the folder of a model nor a model on the "
         "Hugging Face hub"
     ):
@@ -458,7 +461,7 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
             f"`model`: {config.model_type} is no causal language model; choose another model"
         )
     problem = f"no causal language model can be built from this {type(config).__name__}"
-    with _refusing(f"`model`: {problem}"), torch.device("meta"):
+    with _as_input_error(f"`model`: {problem}"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
         )
@@ -504,7 +507,7 @@ def build(
         "either download the source again, or remove the keys of `model.config` that change shapes"
     )
     source = f"`model.source`: {settings.source}"
-    with _refusing(f"{source}: weights cannot be loaded", remedy):
+    with _as_input_error(f"{source}: weights cannot be loaded", remedy):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(settings.repository),
             config=config,
@@ -517,14 +520,14 @@ def build(
     model, loading = loaded
     if quantized:
         raise InputError(
-            f"{source}: has quantized weights ({quantized}), and their scales would not be "
-            "applied; choose a source with BF16 or FP32 weights"
+            f"{source}: the source has quantized weights ({quantized}), and their scales would not "
+            "be applied; choose a source with BF16 or FP32 weights"
         )
     # transformers initializes missing weights at random, and differently in each process.
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
-            f"{source}: has no weights for {len(missing)} of the model's parameters, for example "
-            f"{missing[0]}; {remedy}"
+            f"{source}: the source has no weights for {len(missing)} of the model's parameters, "
+            f"for example {missing[0]}; {remedy}"
         )
     surplus = sorted(name for name in loading["unexpected_keys"] if not _OLD_BUFFERS.search(name))
     if surplus:
@@ -706,7 +709,7 @@ def export(
     # A killed export may have left this folder.
     shutil.rmtree(writing, ignore_errors=True)
     with (
-        _refusing(
+        _as_input_error(
             f"{folder}: the model cannot be written",
             "the checkpoints of the run have the model, so run the command again",
         ),

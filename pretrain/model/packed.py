@@ -88,8 +88,9 @@ class PackedLanguageModel(nn.Module):
             input_ids: Token ids of the microbatch, [1, T] int64.
             position_ids: Position of each token in its document, [1, T] int64.
             labels: Target of each token, [1, T] int64. `labels[0, i]` belongs to token i.
-            cu_seqlens: int32 [n], where n - 1 is at least the number of documents. The first entry
-                is 0, the ends of the documents follow, and all remaining entries are T.
+            cu_seqlens: Boundaries of the documents, int32 [n], where n - 1 is at least the number
+                of documents. The first entry is 0, the ends of the documents follow, and all
+                remaining entries are T.
             max_seqlen: Pack length.
         """
         documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}

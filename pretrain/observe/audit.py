@@ -158,7 +158,7 @@ def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
 def _watching_forwards(
     modules: Mapping[str, nn.Module], observer: ProductObserver
 ) -> Iterator[None]:
-    """Observe the products that torch computes in forwards during the `with` statement.
+    """Observe the products that torch computes in forwards during the caller's `with` statement.
 
     modules: map names to modules. Products are recorded under the name of their module.
 
@@ -320,7 +320,7 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     of the dtypes instead. Return "not run" if there are no products.
 
     observed: the products of one linear.
-    all_three: if one of forward, dgrad and wgrad did not run, add this to the text.
+    all_three: True to add to the text which of forward, dgrad and wgrad did not run.
     """
     if not observed:
         return "not run"
@@ -374,7 +374,7 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
 
 
 def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where: str = "") -> None:
-    """Raise InputError if a module did not compute in its requested precision.
+    """Raise InputError if a module did not use its requested precision.
 
     entries: entries of audit.json.
     where: text that names the step in the message, or "".

@@ -84,9 +84,9 @@ class GapMeter(Observer):
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Compute the first microbatch in BF16 before the body of the `with` statement.
+        """Compute the first microbatch in BF16 before `yield`.
 
-        After the body, compute the figures from the results of both precisions.
+        After `yield`, compute the figures from the results of both precisions.
         """
         self._compute_in_bf16(batches)
         # Seed again, so that the step draws the same random numbers as without the BF16 pass.
@@ -98,8 +98,8 @@ class GapMeter(Observer):
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Compare the first microbatch in low precision with the same microbatch in BF16.
 
-        The body of the `with` statement is the forward and backward in low precision. Its loss,
-        gradients and routing are compared.
+        The caller's `with` statement runs the forward and backward in low precision. The losses,
+        gradients and routing of both precisions are compared.
         """
 
         def after_forward(module: nn.Module, inputs: Any, loss: Tensor) -> None:

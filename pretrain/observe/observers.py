@@ -50,7 +50,7 @@ class Observer:
     """Base class of observers. Each hook does nothing unless a subclass overrides it.
 
     The hooks of a step are called in the order of their definition. Hooks that are context managers
-    may raise an exception when the body of their `with` statement ends. All hooks except
+    may raise an exception when the caller's `with` statement ends. All hooks except
     `whole_step` may communicate between ranks, so all ranks must enter them.
     """
 
@@ -77,9 +77,10 @@ class Observer:
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Enclose forward and backward of the first microbatch, which quantizes the weights.
+        """Enclose forward and backward of the first microbatch.
 
-        The other microbatches use the cached quantized weights.
+        The first microbatch quantizes the weights. The other microbatches use the cached quantized
+        weights.
         """
         yield
 
@@ -205,7 +206,7 @@ class Observers:
 
 @contextmanager
 def _all_of(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter the contexts in order. Exit them in reverse order after the `with` statement."""
+    """Enter the contexts in order. After `yield`, exit them in reverse order."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

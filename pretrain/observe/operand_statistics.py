@@ -79,7 +79,7 @@ class OperandWatch(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Measure the operands of the microbatch that runs in the body of the `with` statement."""
+        """Measure the operands of the microbatch that runs in the caller's `with` statement."""
         context = self.precision.context
         self._statistics = OperandStatistics(
             self.precision.current.active, context.state(), context.groups

@@ -42,11 +42,11 @@ from pretrain.precision.settings import ActivePrecision
 ROWS = 128
 # The number of times that a sample is quantized with stochastic rounding.
 DRAWS = 3
-# The norm of an error may be at most this factor times the norm of our quantizer's error. If a
-# mantissa bit is missing, or values are truncated instead of rounded, the factor is 1.4.
+# The largest allowed norm of an error, divided by the norm of our quantizer's error. The quotient
+# is 1.4 if a mantissa bit is missing, or if values are truncated instead of rounded.
 LEEWAY = 1.2
-# The norm of an error may be at most this factor times the bound of the format. For correct
-# products the factor is at most 0.8. If a mantissa bit is missing, it is 1.5.
+# The largest allowed norm of an error, divided by the bound of the format. The quotient is at most
+# 0.8 for correct products, and 1.5 if a mantissa bit is missing.
 BOUND_LEEWAY = 1.1
 # Tolerance relative to the norm of the result. The run's BF16 results are summed in another order
 # than our results.
@@ -119,11 +119,11 @@ def judge_product(
 def watching_products(
     packed: PackedLanguageModel, active: ActivePrecision
 ) -> Iterator[tuple[list[Compared], list[str]]]:
-    """Check the products of the microbatch that runs in the body of the `with` statement.
+    """Check the products of the microbatch that runs in the caller's `with` statement.
 
-    All ranks must call this function. Yields two lists, which are filled when the body ends: a
-    comparison for each product, with the largest excess first, and the operands with wrong
-    histories (see `watching_histories`).
+    All ranks must call this function. Yields two lists, which are filled when the caller's
+    `with` statement ends: a comparison for each product, with the largest excess first, and the
+    operands with wrong histories (see `watching_histories`).
     """
     check = _ProductCheck(packed, active)
     context = packed.context
@@ -307,9 +307,10 @@ class _ProductCheck:
 def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) -> Tensor:
     """Return the rows of the expert with the most tokens. Return all rows without experts.
 
-    rows: if `is_weight`, the weights of all experts or their gradient [experts x out, in].
-        Otherwise an input, gradient or result [tokens, features], sorted by expert.
-    ends: the end of each expert's tokens int32 [experts], or None if the linear has no experts.
+    rows: the rows of all experts, sorted by expert. If `is_weight`, they are the weights or their
+        gradient [experts x out, in]. Otherwise they are an input, a gradient or a result
+        [tokens, features].
+    ends: the end of each expert's tokens, int32 [experts], or None if the linear has no experts.
     """
     if ends is None:
         return rows
@@ -347,11 +348,11 @@ def _sampled(name: str, size: int) -> slice:
 
 @contextmanager
 def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
-    """Check the amax histories and scales after the microbatch in the body of the `with` statement.
+    """Check the amax histories and scales after a microbatch in the caller's `with` statement.
 
-    Yields a list. When the body of the `with` statement ends, the list is filled with the names and
-    roles of operands whose history or scale is wrong. The body must add one entry to each history:
-    the largest magnitude of the operand over all ranks. The scale must be computed from the history
+    Yields a list. When the `with` statement ends, the list is filled with the names and roles of
+    operands whose history or scale is wrong. The microbatch must add one entry to each history: the
+    largest magnitude of the operand over all ranks. The scale must be computed from the history
     by the rule of delayed scaling. Operands of zeros are not checked. The list stays empty if the
     precision has no histories. All ranks must call this function.
     """

@@ -65,8 +65,9 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample blocks of values of `matrix` at random, or return all blocks if there are few.
 
-    matrix: [rows, k], of any dtype and strides. The product sums over the last axis.
-    scales: FP32 [rows or rows / block, k / block], or a scalar if the tensor has one scale.
+    matrix: the operand [rows, k], of any dtype and strides. The product sums over the last axis.
+    scales: the scales of the blocks, FP32 [rows or rows / block, k / block], or a scalar if the
+        tensor has one scale.
     scaling: the shape of the format's blocks.
     generator: draws the blocks.
 
@@ -369,11 +370,13 @@ class ProductObserver(ProductWatcher):
     ) -> None:
         """Examine a sample of the blocks of an operand, and store the counts for `faults`.
 
-        matrix: [rows, k], with one of three contents: FP8 codes; emulated values, which are codes
-            times the scales of their blocks; or emulated codes of an operand with one scale.
-        scales: the scales, as `sample` accepts them.
-        grid: the number format of the codes.
-        bad: the number of bad blocks that the caller has found.
+        matrix: The operand [rows, k], in one of three forms:
+            * codes, if the dtype is FP8,
+            * the products of codes and block scales, if an operand with block scales is emulated,
+            * codes in a wider dtype, if an operand with one scale is emulated.
+        scales: The scales, as `sample` accepts them.
+        grid: The number format of the codes.
+        bad: The number of bad blocks that the caller has found.
         """
         scaling = cast(QuantizedPrecision, self._active.precision).scaling(role)
         is_fp8 = matrix.dtype.itemsize == 1

@@ -95,8 +95,9 @@ class StepCheck(Observer):
         seen: list[Tensor] = []
         # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
         sums_fit_bf16: list[Tensor] = []
-        # The code before the body of the `with` statement does not wait for the device. It computes
-        # sums of magnitudes, because squares of gradients may underflow.
+        # Number of gradients that are not zero before the first microbatch. It is read only after
+        # `yield`, so the host does not wait for the device here. The norm of a gradient is the sum
+        # of its magnitudes, because squares of small gradients underflow to zero.
         left_over = torch.stack(
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
@@ -298,8 +299,8 @@ class TorchUpdate:
     def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
         """Yield a tuple (text, present value, expected value) for each setting of the optimizer.
 
-        The text, such as "lr is", begins a message. The settings are the numbers of each parameter
-        group and the dtypes of stored tensors.
+        `text` is the beginning of an error message, such as "lr is". The settings are the
+        hyperparameters of each parameter group, and the dtypes of weights, gradients and moments.
         """
         recipe = self._recipe
         for group in self._optimizer.param_groups:

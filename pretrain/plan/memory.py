@@ -71,8 +71,8 @@ TAKES_LESS = (
     "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
     "(accelerate_configs/zero.yaml, less by fsdp2.yaml)"
 )
-# A layer with low-precision products is compiled in several pieces. This is the measured factor by
-# which its activations take more memory than those of a layer that is compiled in one piece.
+# A layer with low-precision products is compiled in several pieces. This is the measured memory of
+# its activations, divided by the memory of the activations if the layer is compiled in one piece.
 IN_PIECES = 1.15
 
 
@@ -152,7 +152,7 @@ def step_memory(
     layers: the memory of each layer, in order. Empty if all layers are compiled and none is fused.
     microbatch: number of packs in a microbatch.
     loss: the loss settings, with the chunk that was chosen for `loss.chunk: auto`.
-    keeps_rotated: whether layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
+    keeps_rotated: True if layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
     """
     number = precision.number_bytes
     layouts = precision.layouts_on(devices.capability)
@@ -198,7 +198,7 @@ def _as_recomputed(
     A recomputed layer keeps only its input. Its other activations are computed again in its
     backward, so they are part of its workspace.
 
-    keeps_rotated: whether layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
+    keeps_rotated: True if layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
     """
     result = []
     for index, layer in enumerate(layers):
@@ -257,8 +257,8 @@ def _bytes_at_loss(
     * the quantized layouts of this gradient, if the head is quantized.
 
     tokens: number of tokens in a microbatch.
-    low_head: whether the LM head is quantized.
-    has_copies: whether weights have working copies.
+    low_head: True if the LM head is quantized.
+    has_copies: True if weights have working copies.
     """
     shape = flops.shape
     number = precision.number_bytes

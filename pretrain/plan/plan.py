@@ -316,8 +316,9 @@ class Plan:
 KEPT_FREE = 0.08
 # The number of tokens in a microbatch with which an H200 reaches nearly its full speed.
 WELL_FILLED = 8192
-# The largest number of tokens in a microbatch for which `spend_spare_memory` leaves memory free. A
-# larger microbatch would gain less speed than a longer chunk of the loss and kept rotated tensors.
+# With `batch.microbatch: auto`, `spend_spare_memory` reserves memory for a microbatch of at most
+# this number of tokens. It may use the remaining memory for a longer chunk of the loss and for kept
+# rotated tensors, because these gain more speed than a larger microbatch.
 FULL_SPEED = 32_768
 # The largest number of logits in a chunk of the loss. They take 1 GiB in BF16. With a vocabulary of
 # 131,072 tokens, a chunk of the default size, 4,096 tokens, has this number of logits.
@@ -346,7 +347,7 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     keep rotated queries, keys and values. For CPUs, and for devices whose memory is not known, the
     chunks have the default size, and layers do not keep rotated tensors.
 
-    gathered: whether weights are gathered only once a step. None: `fits_gathered` determines it.
+    gathered: True if weights are gathered only once a step. None: `fits_gathered` determines it.
     """
     if gathered is None:
         gathered = fits_gathered(plan)

@@ -129,9 +129,9 @@ class Target:
 
 
 def _on_hardware(active: ActivePrecision) -> ActivePrecision:
-    """Return a copy of `active` that Transformer Engine computes if `active` is emulated.
+    """Replace emulation by Transformer Engine.
 
-    If `active` is not emulated, return `active` itself.
+    Return a copy of `active` with this engine. If `active` is not emulated, return it unchanged.
     """
     if active.backend != "emulation":
         return active

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from foundation.errors import InputError
-from foundation.reading import refusing
+from foundation.reading import as_input_error
 from packing.records import CHAT_TEMPLATE, chat_template
 from packing.settings import DataSettings, split_revision
 from packing.store import training_parts
@@ -73,7 +73,7 @@ def with_tokens(
 
     settings: the section `data` of the recipe.
     data: the open packs, or None.
-    needed: whether to load and check the tokenizer even if no vocabulary key is missing.
+    needed: True to load and check the tokenizer even if no vocabulary key is missing.
 
     Raise InputError if the recipe's tokenizer differs from the tokenizer of the packs or of the
     model's weights, if `model.config` contradicts the tokenizer, or if the tokenizer cannot be
@@ -184,9 +184,10 @@ def load_tokenizer(
                 "set `data.tokenizer`"
             )
         return None
-    recorded = data.tokenizer if data else {}
-    is_recorded = recorded.get("fingerprint") == fingerprint_at(location)
-    tokenizer = tokenizer_in(location, recorded if is_recorded else None)
+    # The description of the packs' tokenizer has its fingerprint and the ids of special tokens.
+    of_packs = data.tokenizer if data else {}
+    is_same = of_packs.get("fingerprint") == fingerprint_at(location)
+    tokenizer = tokenizer_in(location, of_packs if is_same else None)
     templates = (part.chat_template for part in training_parts(settings).values())
     template = next(filter(None, templates), None)
     file = data.beside(CHAT_TEMPLATE) if data else None
@@ -264,7 +265,7 @@ def _check_export(
     remedy = (
         f"either choose another tokenizer, or choose another `model_type` than {config.model_type}"
     )
-    with TemporaryDirectory() as folder, refusing((Exception,), what, remedy):
+    with TemporaryDirectory() as folder, as_input_error((Exception,), what, remedy):
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

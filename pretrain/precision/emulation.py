@@ -26,7 +26,7 @@ from pretrain.precision.settings import ActivePrecision
 
 
 class Operand(NamedTuple):
-    """One factor of a product, which sums along the last dimension of `values`."""
+    """One operand of a product. The product sums along the last dimension of `values`."""
 
     # [rows, k]: the codes, multiplied by the scales of their blocks.
     values: Tensor
@@ -48,9 +48,9 @@ class BothWays(NamedTuple):
     input only along its features. In backward, `EmulatedGemm.restore` quantizes it along its rows.
     """
 
-    # The Operand for the sum along features, or None for an input in backward.
+    # The Operand for the product along features, or None for an input in backward.
     features: Any
-    # The Operand for the sum along rows, or None if it is not quantized for that sum.
+    # The Operand for the product along rows, or None if it is not quantized for this product.
     rows: Operand | None
     # The unquantized input. None for a weight and for a gradient.
     x: Tensor | None = None
@@ -113,9 +113,9 @@ class EmulationEngine(GemmEngine):
     ) -> tuple[Operand, Tensor | None]:
         """Quantize x [rows, features] for a product that sums along `along`.
 
-        Return the operand, and the amax of x. The amax is None unless delayed scaling must record
-        it, which is when x is quantized along its features. `scale` is the scale of delayed
-        scaling, or None.
+        Return the operand, and the amax of x. With delayed scaling, x is quantized along its
+        features to record the amax. In all other cases, the returned amax is None. `scale` is the
+        scale of delayed scaling, or None.
         """
         *operand, amax = self._prepare(role, along)(x, scale)
         return Operand(*operand), amax

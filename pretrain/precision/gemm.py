@@ -123,10 +123,10 @@ class Gemm(ABC):
         """Return the product `kind` of two operands, summed in FP32 and rounded to `dtype`.
 
         left, right: the factors in the formulas at the top of this file, in the same order.
-        bias: [out], for a forward product. It is added before the sum is rounded.
-        residual: [tokens, out], for a forward product. It is added before or after the rounding,
-            and is not modified.
-        ends: int32 [experts], the end of each expert's rows. If given, the product is grouped, and
+        bias: the bias [out] of a forward product. It is added before the result is rounded.
+        residual: the residual [tokens, out] of a forward product. It is added before or after the
+            rounding, and is not modified.
+        ends: the end of each expert's rows, int32 [experts]. If given, the product is grouped, and
             `dtype` may be None. The result then has the dtype that the kernel writes.
         """
 

@@ -78,7 +78,7 @@ def check_experts(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Groups:
-    """An assignment of the choices of all tokens to rows, which are sorted by expert.
+    """An assignment of each choice of each token to a row. The rows are sorted by expert.
 
     Choices are numbered through. Choice n is a choice of token n // choices, where `choices` is the
     number of experts that a token chooses.
@@ -95,7 +95,7 @@ class Groups:
 def arrange(chosen: Tensor, experts: int, multiple: int) -> Groups:
     """Assign the choices of all tokens to rows, sorted by expert and then by token.
 
-    chosen: int64 [tokens, choices], the experts that each token chose.
+    chosen: the experts that each token chose, int64 [tokens, choices].
     experts: the number of experts.
     multiple: the first row of each expert is a multiple of this.
     """

@@ -68,6 +68,6 @@ class ModelPrecision:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Set the current precision to the one called `name` inside the `with` block."""
+        """Set the current precision to `name` during the caller's `with` statement."""
         with overridden(self.context, backend=self.in_model[name].backend):
             yield

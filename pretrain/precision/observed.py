@@ -59,7 +59,10 @@ class ProductWatcher(ABC):
     def during(
         self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
     ) -> AbstractContextManager[None]:
-        """Observe torch's products inside the `with` block. See `watched` for the arguments."""
+        """Observe torch's products in the caller's `with` statement.
+
+        See `watched` for the arguments.
+        """
 
     @abstractmethod
     def library_product(self, *operands: tuple[Any, bool]) -> None:

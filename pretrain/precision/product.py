@@ -188,12 +188,12 @@ class LinearState:
     ) -> Tensor:
         """Return x w^T + bias [rows, out] in the current precision, differentiable.
 
-        x: [rows, in].
-        weight: [out, in]. If it has the attribute `main_grad`, backward adds its gradient to
-            `main_grad`.
-        bias: [out].
-        ends: int32 [experts], for a mixture of experts. The rows are then sorted by expert, `ends`
-            are the ends of each expert's rows, and weight is [experts, out, in].
+        x: the input [rows, in].
+        weight: the weight [out, in]. If it has the attribute `main_grad`, backward adds its
+            gradient to `main_grad`.
+        bias: the bias [out], or None.
+        ends: the end of each expert's rows in a mixture of experts, int32 [experts], or None. With
+            `ends`, the rows are sorted by expert, and the weight is [experts, out, in].
 
         In low precision, x, weight and bias are cast to the context's compute dtype. Otherwise,
         weight and bias are cast to the dtype of x. The first microbatch of a step quantizes the
@@ -238,7 +238,7 @@ class LinearPass:
 
         refresh: quantize the weight even if a quantized weight is cached.
         differentiable: True if a backward can follow.
-        ends: int32 [experts], the end of each expert's rows. None if the products are not grouped.
+        ends: the end of each expert's rows, int32 [experts]. None if the products are not grouped.
         """
         self.gemm = gemm
         self.context = context
@@ -282,7 +282,7 @@ class LinearPass:
 
         x, weight: quantized operands.
         matrix: returns the unquantized weight [out, in].
-        residual: [tokens, out]. It is not modified.
+        residual: the values that are added, [tokens, out]. They are not modified.
         """
         self.show_weight(weight, matrix)
         gemm = self.gemm
@@ -375,7 +375,7 @@ class LinearPass:
 
         dy: the gradient of the output.
         saved: the data that `forward` returned. None if the weight needs no gradient.
-        total: the sum to which the weight's gradient is added, see `weight_gradient`.
+        total: the gradient sum to which the weight's gradient is added, see `weight_gradient`.
 
         The weight's gradient is None if `saved` is None, and if the gradient was added to `total`.
         """

@@ -14,13 +14,13 @@ from functools import cached_property
 from pretrain.precision.settings import ActivePrecision, label, last_steps
 
 # The end of a phase as the recipe sets it (a share of all steps, a step, or None for the last
-# phase), and the precision in which this machine computes the phase.
+# phase), and the precision that this machine uses in the phase.
 Phase = tuple[float | int | None, ActivePrecision]
 
 
 @dataclass(frozen=True)
 class Span:
-    """The steps from `first` to `last`, both included, which compute in one precision.
+    """The steps from `first` to `last`, both included, for which a run uses one precision.
 
     The first step of a run has the number 1.
     """
@@ -48,7 +48,7 @@ class PrecisionSchedule:
     switched_after: int | None = None
 
     def switched_to_bf16_after(self, step: int | None) -> PrecisionSchedule:
-        """Return a copy of the schedule that computes in `unquantized` after `step`.
+        """Return a copy of the schedule with the precision `unquantized` after `step`.
 
         If `step` is None, the copy has no switch.
         """

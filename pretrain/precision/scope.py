@@ -1,4 +1,4 @@
-"""Decide which linear layers of a model compute in low precision.
+"""Decide which linear layers of a model are quantized.
 
 A layer stays unquantized if `fp8_config.scope` excludes it, if a setting keeps it in BF16, or if
 its shape does not suit the precision. The decision is made for each linear layer separately. If it
@@ -44,7 +44,7 @@ def decide(
     active: ActivePrecision,
     capability: tuple[int, int] | None = None,
 ) -> dict[str, Decision]:
-    """Map the name of each linear layer and of each stack of experts of `hf` to its decision.
+    """Map the name of each linear layer and expert stack in `hf` to its decision.
 
     The name of a stack is the name of its parameter: `model.layers.0.mlp.experts.down_proj`. `hf`
     may be on the meta device, because only shapes are read. `layers` are the decoder layers of

@@ -126,9 +126,9 @@ def multiply(
     layout: `left` is [m, k] if the first letter is T, and [k, m] if it is N. `right` is [n, k] if
         the second letter is N, and [k, n] if it is T.
     fast_accumulation: sum FP8 products in the tensor cores alone, which is faster but less precise.
-    residual: [n, m] BF16, a matrix that is added to the product. It is not modified.
-    total: [n, m] FP32. If given, the product is added to `total`, and `total` is returned. If not
-        given, the result is a new BF16 tensor.
+    residual: a matrix that is added to the product, [n, m] BF16. It is not modified.
+    total: the sum to which the product is added, [n, m] FP32, or None. If it is given, it is
+        returned. Otherwise the result is a new BF16 tensor.
     overwrite: store the product in `total` instead of adding it.
     """
     a, b = _factor(left), _factor(right)

@@ -1,7 +1,8 @@
-"""Choose the precision that a run uses on this machine, and create the engines that compute it.
+"""Choose the precision that a run uses on this machine, and create the engines that run its GEMMs.
 
-Transformer Engine computes a quantized precision that the device supports. If the device does not
-support the precision, `fp8_config.on_unsupported` determines what is used instead.
+If the device supports a quantized precision, Transformer Engine runs the quantized GEMMs. Otherwise
+`fp8_config.on_unsupported` determines whether another precision or emulation is used, or whether
+the run ends with an error.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pretrain.precision.settings import (
 
 # `on_unsupported: fallback` uses the first of these precisions that the device supports.
 STAND_INS = (delayed.PRECISION, unquantized.BF16)
-# A function that returns the reason why the device cannot compute a quantized precision, such as
-# "needs a GPU of ...; this is ...". It returns None if the device can compute the precision.
+# A function that returns the reason why the device does not support a quantized precision, such as
+# "needs a GPU of ...; this is ...". It returns None if the device supports the precision.
 Missing = Callable[[QuantizedPrecision], str | None]
 
 

@@ -236,7 +236,7 @@ class LowPrecisionSettings(Settings):
     # head.
     scope: Literal["linear", "linear+head"] = "linear"
     # Reaction if the hardware does not support the precision. error: stop with an error. emulate:
-    # compute the precision in software. fallback: train in delayed if the hardware supports
+    # emulate the precision in software. fallback: train in delayed if the hardware supports
     # delayed, else in bf16.
     on_unsupported: Literal["error", "emulate", "fallback"] = "error"
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
@@ -306,7 +306,7 @@ OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class ActivePrecision:
-    """The precision of a run or phase, with its settings and the engine that computes it."""
+    """The precision of a run or phase, with its settings and the engine that runs its GEMMs."""
 
     # The name of the precision in the recipe.
     requested: str

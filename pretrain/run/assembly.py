@@ -221,8 +221,11 @@ def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLan
     dtype = getattr(torch, WEIGHT_DTYPES[job.recipe.gradients_kept_in])
     stacks = packed.fused.stacks if packed.fused else ()
     if accelerator.is_fsdp2:
+        # FSDP2 has sharded the parameters. `Sharding` allocates the sums for its groups of
+        # parameters. FSDP2 reduces the sums over ranks.
         packed.sharding = Sharding(packed, dtype, stacks, once_a_step=job.plan.devices.gathered)
     elif _needs_gradient_sums(job, accelerator, packed.fused):
+        # Each process has all parameters. With several processes, `RankSums` adds up their sums.
         attach_main_gradients(packed, dtype, stacks)
         if accelerator.num_processes > 1:
             packed.rank_sums = RankSums(packed.parameters())
@@ -274,7 +277,7 @@ def audit_precisions(
     """Run packs through the model in each precision, and record the audit.
 
     All ranks must call this function. Call this last in the assembly, because the audit must
-    observe the model exactly as it trains. Raises InputError if a product does not compute in its
+    observe the model exactly as it trains. Raises InputError if a product does not use its
     precision.
     """
     precision = assembly.precision

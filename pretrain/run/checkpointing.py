@@ -356,10 +356,12 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     Raises TrainingHalted if loaded tensors differ from the checkpoint.
     """
     require_restored(source, run.assembly)
-    name = run.precision.schedule.at(run.state.step + 1).precision.name
-    names = [active.precision.name for active in run.precision.schedule.precisions()]
+    schedule = run.precision.schedule
+    names = [active.precision.name for active in schedule.precisions()]
     if not source.is_branch and source.record["precision"] in names:
         name = source.record["precision"]
+    else:
+        name = schedule.at(run.state.step + 1).precision.name
     run.precision.use(name)
     if needs_new_histories(source, run.assembly, run.job):
         run.assembly.start_precision(name, run.job, run.accelerator)

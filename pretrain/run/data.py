@@ -42,7 +42,8 @@ _SCANNED_PACKS = 2**16
 class Data:
     """The training packs and the held-out packs of a run. They are read from the disk when needed.
 
-    held_out: None if no packs are held out.
+    train: the training packs.
+    held_out: the held-out packs, or None if no packs are held out.
     """
 
     train: Packs
@@ -148,7 +149,9 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """
     if settings.prepares:
         for folder in unprepared(settings):
-            say(f"{folder}: has no packs yet, so they are prepared now", is_main_process)
+            say(
+                f"{folder}: this folder has no packs yet, so they are prepared now", is_main_process
+            )
         prepare(settings, progress=is_main_process)
     return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
 

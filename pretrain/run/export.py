@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from foundation.reading import load_object, refusing
+from foundation.reading import as_input_error, load_object
 from foundation.units import cell, count, percent
 from packing.arrow import Packs
 from packing.settings import HUB_NAME
@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
     checkpoint, run_dir = checkpoint_of(source)
     out = options.out or options.folder or run_dir / "export"
     if out.exists():
-        raise InputError(f"{out}: already exists; choose a folder that does not exist")
+        raise InputError(f"{out}: this path already exists; choose a folder that does not exist")
     if options.push is not None:
         # Create the repository before the export. If the hub refuses the repository, no gigabytes
         # have been written in vain.
@@ -108,13 +108,13 @@ def make_repository(name: str) -> None:
             "--push: this machine has no token for the hub; either run `hf auth login`, or set "
             "HF_TOKEN"
         )
-    with _refusing_push("nothing was exported; either correct the cause, or omit --push"):
+    with _push_as_input_error("nothing was exported; either correct the cause, or omit --push"):
         HfApi().create_repo(name, private=True, exist_ok=True)
 
 
 def push(folder: Path, repository: str, message: str) -> None:
     """Upload an exported folder to the hub. Raises InputError if the hub refuses the upload."""
-    with _refusing_push(
+    with _push_as_input_error(
         f"the export is complete; upload it with `hf upload {repository} {folder}`"
     ):
         # Delete the weights of an earlier push. If their file names differ from the names of the
@@ -128,9 +128,9 @@ def push(folder: Path, repository: str, message: str) -> None:
     print(f"pushed: {commit.commit_url}")
 
 
-def _refusing_push(remedy: str) -> Any:
+def _push_as_input_error(remedy: str) -> Any:
     """Return a context manager that re-raises errors of the hub as InputError with `remedy`."""
-    return refusing(_REFUSALS, f"--push: {HfApi().endpoint} refuses the request", remedy)
+    return as_input_error(_REFUSALS, f"--push: {HfApi().endpoint} refuses the request", remedy)
 
 
 def best_checkpoint(run_dir: Path) -> Path:
@@ -152,7 +152,8 @@ def best_checkpoint(run_dir: Path) -> Path:
 def checkpoint_of(source: Path) -> tuple[Path, Path]:
     """Return the path of a checkpoint and the path of its run folder.
 
-    source: a checkpoint, or a run folder, whose newest checkpoint is returned.
+    source: the path of a checkpoint or of a run folder. For a run folder, the newest checkpoint is
+        returned.
 
     Raises InputError if `source` is neither.
     """
@@ -161,8 +162,8 @@ def checkpoint_of(source: Path) -> tuple[Path, Path]:
     checkpoint = newest_in(source) if is_run else source
     if checkpoint == run_dir or not (run_dir / "config.yaml").is_file():
         raise InputError(
-            f"{source}: is neither a run folder with a checkpoint nor a checkpoint; choose a run "
-            "folder, or a step-* folder in the folder `checkpoints` of a run"
+            f"{source}: this is neither a run folder with a checkpoint nor a checkpoint; choose a "
+            "run folder, or a step-* folder in the folder `checkpoints` of a run"
         )
     return checkpoint, run_dir
 

@@ -51,7 +51,9 @@ def main(options: argparse.Namespace) -> int:
     Raises InputError for invalid options, and if the recipe cannot be planned.
     """
     if any(share > 1 for share in options.mfu):
-        raise InputError("--mfu: must not be above 1; for 40 % of the peak, write --mfu 0.4")
+        raise InputError(
+            "--mfu: the MFU must not be above 1; for 40 % of the peak, write --mfu 0.4"
+        )
     targets = [Target.parse(text) for text in options.on or USUAL]
     recipe = load_recipe(options.recipe, options.overrides)
     recipe, shortened = fit_to_command_line(recipe, options.overrides)
@@ -92,10 +94,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _for_other_machines(recipe: Recipe) -> Recipe:
-    """Return the recipe with a precision, which this machine need not support.
+    """Return a copy of the recipe that has a precision.
 
-    A recipe without a precision gets DEFAULT_PRECISION. Precisions that this machine lacks are not
-    refused here, because another machine may support them.
+    A recipe without a precision gets DEFAULT_PRECISION. If this machine does not support the
+    precision, no error is raised, because the plan may be for another machine.
     """
     if recipe.precision is None:
         recipe = recipe.model_copy(update={"precision": DEFAULT_PRECISION})
@@ -104,7 +106,7 @@ def _for_other_machines(recipe: Recipe) -> Recipe:
 
 
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
-    """Return the lines below the table of times, which explain how the times were estimated.
+    """Return the lines that explain, below the table of times, how the times were estimated.
 
     shares: the MFUs for which the table has times, as fractions. MFU is the speed of a training
         divided by the peak speed of its device.

@@ -168,7 +168,8 @@ def find_checkpoint(
 
     checkpoints: the checkpoints of the run folder.
     requested: "auto" for the newest intact checkpoint of the run folder. Otherwise the path of a
-        checkpoint, or the path of a run folder, whose newest checkpoint is used.
+        checkpoint, or the path of a run folder. For a path of a run folder, its newest checkpoint
+        is used.
     branch_from: the path of another run's checkpoint (`train.begin_with`), or None.
 
     All ranks must call this function. Raises InputError if a requested checkpoint does not exist.
@@ -372,8 +373,8 @@ def require_own_records(job: Job) -> None:
     """
     if (job.run_dir / "final").exists() or (job.run_dir / SUMMARY_FILE).exists():
         raise InputError(
-            f"{job.run_dir}: contains a finished run that has no checkpoint to continue from; "
-            "set another `run_dir`"
+            f"{job.run_dir}: the folder contains a finished run that has no checkpoint to continue "
+            "from; set another `run_dir`"
         )
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
@@ -382,6 +383,6 @@ def require_own_records(job: Job) -> None:
         )
         if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(
-                f"{job.run_dir}: contains another training, which differs in {', '.join(changed)}; "
-                "set another `run_dir`"
+                f"{job.run_dir}: the folder contains another training, which differs in "
+                f"{', '.join(changed)}; set another `run_dir`"
             )

@@ -258,10 +258,10 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
 
 
 def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
-    """Return whether the run is already finished. If so, print its results as at its end.
+    """Return True if the run is already finished. Then also print the results of the run.
 
-    A run is finished if its summary describes the job's last step, and if its model was exported or
-    `checkpoint.at_end` is off.
+    A run is finished if its folder has a summary of the job's last step, and if its model was
+    exported or `checkpoint.at_end` is off.
     """
     finished = read_finished(job.run_dir)
     if finished is None or finished.summary["steps"] != job.plan.steps:

@@ -386,6 +386,8 @@ def _fits(job: Job, model: PackedLanguageModel, device: torch.device) -> bool:
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     parameters = sum(parameter.numel() for parameter in model.hf.parameters())
     heads = model.hf.config.get_text_config().num_attention_heads
-    # The number of attention scores of one document, which plain transformers keeps in memory.
+    # The number of attention scores of one document. Plain transformers keeps them in memory. A
+    # compared document has at most LONGEST tokens. The estimate is PLAIN_BYTES for each parameter
+    # and for each score. A fifth of the free memory remains for all other tensors.
     scores = heads * min(job.recipe.data.length, LONGEST["cuda"]) ** 2
     return PLAIN_BYTES * (parameters + scores) < 0.8 * free

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from foundation.errors import InputError
-from foundation.reading import load_yaml, refusing
+from foundation.reading import as_input_error, load_yaml
 from foundation.signals import IF_NOT_IGNORED, SIGNALS
 from foundation.units import plural
 from pretrain.settings.config import load_recipe
@@ -154,7 +154,7 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _pass_on)
     try:
-        with refusing(
+        with as_input_error(
             _REFUSED,
             f"{configuration}: accelerate does not accept this configuration",
             "correct the file, or choose another --config (bf16 and cpu need no FP8 library)",

@@ -152,7 +152,7 @@ def export(add: Callable) -> None:
     add(
         "--best",
         action="store_true",
-        help="export the checkpoint of the run with the lowest held-out loss",
+        help="export the run's checkpoint with the lowest held-out loss, not the newest checkpoint",
     )
     add(
         "--dtype",

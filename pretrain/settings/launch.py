@@ -420,8 +420,8 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         )
     if ignored:
         notices.append(f"these settings are ignored: {'; '.join(ignored)}")
-    # Remove the variables of the `parallelism_config`, so that Accelerate does not use them. The
-    # number of replicas is in the result.
+    # Remove the variables of `parallelism_config`, so that Accelerate does not use them. `replicas`
+    # in the result replaces them.
     for variable in list(environ):
         if variable.startswith(_PARALLELISM) or variable == "ACCELERATE_USE_PARALLELISM_CONFIG":
             del environ[variable]
@@ -439,13 +439,13 @@ def _correct_fsdp(
         environ: The environment variables, which are modified.
         processes: Number of processes that train together.
         ignored: List that receives the texts about ignored settings.
-        on_cpus: Whether the processes train on CPUs.
+        on_cpus: True if the processes train on CPUs.
     """
     if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
-            f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2` and "
-            "`fsdp_reshard_after_forward`, which is true in place of FULL_SHARD and false in place "
-            "of SHARD_GRAD_OP"
+            f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, and replace "
+            "`fsdp_sharding_strategy` by `fsdp_reshard_after_forward`: true for FULL_SHARD, false "
+            "for SHARD_GRAD_OP"
         )
     replicas, shards = _mesh(environ, processes)
     if shards == 1:
@@ -471,7 +471,7 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
 
     Args:
         environ: The environment variables, which are modified.
-        has_gpu: Whether this process can use a GPU.
+        has_gpu: True if this process can use a GPU.
         notices: List that receives texts about corrections.
     """
     processes = int(environ.get("WORLD_SIZE", "1"))

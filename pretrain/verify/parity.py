@@ -53,9 +53,9 @@ SEVENTHS = (0, 1, 3, 5, 7)
 DOCUMENTS = 3
 # Largest number of labels of a document.
 LABELS = 341
-# Map each device type to the largest number of tokens of a document in the second microbatch that
-# plain transformers computes. Eager attention stores heads x length^2 scores per layer, so longer
-# documents would need too much memory.
+# Map each device type to a number of tokens. In the second microbatch, plain transformers processes
+# at most this number of tokens of a document. Eager attention stores heads x length^2 scores per
+# layer, so longer documents would need too much memory.
 LONGEST = {"cpu": 2048, "cuda": 4096}
 # Bytes per parameter that the reference needs: the weight, its gradient, the gradient that is
 # compared with it, and the sum of gradients, all in FP32.
@@ -78,8 +78,8 @@ NORM_RATIO = 2.0
 # finely than BF16. The share is larger than 2^-16, because the run and plain transformers may add
 # the same numbers in different orders.
 FP32_OF_BF16 = 2.0**-8
-# Pattern for the names of attributes of modules. An attribute with such a name stores the rate of
-# dropout or of other noise in training. The attribute `p` is the rate of torch's dropout modules.
+# Pattern for the attributes in which modules store the rate of dropout, or of other noise, in
+# training. The attribute `p` is the rate of torch's dropout modules.
 NOISES = re.compile("drop|jitter_noise|^p$")
 # Number of the worst entries of a table that are reported.
 SHOWN = 10
@@ -274,7 +274,7 @@ def _compare(
 
 @contextmanager
 def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
-    """Prepare the model for the comparison in the body of the `with` statement.
+    """Prepare the model for the comparison in the caller's `with` statement.
 
     Yield the factor by which the input of the LM head is multiplied (see `distinct_values`).
 
@@ -526,8 +526,9 @@ def draw_microbatch(
         shapes: Microbatch whose number of packs and pack length are used.
         vocabulary: Number of tokens in the vocabulary.
         generator: Generator of the random tokens.
-        longest: If None, each pack has four documents. The last three documents of the microbatch
-            have labels, for at most their first LABELS tokens. If it is a number, each pack is one
+        longest: Number of tokens of a long document that the reference evaluates, or None.
+            If None, each pack has four documents. The last three documents of the microbatch have
+            labels, for at most their first LABELS tokens. If it is a number, each pack is one
             document. Only the first document has labels, for at most LABELS tokens, which are
             evenly spaced among its first `longest` tokens.
     """

@@ -47,7 +47,7 @@ def wrong_batches(
     Args:
         microbatches: Microbatches of one step.
         packs: Packs of this step.
-        mask_boundaries: If True, the last token of a document must have no label. If False, its
+        mask_boundaries: True if the last token of a document must have no label. False if its
             label must be the first token of the next document in the pack.
     """
     packs_by_tokens: dict[bytes, list[Pack]] = defaultdict(list)
@@ -183,7 +183,7 @@ class Document(NamedTuple):
     tokens: Tensor
     # int64 [n], with IGNORE for a token without a label.
     labels: Tensor
-    # The position of the document's tokens in the microbatch.
+    # Slice of the microbatch that selects the document's tokens.
     part: slice = slice(None)
     # For each layer, the experts that the compared model has chosen for the tokens, int64
     # [n, choices].
@@ -232,8 +232,8 @@ def reference_pass(
         if loss.penalty_weight:
             token_losses = token_losses + _penalty(logits, loss)
         if load is not None:
-            # The part of this document in equations 4 to 6 of the Switch Transformer
-            # (arXiv:2101.03961).
+            # The document's share of the load balancing loss: equations 4 to 6 of the Switch
+            # Transformer (arXiv:2101.03961).
             p = torch.cat([layer[has_label].float().softmax(-1) for layer in output.router_logits])
             coefficient: Any = plain.router_aux_loss_coef
             token_losses = token_losses + coefficient * p.shape[1] * (p * load).sum() / len(p)

@@ -53,9 +53,9 @@ def watching_quantizers(
 ) -> Iterator[list[Compared]]:
     """Compare the codes of some operands with the codes of the reference quantizers.
 
-    Inside the `with` block, the caller must compute one microbatch. For each role and each number
+    The caller must compute one microbatch in its `with` statement. For each role and each number
     of features, one operand is quantized along both axes and compared. Yield a list of comparisons.
-    The list is filled when the `with` block ends, and begins with the worst comparison. Draws
+    The list is filled when the `with` statement ends, and begins with the worst comparison. Draws
     random numbers.
     """
     operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
@@ -137,7 +137,7 @@ def quantize_dequantize(
         scale: Scale of delayed scaling, or None in other precisions.
         uniform: Random numbers in [0, 1) of the shape of `x`, for stochastic rounding. With None,
             values are rounded to nearest.
-        transform: If True, each 16 values are multiplied by the Hadamard matrix first.
+        transform: True to multiply each 16 values by the Hadamard matrix first.
     """
     values = (_hadamard(x) if transform else x).float().cpu().numpy()
     codes = CODES[format_name]

@@ -87,7 +87,7 @@ SETTINGS = {
     "model.config.num_hidden_layers=0": "`num_hidden_layers: 0`",
     "model.source=/no/such/model": "/no/such/model",
     "model.source=./nowhere": "'./nowhere' is neither the folder of a model",
-    "model.source=tests": "`model.source`: tests: has no config.json",
+    "model.source=tests": "`model.source`: tests: the source has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
     "model.from_scratch=true": "`source`",
     "model.attention=varlen": "model.attention",
@@ -179,7 +179,9 @@ COMMANDS = {
     "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
-    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: contains no text",
+    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": (
+        "empty.txt: the source contains no text"
+    ),
     "tokenizer {here}/text.jsonl data.input_ids=m --vocabulary 300 --out {here}/out": (
         "`data.text`"
     ),

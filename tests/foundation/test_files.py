@@ -111,7 +111,11 @@ def test_a_file_system_needs_neither_locks_nor_flushed_folders(
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(b"sec", "has 3 bytes"), (b"seconds", "has 7 bytes"), (b"secand", "damaged")],
+    [
+        (b"sec", "the file has 3 bytes"),
+        (b"seconds", "the file has 7 bytes"),
+        (b"secand", "damaged"),
+    ],
 )
 def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, problem: str) -> None:
     contents = {"a": b"first", "b": b"second", "c": b"third"}

@@ -165,7 +165,7 @@ def test_a_source_that_changes_while_it_is_read_is_rejected(
     monkeypatch.setattr(
         TokenLog, "append", lambda log, result: (append(log, result), corpus.touch())
     )
-    with pytest.raises(InputError, match=r"corpus.jsonl: was changed while it was read"):
+    with pytest.raises(InputError, match=r"corpus.jsonl: the source was changed while it was read"):
         prepare(settings, progress=False)
     monkeypatch.undo()
     prepare(settings, progress=False)

@@ -185,7 +185,7 @@ def test_chats_are_recognised_by_their_columns(
         text = decode(ids, skip_special_tokens=False)
         assert text == f"{prompt}Assistant:\n{answer}"
     printed = capsys.readouterr().err
-    assert printed.count("has chats, read with data.messages=") == 1
+    assert printed.count("has chats, which are read with data.messages=") == 1
     recognised, named = (read_manifest(folder / "packs") for folder in folders)
     assert recognised["splits"]["train"]["fingerprint"] == named["splits"]["train"]["fingerprint"]
     assert recognised["statistics"]["chat_columns"] == messages

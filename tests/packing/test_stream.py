@@ -234,7 +234,10 @@ def test_a_resume_with_a_changed_source_is_rejected(values: dict[str, Any], tmp_
     source.write_text("".join(line.replace("s", "z") for line in lines))
     for part in part_folders(data.packs):
         shutil.rmtree(part)
-    with InProcessPacker(data) as packer, pytest.raises(InputError, match="text has changed"):
+    with (
+        InProcessPacker(data) as packer,
+        pytest.raises(InputError, match="data of the source has changed"),
+    ):
         list(steps(packed_by(packer, data, record), 30, 31))
 
 

@@ -166,7 +166,8 @@ def _swiglu_forward(
 def _swiglu_backward(
     d_activated,  # BF16 [T, F]
     hidden,  # BF16 [T, 2 F]
-    rows,  # [T, 2 F], written: gradient of `hidden`, as uint8 codes, or as BF16 if `fp8` is None
+    # [T, 2 F], written: gradient with respect to `hidden`. BF16 if `fp8` is None, else uint8 codes.
+    rows,
     columns,  # uint8 [2 F, T], written: transpose of the codes in `rows`, or None
     # The next three are fields of TensorScaled for the gradient, or None.
     scale,
@@ -184,7 +185,7 @@ def _swiglu_backward(
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Write the gradient of `hidden` and the activated values for one tile.
+    """Write the loss's gradient with respect to `hidden`, and the activated values, for one tile.
 
     The gradient is FP8 in the format `fp8`, and the activated values are FP8 in the format
     `activated_fp8`. If `fp8` is None, both are BF16.
@@ -305,7 +306,7 @@ def quantized_swiglu_backward(
 
     Args:
         d_activated: Gradient of the activated values, BF16 [T, F].
-        hidden: BF16 [T, 2 F].
+        hidden: Input of the activation function, gate and up, BF16 [T, 2 F].
         gradient_quantizer: Quantizer of the gradient. Its attributes `rowwise_usage` and
             `columnwise_usage` determine whether the gradient has codes by rows, by columns or both.
         activated_quantizer: Quantizer of the activated values. They get codes by columns only,

@@ -84,9 +84,9 @@ def rotate(
     """Split the rows of `qkv`, normalize queries and keys if `norms` are given, and rotate them.
 
     Args:
-        qkv: [T, heads.width], contiguous.
-        cos: [T, dim] with equal halves, any float dtype.
-        sin: [T, dim] with equal halves, any float dtype.
+        qkv: Queries, keys and values of each token, [T, heads.width], contiguous.
+        cos: Cosines of the angles, [T, dim] with equal halves, any float dtype.
+        sin: Sines of the angles, [T, dim] with equal halves, any float dtype.
         heads: Layout of `qkv`.
         norms: Norms of query and key heads, or None if the model has no head norms.
 

@@ -174,14 +174,14 @@ class FusedLayers:
 class FusedLayer:
     """Fused forward of one decoder layer.
 
-    A FusedLayer is not an nn.Module. The parameters belong to the decoder layer, whose `forward`
-    attribute it replaces.
+    A FusedLayer is not an nn.Module. It replaces the `forward` attribute of the decoder layer. The
+    parameters belong to the decoder layer.
 
     Args:
         layer: The decoder layer.
         name: Name of the layer in its model.
         arithmetic: Computes the norms, the rotation and the activation between the products.
-        low_precision: Map each engine to the linears of this layer that the engine computes in low
+        low_precision: For each engine, the linears of this layer whose GEMMs the engine runs in low
             precision, by their names in the model. All other linears are computed in the compute
             dtype of the context.
     """

@@ -163,7 +163,7 @@ def _rotate_backward(
 ):
     """Write the gradient of one head for the tokens of this program.
 
-    With head norms, also write the sum over these tokens of the gradient of the norm's weight. A
+    With head norms, also write the gradient of the norm's weight, summed over these tokens. A
     program computes tiles of `height` tokens. `full` is True if no tile has fewer tokens. If `fp8`
     is None, the gradient is written in the dtype of `dqkv`.
     """
@@ -461,7 +461,8 @@ def _norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | No
 def _strides_of(gradient: Tensor) -> tuple[int, int, int]:
     """Return the strides of tokens, heads and parts of a gradient.
 
-    The gradient is [T, kv, parts, dim], or [T, kv, dim], whose stride of parts is 0.
+    The gradient is [T, kv, parts, dim], or [T, kv, dim] without parts. The stride of missing parts
+    is 0.
     """
     token, head, *part, _ = gradient.stride()
     return token, head, part[0] if part else 0

@@ -134,6 +134,7 @@ class LossHead(nn.Linear):
         """
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
+        # The Gemm of the current precision, or None if the head is not quantized now.
         low = self.state.low
         hidden = hidden.flatten(0, -2)
         labels = labels.flatten()
@@ -149,7 +150,8 @@ class LossHead(nn.Linear):
             trained, parts = self._evaluate(hidden, labels, low)
         if self.penalty is None:
             return trained
-        # `parts[0]` is the sum of cross-entropies, and `parts[1]` is the sum of penalties.
+        # `parts[0]` is the sum of cross-entropies, and `parts[1]` is the sum of penalties. `_parts`
+        # accumulates both over forward passes, until `take_parts` resets it.
         self._parts = parts if self._parts is None else self._parts + parts
         return trained if self.training else parts[0]
 
@@ -178,7 +180,7 @@ class LossHead(nn.Linear):
             losses: Function that returns the losses of a chunk. The argument is the slice of the
                 chunk's tokens. The result is FP32 [n], or [2, n] with the penalties in the second
                 row.
-            labels: int64 [tokens].
+            labels: Target of each token, int64 [tokens].
             low: Gemm of the head, or None if the head is not quantized.
 
         Returns:
@@ -343,8 +345,8 @@ def token_losses(
     computed by a Triton kernel.
 
     Args:
-        logits: [n, vocabulary].
-        labels: int64 [n].
+        logits: Logits of each token, [n, vocabulary].
+        labels: Target of each token, int64 [n].
         penalty: Penalty on each token's distribution, or None.
         with_gradient: True to overwrite the logits with the gradient of the loss, as
             `Penalty.gradient_` does. With a penalty, the logits are always overwritten.
@@ -430,8 +432,8 @@ class Penalty:
         if the logits are finite.
 
         Args:
-            logits: [n, vocabulary].
-            labels: int64 [n].
+            logits: Logits of each token, [n, vocabulary].
+            labels: Target of each token, int64 [n].
 
         Returns:
             Cross-entropies and penalties, FP32 [2, n].

@@ -141,8 +141,8 @@ def softmax_loss(
     """Return the cross-entropy of each token, FP32 [n].
 
     Args:
-        logits: [n, vocabulary], FP32 or BF16, contiguous.
-        labels: [n] int64.
+        logits: Logits of each token, [n, vocabulary], FP32 or BF16, contiguous.
+        labels: Target of each token, [n] int64.
         ignore: Label of tokens whose loss and gradient are zero.
         statistics: Five buffers for the outputs `maxima` to `amax` of `_softmax_loss`, from which
             the FP8 codes of the gradient are computed. Omit them if no codes are needed.
@@ -216,11 +216,11 @@ def quantized_softmax_gradient(
     """Return the cross-entropy of each token, FP32 [n], and the gradient of the logits in FP8.
 
     Args:
-        logits: [n, vocabulary] BF16, not changed.
-        labels: [n] int64.
+        logits: Logits of each token, [n, vocabulary] BF16, not changed.
+        labels: Target of each token, [n] int64.
         ignore: Label of tokens whose loss and gradient are zero.
         fp8: torch.float8_e4m3fn or float8_e5m2.
-        amax: FP32 [1], raised to the largest magnitude of the gradient.
+        amax: Recorded amax, FP32 [1]. It is raised to the largest magnitude of the gradient.
         scale: Scale of the transposed codes under delayed scaling, one FP32 value. If it is None,
             this scale is computed from `amax`, which must then be zero before the call.
     """

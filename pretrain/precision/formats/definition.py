@@ -57,8 +57,8 @@ class Scaling:
     # if scales are rounded to powers of two, because the rounding can halve the codes. It is 0 if
     # scales are computed from past microbatches, because the tensor may have become smaller.
     least: float
-    # The number of values along the axis of the sum that share a scale. None: all values of the
-    # tensor share one scale.
+    # The number of values along the contraction dimension that share a scale. None: all values of
+    # the tensor share one scale.
     block: int | None = None
     # True if `block` rows share the scale too, so that a block is a square.
     square: bool = False
@@ -83,7 +83,7 @@ class Hardware:
     capability: tuple[int, int] | None
     # Names of supported GPUs. If no GPU is supported, the reason.
     examples: str
-    # The lowest capability above the range, which the kernels do not support. None: no upper limit.
+    # The lowest capability above the range. The kernels do not support it. None: no upper limit.
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
@@ -126,7 +126,10 @@ class Precision:
 
     @property
     def use(self) -> str:
-        """The name of the precision in a recipe, without the suffix of `forward: bf16`."""
+        """The value of `use` that selects the precision in a recipe.
+
+        This is `name` without PLAIN_FORWARD, the suffix of a precision with `forward: bf16`.
+        """
         return self.name.removesuffix(PLAIN_FORWARD)
 
     @property
@@ -172,7 +175,7 @@ class QuantizedPrecision(Precision):
     operand_bytes: float = 1.0
     # Bytes per value of a weight in one layout. None: the same as `operand_bytes`.
     weight_bytes: float | None = None
-    # The share of the decoder layers that stays in BF16 at the end of the model by default.
+    # By default, this share of the decoder layers stays in BF16, counted from the end of the model.
     keeps_last: float = 0.0
     # A warning is logged if more than this share of an operand's values becomes zero.
     underflow_limit: float = 0.05
@@ -245,10 +248,11 @@ class QuantizedPrecision(Precision):
         """Return the number of layouts of a quantized operand that a device stores: 1 or 2.
 
         The result is 1 if FP8 products of the device accept both layouts (Transformer Engine's
-        nvte_is_non_tn_fp8_gemm_supported()) and the operand has no scales of blocks. Otherwise the
+        nvte_is_non_tn_fp8_gemm_supported()) and the operand has no block scales. Otherwise the
         device must also store the transpose. In a format with blocks, the transpose must be
-        quantized separately, because blocks extend along the axis of the sum. `capability` is the
-        CUDA compute capability of the device. None means Hopper.
+        quantized separately, because blocks extend along the contraction dimension.
+
+        capability: the CUDA compute capability of the device. None means Hopper.
         """
         both_ways = capability is not None and (
             BLACKWELL <= capability < (12, 0) or capability >= (13, 0)

@@ -3,9 +3,9 @@
 This file also contains the Hadamard transform, which FP4 formats apply before they quantize.
 
 torch.compile compiles a quantizer to a single loop, which reads a block, computes its amax, and
-writes the operand. The code must not join the blocks before the last step, and must not split the
-last dimension of a transposed tensor. Either of these would result in two loops, which can double
-the time on a GPU.
+writes the operand. This requires two things: a split tensor keeps its block dimensions until the
+last operation reshapes it to the shape of the operand, and the last dimension of a transposed
+tensor is never split. Otherwise there are two loops, which can double the time on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pretrain.precision.quantizers.tensor import (
     scale_from_amax,
 )
 
-# The number of values along the axis of the sum that share a scale.
+# The number of values along the contraction dimension that share a scale.
 FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK = 128, 32, 16
 # The number of values that one Hadamard transform mixes.
 HADAMARD_BLOCK = 16

@@ -87,7 +87,7 @@ def scale_from_amax(
 
     amax: FP32 of any shape. If an amax is zero, infinity or NaN, its factor is 1.
     maximum: the maximum of the format.
-    power_of_two: whether the factor is rounded down to a power of two.
+    power_of_two: True if the factor is rounded down to a power of two.
     overflow: the factor if the quotient overflows FP32.
 
     This is compute_scale_from_amax in TE's common/recipe/recipe_common.cuh.
@@ -136,12 +136,13 @@ def update_scale(
 ) -> tuple[Tensor, Tensor]:
     """Update the history and the scale of delayed scaling after a microbatch. Return both.
 
-    amax_history: [length, n] FP32, one column for each tensor. Row 0 contains the amaxes of the
-        microbatch that ends. The last row contains the amaxes of the previous microbatch.
-    scale: [n] FP32, the scales that the microbatch used.
+    amax_history: the amaxes, [length, n] FP32, one column for each tensor. Row 0 contains the
+        amaxes of the microbatch that ends. The last row contains the amaxes of the previous
+        microbatch.
+    scale: the scales that the microbatch used, [n] FP32.
     maximum: the maximum of the format.
     margin: the number of times that a scale is halved.
-    algorithm: whether the amax of a column is its largest value (`max`) or its value in row 0
+    algorithm: the rule for the amax of a column: its largest value (`max`) or its value in row 0
         (`most_recent`).
 
     In the returned history, row 0 has moved to the end, all other rows have moved up by one row,
