@@ -31,10 +31,6 @@ if __name__ == "__main__":
     # The imports below take seconds. Until the training loop can save a checkpoint, Ctrl-C ends the
     # process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # transformers imports these packages if they are installed, but a training does not use them.
-    # None in `sys.modules` makes a package look as if it were not installed.
-    unused = {"hqq", "scipy", "torchao", "torchaudio", "torchvision"} - sys.modules.keys()
-    sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
     # Imports create no garbage, but garbage collection took a fifth of their time.
     gc.disable()
     # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps
@@ -426,8 +422,6 @@ def finish(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    for package in unused:
-        del sys.modules[package]
     # Exclude imported objects from garbage collection, because they live as long as the process.
     # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
