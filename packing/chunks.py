@@ -279,7 +279,7 @@ def _listed(line: bytes) -> list[tuple[str, bytes]]:
     in messages, for example ", record 0". Any other line is one record, with an empty suffix. Each
     record is returned as encoded JSON.
     """
-    if line.lstrip().startswith(b"["):
+    if line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         with suppress(ValueError):
             records = [json.dumps(record).encode() for record in json.loads(line)]
             return [(f", record {index}", record) for index, record in enumerate(records)]

@@ -385,6 +385,7 @@ def test_a_bad_record_of_an_array_is_named_by_its_index(indent: int | None, tmp_
         ('\ufeff[\n{"text": "a"},\r\n {"text": "b"}\n]\n', ["a", "b"]),
         ('[{"text": "a"},\n{"text": "\u2028b\\n"}]', ["a", "\u2028b\n"]),
         ('[{"text": "a"}]\n[{"text": "b"}]\n', ["a", "b"]),
+        ('\ufeff[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
         ("[\n]", []),
     ],
 )
