@@ -238,7 +238,13 @@ def test_a_similar_name_is_suggested_before_the_hub(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_text").mkdir()
     (tmp_path / "my_text" / "corpus.jsonl").touch()
-    for wrong, right in (("my_txt", "my_text"), ("my_text/corpus.josnl", "my_text/corpus.jsonl")):
+    (tmp_path / "t.csv").touch()
+    for wrong, right in (
+        ("my_txt", "my_text"),
+        ("my_text/corpus.josnl", "my_text/corpus.jsonl"),
+        ("My_Text", "my_text"),
+        ("t.cvs", "t.csv"),
+    ):
         with pytest.raises(InputError, match=f"data.source: {wrong}: .*did you mean {right}\\?"):
             open_reader(wrong)
     for name in ("my_txt@main", "other", "my_text/corpus"):
