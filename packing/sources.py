@@ -190,14 +190,16 @@ def _bytes_of(paths: Iterable[Path]) -> int:
 def recognise_chats(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
     """Return `settings` with `messages` set if the columns of `source` are those of a chat.
 
-    If `settings` choose columns, or if the source has a column `text` or `input_ids`, `settings`
-    are returned unchanged.
+    `settings` are returned unchanged if they choose columns, or if the source has a column `text`
+    or `input_ids` and `settings` choose no chat template.
     """
     if settings.changed(("text", "messages", "input_ids")):
         return settings
     names = source.columns
+    if names & {"text", "input_ids"} and settings.chat_template is None:
+        return settings
     for columns, value in CHAT_COLUMNS.items():
-        if names.issuperset(columns) and names.isdisjoint(("text", "input_ids")):
+        if names.issuperset(columns):
             say(
                 f"{settings.source}: the source has chats, which are read with "
                 f"data.messages={shlex.quote(value)}"

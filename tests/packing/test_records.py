@@ -204,6 +204,15 @@ def test_columns_of_text_precede_those_of_chats(tmp_path: Path, tokenizer_file: 
         packed(tmp_path / "other", tokenizer_file, [{"messages": CHATS[0], "input_ids": [1]}])
 
 
+def test_a_chosen_chat_template_selects_chats_beside_text(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"messages": CHATS[0], "text": "words"}
+    ((ids, _),) = packed(tmp_path, tokenizer_file, [record], chat_template="plain")
+    assert Tokenizer.from_file(str(tokenizer_file)).decode(ids).startswith("User:\nHi?")
+    assert "has chats, which are read with data.messages=messages" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("missing", [{}, {"input": ""}, {"input": None}])
 def test_alpaca_without_input_has_no_blank_lines_after_the_prompt(
     missing: dict, tmp_path: Path, tokenizer_file: Path
