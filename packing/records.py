@@ -41,10 +41,12 @@ _NAMED_TEMPLATES = "additional_chat_templates"
 # Prefix of every template. It makes `strftime_now`, with which templates read the date, undefined,
 # because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
-# Template with plain words as marks of roles, so that it needs no special token except EOS.
+# Template with plain words as marks of roles, so that it needs no special token except EOS. An
+# answer that consists of tool calls may have no content.
 PLAIN = (
     "{% for message in messages %}"
-    "{{ message.role.capitalize() + ':\n' + message.content.strip() }}"
+    "{% set words = message.content or '' if message.role == 'assistant' else message.content %}"
+    "{{ message.role.capitalize() + ':\n' + words.strip() }}"
     "{{ eos_token if message.role == 'assistant' else '\n\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"

@@ -231,6 +231,19 @@ def test_alpaca_without_input_has_no_blank_lines_after_the_prompt(
         tokenized(tokenizer_file, [{"instruction": "add"}], messages=messages, chat_template=MARKED)
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_the_plain_template_accepts_tool_calls_without_content(
+    content: dict, tokenizer_file: Path
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]} | content
+    chat = [CHATS[0][0], call, {"role": "tool", "content": "7"}, CHATS[0][1]]
+    text, trained = answers(tokenizer_file, {"messages": chat}, "plain")
+    assert text == "User:\nHi?\n\nAssistant:\nTool:\n7\n\nAssistant:\nHello, 世界."
+    assert trained == "Hello, 世界."
+    with pytest.raises(InputError, match="the chat template rejects this chat"):
+        answers(tokenizer_file, {"messages": [{"role": "user"}, CHATS[0][1]]}, "plain")
+
+
 def test_the_plain_template_is_that_of_transformers(tokenizer_file: Path) -> None:
     expected = PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>"
