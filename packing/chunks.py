@@ -234,7 +234,10 @@ def decoded(data: bytes) -> str:
     try:
         text = str(data, "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 ({error}); {remedy}") from None
+        raise ValueError(
+            f"is not UTF-8 ({error}); {remedy}"
+            f"{'' if marked else ', from Latin-1 with `iconv -f latin1 -t utf8`'}"
+        ) from None
     if "\0" in text:
         raise ValueError(f"has NUL characters, as UTF-16 and UTF-32 have; {remedy}")
     return text
@@ -276,7 +279,7 @@ def _listed(line: bytes) -> list[tuple[str, bytes]]:
     in messages, for example ", record 0". Any other line is one record, with an empty suffix. Each
     record is returned as encoded JSON.
     """
-    if line.lstrip().startswith(b"["):
+    if line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         with suppress(ValueError):
             records = [json.dumps(record).encode() for record in json.loads(line)]
             return [(f", record {index}", record) for index, record in enumerate(records)]

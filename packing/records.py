@@ -13,7 +13,7 @@ import math
 import re
 import string
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,12 @@ _NAMED_TEMPLATES = "additional_chat_templates"
 # Prefix of every template. It makes `strftime_now`, with which templates read the date, undefined,
 # because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
-# Template with plain words as marks of roles, so that it needs no special token except EOS.
+# Template with plain words as marks of roles, so that it needs no special token except EOS. An
+# answer that consists of tool calls may have no content.
 PLAIN = (
     "{% for message in messages %}"
-    "{{ message.role.capitalize() + ':\n' + message.content.strip() }}"
+    "{% set words = message.content or '' if message.role == 'assistant' else message.content %}"
+    "{{ message.role.capitalize() + ':\n' + words.strip() }}"
     "{{ eos_token if message.role == 'assistant' else '\n\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
@@ -55,6 +57,8 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Value of `data.messages` for Alpaca's records. Records without `input` have only an instruction.
+ALPACA = ("{instruction}\n\n{input}", "output")
 _BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 # Map the role of a message in a dataset to the role that a chat template expects.
@@ -118,6 +122,7 @@ class TextTemplate(Records):
     """Rule that reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
 
     Null, NaN and infinity are replaced by the empty text, and other numbers are written as text.
+    An optional column that is missing or empty is skipped, together with the literal before it.
     Lists, mappings and bytes raise ValueError, because they would be written in Python's notation.
     """
 
@@ -144,8 +149,8 @@ class TextTemplate(Records):
 
     def fill(self, record: dict[str, Any]) -> str:
         values: dict[str | None, Any] = {}
-        for column in self.columns:
-            value = record[column]
+        for column in (*self.columns, *self.optional):
+            value = record.get(column)
             # A table may hold a null as NaN, and a number that overflowed as infinity.
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
                 value = ""
@@ -157,7 +162,11 @@ class TextTemplate(Records):
             values[column] = value
         if all(value == "" for value in values.values()):
             return ""
-        text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
+        text = "".join(
+            literal + str(values.get(name, ""))
+            for literal, name in self.pieces
+            if name not in self.optional or values[name] != ""
+        )
         # JSON can contain half of a surrogate pair (`\ud800`), which no tokenizer accepts. This
         # line raises an error for it.
         text.encode()
@@ -471,12 +480,17 @@ def chat_columns(
 
     The other arguments are those of `ChatColumns`.
     """
-    optional = (*_SYSTEM_COLUMNS, "tools") if _has_word(template, "tools") else _SYSTEM_COLUMNS
+    optional: tuple[str, ...] = _SYSTEM_COLUMNS
+    if _has_word(template, "tools"):
+        optional += ("tools",)
     pair: tuple[TextTemplate, ...] = ()
     if isinstance(settings.messages, str):
         columns: tuple[str, ...] = (settings.messages,)
     else:
         pair = tuple(map(TextTemplate.parse, settings.messages or ()))
+        if tuple(settings.messages or ()) == ALPACA:
+            pair = (replace(pair[0], columns=("instruction",), optional=("input",)), pair[1])
+            optional += ("input",)
         columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
     return ChatColumns(columns, optional, pair, template, tokens)
 

@@ -46,16 +46,20 @@ def matching_files(name: str) -> list[Path]:
 def refuse_near_name(key: str, name: str) -> None:
     """Raise InputError if no file or folder has the name `name`, but one has a similar name.
 
-    `key` is the setting with the value `name`. The name of a hub repository is accepted if it has a
-    revision.
+    A name is similar if it differs in case, in a few characters, or in their order. `key` is the
+    setting with the value `name`. The name of a hub repository is accepted if it has a revision.
     """
     path = Path(name)
-    names = os.listdir(path.parent) if path.parent.is_dir() else []
-    similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.85)
+    files = os.listdir(path.parent) if path.parent.is_dir() else []
+    names = {file.lower(): file for file in files}
+    similar = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.85) or [
+        file for file in names if sorted(file) == sorted(path.name.lower())
+    ]
     if similar and split_revision(name)[1] is None:
         hub = f" To load {name} from the Hugging Face hub, write {name}@main"
         raise InputError(
-            f"{key}: {name}: no such file or folder; did you mean {path.with_name(similar[0])}?"
+            f"{key}: {name}: no such file or folder; did you mean "
+            f"{path.with_name(names[similar[0]])}?"
             f"{hub if HUB_NAME.fullmatch(name) else ''}"
         )
 

@@ -17,6 +17,8 @@ with more than a few dozen cores.
 from __future__ import annotations
 
 import codecs
+import csv
+import io
 import json
 import re
 import shlex
@@ -25,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +64,7 @@ if TYPE_CHECKING:
 # busy, and so long that the time for sending a chunk to another process does not matter.
 CHUNK_BYTES = 2**20
 _ROWS = 1024  # number of rows of a table that are read at once, and then divided by size
-# Bytes of a CSV file that are parsed at once. A row must fit. pyarrow reads 32 blocks ahead.
-_CSV_BLOCK = 2**23
+_MOST_FIELD = 2**23  # largest number of characters of a field in a CSV file
 _RECORD_START = re.compile(r"[^\s,\[\]]")  # first character of the next record of a JSON array
 _SUFFIXES = {
     "jsonl": {".jsonl", ".ndjson", ".json"},
@@ -189,14 +190,16 @@ def _bytes_of(paths: Iterable[Path]) -> int:
 def recognise_chats(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
     """Return `settings` with `messages` set if the columns of `source` are those of a chat.
 
-    If `settings` choose columns, or if the source has a column `text` or `input_ids`, `settings`
-    are returned unchanged.
+    `settings` are returned unchanged if they choose columns, or if the source has a column `text`
+    or `input_ids` and `settings` choose no chat template.
     """
     if settings.changed(("text", "messages", "input_ids")):
         return settings
     names = source.columns
+    if names & {"text", "input_ids"} and settings.chat_template is None:
+        return settings
     for columns, value in CHAT_COLUMNS.items():
-        if names.issuperset(columns) and names.isdisjoint(("text", "input_ids")):
+        if names.issuperset(columns):
             say(
                 f"{settings.source}: the source has chats, which are read with "
                 f"data.messages={shlex.quote(value)}"
@@ -308,24 +311,24 @@ class FileSource:
 
     def _csv_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of rows. All values are texts. Rows before `place` are read and skipped."""
-        from pyarrow import csv
-
         with open_stream(path) as stream:
             # Reject UTF-16. The message says how to convert it.
             decoded(stream.read(2**16).partition(b"\n")[0])
-        reading = csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False)
-        delimiter = "\t" if suffix_of(path) == ".tsv" else ","
-        parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
         with open_stream(path) as stream:
-            names = csv.open_csv(stream, reading, parsing).schema.names
-        check_columns(str(path), self.records, names)
-        columns = {*self.records.columns, *self.records.optional}
-        converting = csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.string()),
-            include_columns=[name for name in names if name in columns],
-        )
-        with open_stream(path) as stream:
-            batches = csv.open_csv(stream, reading, parsing, converting)
+            rows = _csv_rows(stream, path)
+            names = next(rows, [])
+            if not names:
+                raise ValueError("it has no row with the names of the columns")
+            check_columns(str(path), self.records, names)
+            columns = {*self.records.columns, *self.records.optional} or names
+            schema = pa.schema([(name, pa.string()) for name in names if name in columns])
+            # Reverse each row, so that the first one of several columns with one name is read.
+            batches = (
+                pa.RecordBatch.from_pylist(
+                    [dict(zip(names[::-1], row[::-1], strict=True)) for row in batch], schema
+                )
+                for batch in iter(lambda: list(islice(rows, _ROWS)), [])
+            )
             yield from _batch_chunks(batches, names, str(path), place.get("at", 0), 0, size)
 
     def _parquet_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
@@ -488,6 +491,38 @@ def _array_in(path: Path) -> str | None:
         text = decoded(stream.read())
     first_line = text.partition("\n")[0].rstrip()
     return text if text.rstrip().endswith("]") and not first_line.endswith("]") else None
+
+
+def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
+    """Yield the rows of the CSV or TSV file `path`, without blank lines.
+
+    Raises InputError for a row with another number of fields than the first row, and for a quoted
+    field that does not end. A stray quote before a field would otherwise merge rows.
+    """
+    csv.field_size_limit(_MOST_FIELD)
+    rows = csv.reader(
+        io.TextIOWrapper(stream, "utf-8-sig", newline=""),
+        delimiter="\t" if suffix_of(path) == ".tsv" else ",",
+        strict=True,
+    )
+    fields = 0
+    line = 1  # number of the line on which the next row begins
+    try:
+        for row in rows:
+            fields = fields or len(row)
+            if len(row) not in (0, fields):
+                raise csv.Error(f"{len(row)} fields, but the first row has {fields}")
+            if row:
+                yield row
+            line = rows.line_num + 1
+    except UnicodeDecodeError as error:
+        decoded(error.object)  # This raises an error with the remedy.
+    except csv.Error as error:
+        raise InputError(
+            f"{path}:{line}: the row that begins on this line cannot be read: {error}. Write a "
+            "field with quotes, separators or line breaks in double quotes, and double the quotes "
+            "inside it; or convert the file to JSONL or Parquet"
+        ) from None
 
 
 def _batch_chunks(

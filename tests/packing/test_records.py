@@ -163,9 +163,10 @@ ALPACA = {"instruction": "add", "input": "1 2", "output": "3"}
         (SHAREGPT, "conversations", "System:\nBe kind.\n\nUser:\nwhy?\n\n"),
         (ALPACA, ["{instruction}\n\n{input}", "output"], "User:\nadd\n\n1 2\n\n"),
         (ALPACA | {"input": ""}, ["{instruction}\n\n{input}", "output"], "User:\nadd\n\n"),
+        (ALPACA | {"input": None}, ["{instruction}\n\n{input}", "output"], "User:\nadd\n\n"),
         ({"instruction": "why", "output": "so"}, ["instruction", "output"], "User:\nwhy\n\n"),
     ],
-    ids=["messages", "ShareGPT", "Alpaca", "Alpaca without input", "instruction and output"],
+    ids=["messages", "ShareGPT", "Alpaca", "empty input", "null", "instruction and output"],
 )
 def test_chats_are_recognised_by_their_columns(
     record: dict,
@@ -201,6 +202,46 @@ def test_columns_of_text_precede_those_of_chats(tmp_path: Path, tokenizer_file: 
     with pytest.raises(InputError, match=r"Set data.messages=messages or data.input_ids"):
         (tmp_path / "other").mkdir()
         packed(tmp_path / "other", tokenizer_file, [{"messages": CHATS[0], "input_ids": [1]}])
+
+
+def test_a_chosen_chat_template_selects_chats_beside_text(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"messages": CHATS[0], "text": "words"}
+    ((ids, _),) = packed(tmp_path, tokenizer_file, [record], chat_template="plain")
+    assert Tokenizer.from_file(str(tokenizer_file)).decode(ids).startswith("User:\nHi?")
+    assert "has chats, which are read with data.messages=messages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", [{}, {"input": ""}, {"input": None}])
+def test_alpaca_without_input_has_no_blank_lines_after_the_prompt(
+    missing: dict, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    messages = ("{instruction}\n\n{input}", "output")
+    records = [{"instruction": "add", "output": "3"} | missing, ALPACA]
+    documents, counts = tokenized(tokenizer_file, records, messages=messages, chat_template=MARKED)
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    prompts = [decode(ids).partition("<|im_end|>")[0] for ids, _ in documents]
+    start = "\n<|im_start|>user\n"
+    assert prompts == [f"{start}add", f"{start}add\n\n1 2"]
+    assert not counts.unread
+    # The columns are recognised if only some of the records have `input`.
+    assert len(packed(tmp_path, tokenizer_file, records, chat_template="plain")) == 2
+    with pytest.raises(InputError, match="no column `output`"):
+        tokenized(tokenizer_file, [{"instruction": "add"}], messages=messages, chat_template=MARKED)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_the_plain_template_accepts_tool_calls_without_content(
+    content: dict, tokenizer_file: Path
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]} | content
+    chat = [CHATS[0][0], call, {"role": "tool", "content": "7"}, CHATS[0][1]]
+    text, trained = answers(tokenizer_file, {"messages": chat}, "plain")
+    assert text == "User:\nHi?\n\nAssistant:\nTool:\n7\n\nAssistant:\nHello, 世界."
+    assert trained == "Hello, 世界."
+    with pytest.raises(InputError, match="the chat template rejects this chat"):
+        answers(tokenizer_file, {"messages": [{"role": "user"}, CHATS[0][1]]}, "plain")
 
 
 def test_the_plain_template_is_that_of_transformers(tokenizer_file: Path) -> None:

@@ -238,7 +238,13 @@ def test_a_similar_name_is_suggested_before_the_hub(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_text").mkdir()
     (tmp_path / "my_text" / "corpus.jsonl").touch()
-    for wrong, right in (("my_txt", "my_text"), ("my_text/corpus.josnl", "my_text/corpus.jsonl")):
+    (tmp_path / "t.csv").touch()
+    for wrong, right in (
+        ("my_txt", "my_text"),
+        ("my_text/corpus.josnl", "my_text/corpus.jsonl"),
+        ("My_Text", "my_text"),
+        ("t.cvs", "t.csv"),
+    ):
         with pytest.raises(InputError, match=f"data.source: {wrong}: .*did you mean {right}\\?"):
             open_reader(wrong)
     for name in ("my_txt@main", "other", "my_text/corpus"):
@@ -385,6 +391,7 @@ def test_a_bad_record_of_an_array_is_named_by_its_index(indent: int | None, tmp_
         ('\ufeff[\n{"text": "a"},\r\n {"text": "b"}\n]\n', ["a", "b"]),
         ('[{"text": "a"},\n{"text": "\u2028b\\n"}]', ["a", "\u2028b\n"]),
         ('[{"text": "a"}]\n[{"text": "b"}]\n', ["a", "b"]),
+        ('\ufeff[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
         ("[\n]", []),
     ],
 )
@@ -406,16 +413,63 @@ def test_values_in_csv_are_texts(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x.csv", begin={"file": 0, "at": 1}) == ["1.0"]
 
 
-def test_a_wrong_row_or_column_of_csv_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("text,n\na,1\nb\n")
-    with pytest.raises(InputError, match=r"x\.csv: cannot be read: .*Row #3: Expected 2 columns"):
-        texts_of(tmp_path / "x.csv")
+def test_a_wrong_column_or_encoding_of_csv_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("body\na\n")
     with pytest.raises(InputError, match=r"x\.csv: no column `text`; the columns are: body"):
         texts_of(tmp_path / "x.csv")
-    (tmp_path / "x.csv").write_bytes(b"text\na\n" + "caf\xe9".encode("latin-1") + b"\n")
-    with pytest.raises(InputError, match=r"x\.csv: cannot be read: .*UTF8.*not in UTF-8"):
+    for head in ("text\n", "text\n" + "a\n" * 99_999):
+        (tmp_path / "x.csv").write_bytes((head + "caf\xe9\n").encode("latin-1"))
+        with pytest.raises(InputError, match=r"x\.csv: .*UTF-8.*`iconv -f latin1 -t utf8`"):
+            texts_of(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_text("\n")
+    with pytest.raises(InputError, match=r"x\.csv: .*no row with the names of the columns"):
         texts_of(tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        (["1,a", "2"], ":3: .*1 fields, but the first row has 2"),
+        (["1,a", "", "2,b,c"], ":4: .*3 fields, but the first row has 2"),
+        (["1,a", '2,"b', "3,c"], ":3: .*unexpected end of data"),
+        (['1,"a', '2,"b', "3,c"], ":2: .*',' expected after '\"'"),
+        (['1,"a ""b\n"""', '2,"b\\"c"'], ":4: .*',' expected after '\"'"),
+    ],
+    ids=["missing field", "additional field", "open quote", "two stray quotes", "backslash"],
+)
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_a_row_of_csv_that_cannot_be_read_is_named(
+    suffix: str, rows: list[str], error: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"x.{suffix}"
+    text = "\n".join(["id,text", *rows, ""])
+    if suffix == "tsv":
+        text = text.replace(",", "\t")
+        error = error.replace("','", "'\t'")
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"x.{suffix}{error}.*double the quotes.*JSONL or Parquet"):
+        texts_of(path)
+
+
+@given(
+    st.lists(st.tuples(st.text(), st.text('",;\t\r\n\ufeff \\a')), min_size=1),
+    st.sampled_from(["csv", "tsv", "csv.gz"]),
+    st.integers(1, 60),
+)
+def test_rows_of_csv_are_read_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], kind: str, size: int
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / f"x.{kind}"
+    content = io.StringIO()
+    writer = csv.writer(content, delimiter="\t" if kind == "tsv" else ",")
+    writer.writerows([("text", "b"), *rows])
+    compress = gzip.compress if kind.endswith(".gz") else bytes
+    path.write_bytes(compress(content.getvalue().encode()))
+    reader = open_reader(path, text="{text}<|{b}")
+    chunks = list(reader.chunks(size=size))
+    texts = [read_chunk(chunk, reader.records, skip_bad=False)[0] for chunk in chunks]
+    expected = [f"{text}<|{b}" for text, b in rows if text or b]
+    assert [text for chunk_texts in texts for text in chunk_texts] == expected
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
