@@ -85,7 +85,7 @@ from pretrain.run.assembly import (
     describe_surroundings,
     set_weights,
 )
-from pretrain.run.job import Job, prepare_job
+from pretrain.run.job import Job, Purpose, prepare_job
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
@@ -106,7 +106,6 @@ def launch(arguments: argparse.Namespace) -> int:
     Nothing is written to the run folder before the checks have passed. Returns the exit status.
     """
     recipe = config.load_recipe(arguments.recipe, arguments.overrides)
-    recipe, shortened = schedule.fit_to_command_line(recipe, arguments.overrides)
     recipe = with_precision(recipe, os.environ)
     accelerator, notices = distributed.as_launched(recipe)
     is_main_process = accelerator.is_main_process
@@ -114,8 +113,9 @@ def launch(arguments: argparse.Namespace) -> int:
     # The run folder is checked first, because preparing the packs may take hours.
     if not arguments.plan:
         distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
-    job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
-    console = introduce_job(job, accelerator, [*shortened, *notices])
+    purpose: Purpose = "plan" if arguments.plan else "run"
+    job = prepare_job(recipe, accelerator, arguments.overrides, purpose=purpose)
+    console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:
