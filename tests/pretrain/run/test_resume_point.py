@@ -220,8 +220,22 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
         require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
-    assert ("Set another `run_dir`" if in_run_folder else "Omit --resume") in message
+    assert ("Set another `name` or `run_dir`" if in_run_folder else "Omit --resume") in message
     assert "--accept-changes" in message and "To end at another step" not in message
+
+
+def test_a_shortened_schedule_is_named_instead_of_its_keys() -> None:
+    job = job_of(24, schedule="wsd", **{"schedule.warmup": 12, "schedule.decay": 0.2})
+    job.recipe.schedule = ScheduleSettings(warmup=12)
+    for warmup, is_shortened in ((4, True), (3, False)):
+        saved = {"schedule.warmup": warmup, "schedule.decay": 1 / 5}
+        checkpoint = ResumePoint(Path("step"), record_of(5, 5, **saved), in_run_folder=True)
+        changes = compare_identities(checkpoint.record["identity"], job.identity)
+        with pytest.raises(InputError) as error:
+            require_same_training(checkpoint, changes, job, [])
+        message = str(error.value)
+        assert ("schedule was shortened to 5 steps\nSet another `name`" in message) == is_shortened
+        assert ("schedule.warmup: saved" in message) != is_shortened
 
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
