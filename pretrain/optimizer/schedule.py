@@ -145,4 +145,5 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
     else:
         phases.append(f"{settings.kind} {total_steps - warmup:,}")
     end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"
-    return f"{settings.kind}: {' + '.join(phases)} = {total_steps:,} steps, peak {peak:g}{end}"
+    steps = plural(total_steps, "step")
+    return f"{settings.kind}: {' + '.join(phases)} = {steps}, peak {peak:g}{end}"

@@ -157,7 +157,8 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
         with as_input_error(
             _REFUSED,
             f"{configuration}: accelerate does not accept this configuration",
-            "correct the file, or choose another --config (bf16 and cpu need no FP8 library)",
+            "correct the file, or choose another --config (bf16 and cpu need no FP8 library; "
+            "`--config cpu precision=nvfp4 fp8_config.on_unsupported=emulate` emulates nvfp4)",
         ):
             launch_command(launch_command_parser().parse_args(arguments))
     except subprocess.CalledProcessError as error:
