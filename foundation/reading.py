@@ -61,9 +61,10 @@ def load_yaml(path: str | os.PathLike[str], remedy: str = "") -> dict[str, Any]:
     """
     path = Path(path)
     if not path.exists():
-        names = [file.name for file in path.parent.glob("*.y*ml")]
-        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        similar = difflib.get_close_matches(
+            path.name, [file.name for file in path.parent.glob("*.y*ml")], n=1, cutoff=0.7
+        )
+        hint = f"; did you mean {path.with_name(similar[0])}?" if similar else ""
         raise InputError(f"{path}: no such file{hint}")
     with as_input_error(
         (OSError, ValueError, TypeError, yaml.YAMLError),

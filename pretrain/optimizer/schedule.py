@@ -76,8 +76,9 @@ def check(settings: ScheduleSettings, total_steps: int) -> None:
     """Raise InputError if warm-up and decay together have more than `total_steps` steps."""
     decay = decay_steps(settings, total_steps)
     if settings.warmup + decay > total_steps:
-        steps = plural(decay, "step")
-        of_decay = f" and `schedule.decay: {settings.decay:g}` ({steps})" if decay else ""
+        of_decay = (
+            f" and `schedule.decay: {settings.decay:g}` ({plural(decay, 'step')})" if decay else ""
+        )
         raise InputError(
             f"the schedule with `schedule.warmup: {settings.warmup}`{of_decay} is longer than the "
             f"run of {plural(total_steps, 'step')}; either shorten the schedule, or train more "
@@ -95,38 +96,37 @@ def fit_to_command_line(
 
     steps: number of steps, which is needed if the recipe gives the length in epochs.
     """
-    settings = recipe.schedule
     steps = steps or recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
     given = {key for key, _ in parse_overrides(overrides)}
-    fitted = shorten(settings, steps, keep_warmup="schedule.warmup" in given)
-    if not given & _LENGTH or fitted == settings:
+    fitted = shorten(recipe.schedule, steps, keep_warmup="schedule.warmup" in given)
+    if not given & _LENGTH or fitted == recipe.schedule:
         return recipe, []
-    decay = decay_steps(fitted, steps)
-    notice = (
-        f"the schedule is shortened to {plural(steps, 'step')}: {fitted.warmup:,} of warm-up "
-        f"(`schedule.warmup: {settings.warmup}`){f' and {decay:,} of decay' if decay else ''}"
-    )
-    return recipe.model_copy(update={"schedule": fitted}), [notice]
+    return recipe.model_copy(update={"schedule": fitted}), [
+        f"the schedule is shortened to {describe(fitted, recipe.optimizer, steps)}"
+    ]
 
 
 def shorten(
     settings: ScheduleSettings, total_steps: int, *, keep_warmup: bool = False
 ) -> ScheduleSettings:
-    """Return a schedule that fits into `total_steps` steps, or `settings` if they fit.
+    """Return a schedule that fits into `total_steps` steps, or `settings` if it fits.
 
     Warm-up and decay are shortened in proportion. At least one step comes after the warm-up.
 
     keep_warmup: shorten only the decay if the warm-up leaves a step for it.
     """
     decay = decay_steps(settings, total_steps)
-    after_warmup = max(decay, 1)
-    if not 0 < total_steps < settings.warmup + after_warmup:
+    needed = settings.warmup + max(decay, 1)
+    if not 0 < total_steps < needed:
         return settings
-    warmup = settings.warmup
-    if not keep_warmup or warmup >= total_steps:
-        warmup = total_steps * warmup // (warmup + after_warmup)
-    share = (total_steps - warmup) / total_steps if decay else settings.decay
-    return settings.model_copy(update={"warmup": warmup, "decay": share})
+    fits = keep_warmup and settings.warmup < total_steps
+    warmup = settings.warmup if fits else total_steps * settings.warmup // needed
+    return settings.model_copy(
+        update={
+            "warmup": warmup,
+            "decay": (total_steps - warmup) / total_steps if decay else settings.decay,
+        }
+    )
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:
@@ -145,5 +145,6 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
     else:
         phases.append(f"{settings.kind} {total_steps - warmup:,}")
     end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"
-    steps = plural(total_steps, "step")
-    return f"{settings.kind}: {' + '.join(phases)} = {steps}, peak {peak:g}{end}"
+    return (
+        f"{settings.kind}: {' + '.join(phases)} = {plural(total_steps, 'step')}, peak {peak:g}{end}"
+    )

@@ -28,7 +28,7 @@ from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_run
 from pretrain.optimizer.schedule import describe, learning_rate, shorten
 from pretrain.run.job import Job
-from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
+from pretrain.settings.config import HORIZON, branch_checkpoint, flatten, identity_of
 from pretrain.settings.recipe import Recipe
 
 # Map each setting that differs between a checkpoint and the run to (saved value, present value).
@@ -308,12 +308,12 @@ def require_same_training(
         return
     lines = lines_of(changes)
     steps = source.record["progress"]["steps"]
-    shortened = shorten(job.recipe.schedule, steps)
-    phases = {"schedule.warmup": shortened.warmup, "schedule.decay": shortened.decay}
-    if lines.keys() & phases.keys() and phases.items() <= source.record["identity"].items():
-        # The user has set neither of these keys.
-        lines = {key: line for key, line in lines.items() if key not in phases}
-        lines["schedule"] = f"the earlier run's schedule was shortened to {plural(steps, 'step')}"
+    shortened = flatten({"schedule": shorten(job.recipe.schedule, steps).model_dump()})
+    if lines.keys() & shortened and shortened.items() <= source.record["identity"].items():
+        # The user has set none of these keys.
+        lines = {key: line for key, line in lines.items() if key not in shortened} | {
+            "schedule": f"the earlier run's schedule was shortened to {plural(steps, 'step')}"
+        }
     changed = "".join(f"\n  {line}" for line in lines.values())
     new_run = "Set another `name` or `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (

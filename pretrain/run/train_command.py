@@ -192,6 +192,15 @@ def _report(error: Any) -> int:
 
     error: torch's ChildFailedError.
     """
+    killed = [rank for rank, item in error.failures.items() if item.exitcode == -signal.SIGKILL]
+    if killed:
+        # The errors of the other ranks follow from it.
+        print(
+            f"error: rank {killed[0]} was ended by SIGKILL, for example because the machine had no "
+            "free memory; the same command continues from the newest checkpoint",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGKILL
     _, failure = error.get_first_failure()
     record = failure.error_file_data["message"]
     # Only our records have this key. See `foundation.command.report_error`.

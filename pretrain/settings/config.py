@@ -285,14 +285,10 @@ class LaunchParser(CommandParser):
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and overrides may be in any order."""
-        options = [option for action in self._actions for option in action.option_strings]
         normalized = []
         for text in arguments:
-            name, equals, _ = text.partition("=")
-            is_option = any(option.startswith(name) for option in options)
-            key = name.removeprefix("--")
-            is_key = "." in key or key in Recipe.model_fields
-            is_setting = bool(equals) and is_key and not is_option
+            key, equals, _ = text.removeprefix("--").partition("=")
+            is_setting = equals and ("." in key or key in Recipe.model_fields)
             normalized.append(text.removeprefix("--") if is_setting else text)
         return super().read(normalized)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -163,7 +165,7 @@ def test_a_schedule_fits_a_length_in_epochs() -> None:
     recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
     fitted, (notice,) = schedule.fit_to_command_line(recipe, given, 7)
     schedule.check(fitted.schedule, 7)
-    assert "shortened to 7 steps" in notice
+    assert re.match(r"the schedule is shortened to wsd: .* = 7 steps", notice)
 
 
 def test_a_schedule_that_does_not_fit_its_file_stays() -> None:
