@@ -29,8 +29,9 @@ from pretrain.settings import config
 
 if __name__ == "__main__":
     # The imports below take seconds. Until the training loop can save a checkpoint, Ctrl-C ends the
-    # process without a traceback.
+    # process without a traceback, and without multiprocessing's warning about semaphores.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     # Imports create no garbage, but garbage collection took a fifth of their time.
     gc.disable()
     # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps

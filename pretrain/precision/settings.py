@@ -68,8 +68,7 @@ def _refuse_fp8(name: Any) -> Any:
 
 
 # mypy cannot evaluate a Literal whose values are computed.
-_Name: TypeAlias = Literal[tuple(PRECISIONS)]  # type: ignore[valid-type]
-PrecisionName: TypeAlias = Annotated[_Name, BeforeValidator(_refuse_fp8)]
+PrecisionName: TypeAlias = Annotated[Literal[tuple(PRECISIONS)], BeforeValidator(_refuse_fp8)]  # type: ignore[valid-type]
 
 
 @functools.cache

@@ -182,8 +182,17 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
 
-def _status(returncode: int) -> int:
-    """Return the exit status that a shell reports for a `returncode` of subprocess."""
+def _status(returncode: int, process: str = "the training") -> int:
+    """Return the exit status that a shell reports for a `returncode` of subprocess.
+
+    If a signal has ended `process`, print a message.
+    """
+    if returncode < 0:
+        print(
+            f"{process} was ended by {signal.Signals(-returncode).name}; the same command "
+            "continues from what is saved",
+            file=sys.stderr,
+        )
     return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -192,15 +201,11 @@ def _report(error: Any) -> int:
 
     error: torch's ChildFailedError.
     """
-    killed = [rank for rank, item in error.failures.items() if item.exitcode == -signal.SIGKILL]
-    if killed:
-        # The errors of the other ranks follow from it.
-        print(
-            f"error: rank {killed[0]} was ended by SIGKILL, for example because the machine had no "
-            "free memory; the same command continues from the newest checkpoint",
-            file=sys.stderr,
-        )
-        return 128 + signal.SIGKILL
+    for rank, item in error.failures.items():
+        # The errors of the other ranks follow from such a signal. Libraries end a process by other
+        # signals after an error of another rank.
+        if item.exitcode in (-signal.SIGINT, -signal.SIGKILL):
+            return _status(item.exitcode, f"rank {rank}")
     _, failure = error.get_first_failure()
     record = failure.error_file_data["message"]
     # Only our records have this key. See `foundation.command.report_error`.

@@ -278,8 +278,11 @@ class LaunchParser(CommandParser):
         key = closest_key(Recipe, name)
         if key == "precision" and value in BY_ACCELERATE:
             value = BY_ACCELERATE[value].name
-        is_converted = key in _CONVERTED or (key == "precision" and value not in PRECISIONS)
-        is_value = value and "=" not in value and not value.startswith("-") and not is_converted
+        is_value = (
+            (value and "=" not in value and not value.startswith("-"))
+            and key not in _CONVERTED
+            and (key != "precision" or value in PRECISIONS)
+        )
         setting = f"{key}={value if is_value else 'VALUE'}" if key else None
         return super().suggest(name, value) or setting
 

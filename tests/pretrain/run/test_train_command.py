@@ -122,8 +122,20 @@ def test_a_killed_rank_is_one_message(small_recipe: dict[str, Any], tmp_path: Pa
     next(child for child in children if child.environ().get("RANK") == "1").kill()
     _, err = process.communicate()
     assert process.returncode == 128 + signal.SIGKILL
-    assert err.startswith("error: rank 1 was ended by SIGKILL")
+    assert err.startswith("rank 1 was ended by SIGKILL; the same command continues")
     assert err.count("\n") == 1
+
+
+def test_a_training_that_a_signal_ends_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ends a training by its signal until the loop can save, for example during packing."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    preamble = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+    done = subprocess.run([sys.executable, "-c", preamble + code])
+    assert train_command._status(done.returncode) == 130
+    message = capsys.readouterr().err
+    assert message.startswith("the training was ended by SIGINT; the same command continues")
+    assert train_command._status(2) == 2
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
