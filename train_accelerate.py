@@ -29,8 +29,9 @@ from pretrain.settings import config
 
 if __name__ == "__main__":
     # The imports below take seconds. Until the training loop can save a checkpoint, Ctrl-C ends the
-    # process without a traceback.
+    # process without a traceback, and without multiprocessing's warning about semaphores.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     # Imports create no garbage, but garbage collection took a fifth of their time.
     gc.disable()
     # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps
@@ -85,7 +86,7 @@ from pretrain.run.assembly import (
     describe_surroundings,
     set_weights,
 )
-from pretrain.run.job import Job, prepare_job
+from pretrain.run.job import Job, Purpose, prepare_job
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
@@ -106,7 +107,6 @@ def launch(arguments: argparse.Namespace) -> int:
     Nothing is written to the run folder before the checks have passed. Returns the exit status.
     """
     recipe = config.load_recipe(arguments.recipe, arguments.overrides)
-    recipe, shortened = schedule.fit_to_command_line(recipe, arguments.overrides)
     recipe = with_precision(recipe, os.environ)
     accelerator, notices = distributed.as_launched(recipe)
     is_main_process = accelerator.is_main_process
@@ -114,8 +114,9 @@ def launch(arguments: argparse.Namespace) -> int:
     # The run folder is checked first, because preparing the packs may take hours.
     if not arguments.plan:
         distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
-    job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
-    console = introduce_job(job, accelerator, [*shortened, *notices])
+    purpose: Purpose = "plan" if arguments.plan else "run"
+    job = prepare_job(recipe, accelerator, arguments.overrides, purpose=purpose)
+    console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -59,6 +60,12 @@ def load_yaml(path: str | os.PathLike[str], remedy: str = "") -> dict[str, Any]:
     Raises InputError, with `remedy`, if the file is not a YAML mapping.
     """
     path = Path(path)
+    if not path.exists():
+        similar = difflib.get_close_matches(
+            path.name, [file.name for file in path.parent.glob("*.y*ml")], n=1, cutoff=0.7
+        )
+        hint = f"; did you mean {path.with_name(similar[0])}?" if similar else ""
+        raise InputError(f"{path}: no such file{hint}")
     with as_input_error(
         (OSError, ValueError, TypeError, yaml.YAMLError),
         f"{path}: cannot be read as YAML",

@@ -93,7 +93,9 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments:
         message = f"error: unknown command {arguments[0]!r}"
-        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(
+            arguments[0].replace("generate", "sample"), COMMANDS, n=1, cutoff=0.5
+        )
         if near:
             message += f"; did you mean {near[0]!r}?"
         print(message, file=sys.stderr)

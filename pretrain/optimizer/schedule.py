@@ -76,35 +76,57 @@ def check(settings: ScheduleSettings, total_steps: int) -> None:
     """Raise InputError if warm-up and decay together have more than `total_steps` steps."""
     decay = decay_steps(settings, total_steps)
     if settings.warmup + decay > total_steps:
-        of_decay = f" and `schedule.decay: {settings.decay:g}` ({decay:,} steps)" if decay else ""
+        of_decay = (
+            f" and `schedule.decay: {settings.decay:g}` ({plural(decay, 'step')})" if decay else ""
+        )
         raise InputError(
             f"the schedule with `schedule.warmup: {settings.warmup}`{of_decay} is longer than the "
-            f"run of {total_steps:,} steps; either shorten the schedule, or train more steps "
-            "(`train`)"
+            f"run of {plural(total_steps, 'step')}; either shorten the schedule, or train more "
+            "steps (`train`)"
         )
 
 
-def fit_to_command_line(recipe: Recipe, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+def fit_to_command_line(
+    recipe: Recipe, overrides: Sequence[str], steps: int | None = None
+) -> tuple[Recipe, list[str]]:
     """Return the recipe with a schedule that fits the length set in `overrides`, and notices.
 
-    If warm-up and decay are longer than the run, they are shortened in proportion, and a notice is
-    returned. If `overrides` do not change the number of steps, `check` refuses such a schedule.
+    If the schedule is shortened, a notice is returned. If `overrides` do not change the number of
+    steps, `check` refuses a schedule that is too long.
+
+    steps: number of steps, which is needed if the recipe gives the length in epochs.
     """
-    settings = recipe.schedule
-    steps = recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
-    decay = decay_steps(settings, steps)
-    is_given = {key for key, _ in parse_overrides(overrides)} & _LENGTH
-    if not is_given or not 0 < steps < settings.warmup + decay:
+    steps = steps or recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
+    given = {key for key, _ in parse_overrides(overrides)}
+    fitted = shorten(recipe.schedule, steps, keep_warmup="schedule.warmup" in given)
+    if not given & _LENGTH or fitted == recipe.schedule:
         return recipe, []
-    warmup = steps * settings.warmup // (settings.warmup + decay)
-    changes = {"warmup": warmup, "decay": (steps - warmup) / steps if decay else settings.decay}
-    fitted = settings.model_copy(update=changes)
-    of_decay = f", and the decay has {plural(steps - warmup, 'step')}" if decay else ""
-    notice = (
-        f"the schedule is shortened to {plural(steps, 'step')}: `schedule.warmup` is {warmup:,} "
-        f"instead of {settings.warmup:,}{of_decay}"
+    return recipe.model_copy(update={"schedule": fitted}), [
+        f"the schedule is shortened to {describe(fitted, recipe.optimizer, steps)}"
+    ]
+
+
+def shorten(
+    settings: ScheduleSettings, total_steps: int, *, keep_warmup: bool = False
+) -> ScheduleSettings:
+    """Return a schedule that fits into `total_steps` steps, or `settings` if it fits.
+
+    Warm-up and decay are shortened in proportion. At least one step comes after the warm-up.
+
+    keep_warmup: shorten only the decay if the warm-up leaves a step for it.
+    """
+    decay = decay_steps(settings, total_steps)
+    needed = settings.warmup + max(decay, 1)
+    if not 0 < total_steps < needed:
+        return settings
+    fits = keep_warmup and settings.warmup < total_steps
+    warmup = settings.warmup if fits else total_steps * settings.warmup // needed
+    return settings.model_copy(
+        update={
+            "warmup": warmup,
+            "decay": (total_steps - warmup) / total_steps if decay else settings.decay,
+        }
     )
-    return recipe.model_copy(update={"schedule": fitted}), [notice]
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:
@@ -123,4 +145,6 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
     else:
         phases.append(f"{settings.kind} {total_steps - warmup:,}")
     end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"
-    return f"{settings.kind}: {' + '.join(phases)} = {total_steps:,} steps, peak {peak:g}{end}"
+    return (
+        f"{settings.kind}: {' + '.join(phases)} = {plural(total_steps, 'step')}, peak {peak:g}{end}"
+    )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
@@ -59,8 +59,16 @@ BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.
 # Map a switch in Accelerate's `fp8_config` to the name of the precision that the switch selects.
 ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
 
+
+def _refuse_fp8(name: Any) -> Any:
+    """Return `name`. Raise ValueError for Accelerate's name fp8, which has several precisions."""
+    if name == "fp8":
+        raise ValueError("fp8 is delayed, current or block; set one of these precisions")
+    return name
+
+
 # mypy cannot evaluate a Literal whose values are computed.
-PrecisionName: TypeAlias = Literal[tuple(PRECISIONS)]  # type: ignore[valid-type]
+PrecisionName: TypeAlias = Annotated[Literal[tuple(PRECISIONS)], BeforeValidator(_refuse_fp8)]  # type: ignore[valid-type]
 
 
 @functools.cache

@@ -69,7 +69,8 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
             folder = packing_folder(recipe, accelerator, stack)
             with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
             recipe = recipe.model_copy(update={"data": with_dataset.data})
-        _evaluate(recipe, accelerator, notices, parsed.resume, assemble)
+        job = prepare_job(recipe, accelerator, overrides)
+        _evaluate(job, accelerator, notices, parsed.resume, assemble)
         end_processes(accelerator)
     return 0
 
@@ -115,7 +116,7 @@ def dataset_overrides(dataset: str, folder: Path) -> list[str]:
 
 
 def _evaluate(
-    recipe: Recipe,
+    job: Job,
     accelerator: Accelerator,
     notices: Iterable[str],
     resume_from: str,
@@ -132,7 +133,6 @@ def _evaluate(
     Raises InputError if no packs are held out, or if the run has neither a checkpoint nor weights
     from a source.
     """
-    job = prepare_job(recipe, accelerator)
     console = introduce_job(job, accelerator, notices)
     if job.data.held_out is None:
         raise InputError(

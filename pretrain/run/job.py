@@ -71,6 +71,7 @@ class Job:
     attention: attention.Choice
     # The settings in the config.json of `model.source`, as keys of the run's identity.
     source_config: dict[str, Any]
+    notices: list[str]  # lines about a schedule that is shortened
 
     @property
     def recipe(self) -> Recipe:
@@ -151,8 +152,16 @@ class Job:
 
 
 @START.part("checks")
-def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = "run") -> Job:
+def prepare_job(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    overrides: Sequence[str],
+    *,
+    purpose: Purpose = "run",
+) -> Job:
     """Check the recipe and return its job. Fast checks run before slow ones.
+
+    overrides: settings on the command line. The schedule is shortened to a length among them.
 
     Raises InputError if the recipe, the model, the packs and the machine do not fit together.
     """
@@ -161,6 +170,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     branch_checkpoint(recipe)
     check_ours(run_dir)
     check_trackers(recipe.log)
+    recipe, notices = schedule.fit_to_command_line(recipe, overrides)
     phases, unquantized = resolve_precisions(recipe, accelerator.device.type)
     first = phases[0][1].precision
     check_settings(recipe, first.name, None if is_elsewhere else accelerator.num_processes)
@@ -202,6 +212,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
     # If the length is not given in epochs, `check_settings` has already checked the schedule.
     if recipe.train.epochs is not None:
+        recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
         schedule.check(recipe.schedule, steps)
     plan = Plan(
         recipe,
@@ -234,6 +245,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
         tokenizer,
         chosen,
         source_config(recipe.model),
+        notices,
     )
 
 

@@ -14,7 +14,6 @@ from foundation.errors import InputError
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched
-from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.rendering import (
     ASSUMED_SHARES,
@@ -56,11 +55,10 @@ def main(options: argparse.Namespace) -> int:
         )
     targets = [Target.parse(text) for text in options.on or USUAL]
     recipe = load_recipe(options.recipe, options.overrides)
-    recipe, shortened = fit_to_command_line(recipe, options.overrides)
     has_precision = recipe.precision is not None
     recipe = _for_other_machines(recipe)
     accelerator, notices = as_launched(recipe)
-    job = prepare_job(recipe, accelerator, purpose="elsewhere")
+    job = prepare_job(recipe, accelerator, options.overrides, purpose="elsewhere")
     plan = job.plan
     plans = [(target, target.plan(plan, job.shapes)) for target in targets]
 
@@ -86,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
         *_notes(plan, shares, is_mfu_stated=bool(options.mfu)),
         *_reasons(plans),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
-        *shortened,
+        *job.notices,
         *notices,
     ]
     print("\n".join(textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ") for text in notes))

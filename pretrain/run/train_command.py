@@ -157,7 +157,8 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
         with as_input_error(
             _REFUSED,
             f"{configuration}: accelerate does not accept this configuration",
-            "correct the file, or choose another --config (bf16 and cpu need no FP8 library)",
+            "correct the file, or choose another --config (bf16 and cpu need no FP8 library; "
+            "`--config cpu precision=nvfp4 fp8_config.on_unsupported=emulate` emulates nvfp4)",
         ):
             launch_command(launch_command_parser().parse_args(arguments))
     except subprocess.CalledProcessError as error:
@@ -181,8 +182,17 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
 
-def _status(returncode: int) -> int:
-    """Return the exit status that a shell reports for a `returncode` of subprocess."""
+def _status(returncode: int, process: str = "the training") -> int:
+    """Return the exit status that a shell reports for a `returncode` of subprocess.
+
+    If a signal has ended `process`, print a message.
+    """
+    if returncode < 0:
+        print(
+            f"{process} was ended by {signal.Signals(-returncode).name}; the same command "
+            "continues from what is saved",
+            file=sys.stderr,
+        )
     return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -191,6 +201,11 @@ def _report(error: Any) -> int:
 
     error: torch's ChildFailedError.
     """
+    for rank, item in error.failures.items():
+        # The errors of the other ranks follow from such a signal. Libraries end a process by other
+        # signals after an error of another rank.
+        if item.exitcode in (-signal.SIGINT, -signal.SIGKILL):
+            return _status(item.exitcode, f"rank {rank}")
     _, failure = error.get_first_failure()
     record = failure.error_file_data["message"]
     # Only our records have this key. See `foundation.command.report_error`.

@@ -28,7 +28,7 @@ from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.reading import load_with_bases
 from foundation.settings import closest_key, parse, set_value, value_from_text
-from pretrain.precision.settings import is_quantized, label
+from pretrain.precision.settings import BY_ACCELERATE, PRECISIONS, is_quantized, label
 from pretrain.settings.recipe import Recipe
 
 # The keys that set the length of a training. Only one of them can be set.
@@ -77,6 +77,8 @@ _NOT_IDENTITY = (
     "data.on_bad_line",
 )
 
+# Keys whose values have another unit in other programs.
+_CONVERTED = ("batch.tokens", "optimizer.betas", "schedule.min_lr_ratio")
 # Prefix of the keys of `identity_of` for the values in the config.json of `model.source`.
 SOURCE = "model.source."
 
@@ -274,18 +276,22 @@ class LaunchParser(CommandParser):
     def suggest(self, name: str, value: str) -> str | None:
         """Return the option or the key=value that was probably meant by an unknown option."""
         key = closest_key(Recipe, name)
-        is_value = value and "=" not in value and not value.startswith("-")
+        if key == "precision" and value in BY_ACCELERATE:
+            value = BY_ACCELERATE[value].name
+        is_value = (
+            (value and "=" not in value and not value.startswith("-"))
+            and key not in _CONVERTED
+            and (key != "precision" or value in PRECISIONS)
+        )
         setting = f"{key}={value if is_value else 'VALUE'}" if key else None
         return super().suggest(name, value) or setting
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and overrides may be in any order."""
-        options = [option for action in self._actions for option in action.option_strings]
         normalized = []
         for text in arguments:
-            name, equals, _ = text.partition("=")
-            is_option = any(option.startswith(name) for option in options)
-            is_setting = bool(equals) and name.startswith("--") and not is_option
+            key, equals, _ = text.removeprefix("--").partition("=")
+            is_setting = equals and ("." in key or key in Recipe.model_fields)
             normalized.append(text.removeprefix("--") if is_setting else text)
         return super().read(normalized)
 

@@ -32,9 +32,8 @@ SETTINGS = {
     "optimizer.learning_rate=.nan": "`optimizer.learning_rate`",
     "optimizer.betas=[0.9,1.5]": "`optimizer.betas",
     "precision=delayd": "'delayed'",
-    **dict.fromkeys(
-        ("precision=fp8", "precision=[{until: 12, use: bf16}, {use: fp32}]"), "`precision`"
-    ),
+    "precision=fp8": "`precision`: fp8 is delayed, current or block",
+    "precision=[{until: 12, use: bf16}, {use: fp32}]": "`precision`",
     "precision=[{until: 1.5, use: nvfp4}, {use: bf16}]": "`precision.0.until`: 1.5",
     "precision=delayed": "`precision: delayed`",
     "precision=fp32 weights=bf16": "`weights: bf16`",
@@ -178,6 +177,8 @@ COMMANDS = {
     "matrix {here}/matrix.yaml": "recipe",
     "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
+    "generate": "'sample'",
+    "flops {here}/fodler.yaml": "fodler.yaml: no such file; did you mean {here}/folder.yaml?",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": (
         "empty.txt: the source contains no text"

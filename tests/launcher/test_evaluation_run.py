@@ -161,3 +161,16 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     assert {*modes} == {0o700}, "other users can read the packed text"
     assert [*temporary.iterdir()] == [foreign]
     assert [*contents(foreign)] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("length", ["train.steps=3", "train.epochs=0.2"])
+def test_evaluate_accepts_the_length_that_train_has_shortened_to(
+    length: str, train_here: Callable, small_recipe: dict[str, Any]
+) -> None:
+    """A step has 8 of 120 packs."""
+    recipe = small_recipe | {"schedule": {"kind": "cosine", "warmup": 60}, "train": {"steps": 700}}
+    trained = train_here(length, recipe=recipe)
+    assert "the schedule is shortened to cosine: warmup 2 + cosine 1 = 3 steps" in trained.out
+    assert steps_saved(trained.run_dir) == [3]
+    evaluated = train_here("evaluate", length, recipe=recipe)
+    assert losses_printed(evaluated)["fp32"] == pytest.approx(evaluations(trained)[3], abs=1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -115,6 +117,8 @@ def test_rates_are_positive_and_rise_only_during_warmup(
 def test_warmup_and_decay_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(InputError, match=r"schedule\.warmup: 101.*100"):
         schedule.check(ScheduleSettings(kind="cosine", warmup=101), 100)
+    with pytest.raises(InputError, match="run of 1 step;"):
+        schedule.check(ScheduleSettings(kind="cosine", warmup=2), 1)
     with pytest.raises(InputError, match=r"schedule\.warmup: 81.*schedule\.decay: 0\.2.*100 steps"):
         schedule.check(ScheduleSettings(kind="wsd", warmup=81, decay=0.2), 100)
     schedule.check(ScheduleSettings(kind="wsd", warmup=80, decay=0.2), 100)
@@ -134,13 +138,34 @@ def test_a_schedule_fits_every_length_on_the_command_line(
     fitted, notices = schedule.fit_to_command_line(recipe, given)
     schedule.check(fitted.schedule, steps)
     before = schedule.decay_steps(recipe.schedule, steps)
-    if warmup + before <= steps:
+    after_warmup = max(before, 1)
+    if warmup + after_warmup <= steps:
         assert (fitted, notices) == (recipe, [])
         return
     assert len(notices) == 1
     after = schedule.decay_steps(fitted.schedule, steps)
-    assert fitted.schedule.warmup + after == steps, "no step has the peak rate"
-    assert fitted.schedule.warmup == warmup * steps // (warmup + before)
+    assert fitted.schedule.warmup < steps, "the rate does not end during the warm-up"
+    assert fitted.schedule.warmup + max(after, 1) == steps, "no step is between the phases"
+    assert fitted.schedule.warmup == warmup * steps // (warmup + after_warmup)
+
+
+@pytest.mark.parametrize(("warmup", "kept"), [(3, True), (4, True), (5, False), (60, False)])
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_a_warmup_on_the_command_line_stays_if_it_fits(warmup: int, kept: bool, kind: str) -> None:
+    given = ["train.steps=5", f"schedule.warmup={warmup}", f"schedule.kind={kind}"]
+    recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
+    fitted, _ = schedule.fit_to_command_line(recipe, given)
+    schedule.check(fitted.schedule, 5)
+    assert (fitted.schedule.warmup == warmup) == kept
+    assert 0 < fitted.schedule.warmup < 5
+
+
+def test_a_schedule_fits_a_length_in_epochs() -> None:
+    given = ["train.epochs=0.01"]
+    recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
+    fitted, (notice,) = schedule.fit_to_command_line(recipe, given, 7)
+    schedule.check(fitted.schedule, 7)
+    assert re.match(r"the schedule is shortened to wsd: .* = 7 steps", notice)
 
 
 def test_a_schedule_that_does_not_fit_its_file_stays() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from pretrain import __version__
@@ -23,13 +25,18 @@ from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
 
 
-def start(folder: Path, recipe: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
-    """Start `python -m pretrain train` on the CPU in the repository's root folder."""
+def start(
+    folder: Path, recipe: dict[str, Any], *arguments: str, forks: bool = True
+) -> subprocess.Popen[str]:
+    """Start `python -m pretrain train` on the CPU in the repository's root folder.
+
+    forks: fork the command and its ranks, see tests/forked_commands.py.
+    """
     command = [sys.executable, "-m", "pretrain", "train", str(write_recipe(recipe, folder))]
     return subprocess.Popen(
         [*command, *arguments],
         cwd=ROOT,
-        env=forking() | {"ACCELERATE_USE_CPU": "true"},
+        env=(forking() if forks else dict(os.environ)) | {"ACCELERATE_USE_CPU": "true"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -101,6 +108,34 @@ def test_a_signal_lets_the_training_save_and_is_the_exit_status(
     assert "stopped by SIGTERM" in out + err
     assert "Traceback" not in err
     assert len(list((Path(recipe["run_dir"]) / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.multi
+def test_a_killed_rank_is_one_message(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe = small_recipe | {"train": {"steps": 10**6}, "evaluate": {}, "log": {"every": 1}}
+    process = start(tmp_path, recipe, "--config=ddp", "--processes=2", forks=False)
+    metrics = Path(recipe["run_dir"]) / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children()
+    next(child for child in children if child.environ().get("RANK") == "1").kill()
+    _, err = process.communicate()
+    assert process.returncode == 128 + signal.SIGKILL
+    assert err.startswith("rank 1 was ended by SIGKILL; the same command continues")
+    assert err.count("\n") == 1
+
+
+def test_a_training_that_a_signal_ends_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ends a training by its signal until the loop can save, for example during packing."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    preamble = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+    done = subprocess.run([sys.executable, "-c", preamble + code])
+    assert train_command._status(done.returncode) == 130
+    message = capsys.readouterr().err
+    assert message.startswith("the training was ended by SIGINT; the same command continues")
+    assert train_command._status(2) == 2
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
