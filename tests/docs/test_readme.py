@@ -64,8 +64,8 @@ def test_the_block_for_your_own_text_trains_and_generates(tmp_path: Path):
     )
 
 
-def test_readme_has_12_kilobytes_or_less():
-    assert len(README.encode()) <= 12_000
+def test_readme_has_9_kilobytes_or_less():
+    assert len(README.encode()) <= 9_000
 
 
 def test_the_list_of_pages_names_every_page_once_in_the_order_of_a_users_task():
