@@ -188,11 +188,12 @@ def _watching_forwards(
 class ProductAudit(Observer):
     """Check that the products of training match the audit that ran before the first step.
 
-    Each linear is observed in one microbatch of the step, different linears in different
-    microbatches, and in another microbatch in the next step. In a step with `Step.is_new` the
-    operands of all linears are examined, in a statistics step (`log.fp8_statistics`) those of
-    EXAMINED_AGAIN linears. The first microbatch must add exactly one entry to every history of
-    delayed scaling. Raises InputError before the step's update if a product or a history is wrong.
+    Each linear is observed once in a step. The linears are divided among the microbatches of the
+    step. In the next step each linear is observed in another microbatch. In a step with
+    `Step.is_new` the operands of all linears are examined. In a statistics step
+    (`log.fp8_statistics`) the operands of only EXAMINED_AGAIN linears are examined. The first
+    microbatch must add exactly one entry to every history of delayed scaling. Raises InputError
+    before the step's update if a product or a history is wrong.
 
     every: `log.fp8_statistics`, or None if there are no statistics steps.
     write: writes audit.json.
@@ -391,12 +392,14 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError if training does not reach a parameter.
 
-    There are two checks. The optimizer must contain the parameter. It does not contain a parameter
-    that was created after the optimizer. And the parameter must have a gradient. The gradient is
-    missing if the model computes with a copy of the parameter, if the parameter was untied from the
-    tensor that the model computes with, or if packed attention does not use the parameter. The
-    weights of an expert may lack a gradient, because no token of the pack may have chosen the
-    expert.
+    There are two checks:
+
+    * The optimizer must contain the parameter. This check fails for a parameter that was created
+      after the optimizer.
+    * The parameter must have a gradient. This check fails if the model computes with a copy of the
+      parameter, if the parameter was untied from the tensor that the model computes with, or if
+      packed attention does not use the parameter. The weights of an expert are exempt, because it
+      is possible that no token of the pack has chosen the expert.
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     lost = [

@@ -114,10 +114,10 @@ class Plan:
     def microbatch_sizes(self) -> list[int]:
         """Return the microbatch sizes in packs that `batch.microbatch: auto` may choose, ascending.
 
-        For each number of microbatches in a step, the list contains the smallest possible size. If
-        all devices have the same number of packs, only sizes that divide this number are included.
-        Otherwise no size can fill all microbatches, and all sizes are included. With `auto:16` no
-        size is larger than 16.
+        For each number of microbatches in a step, the smallest size that leads to this number is a
+        candidate. If all devices have the same number of packs, candidates that do not divide this
+        number are removed. If the devices have different numbers of packs, no size fills all
+        microbatches, and no candidate is removed. With `auto:16`, candidates above 16 are removed.
         """
         is_uneven = self.packs_per_step % self.devices.count > 0
         most = self.packs_per_rank

@@ -117,7 +117,9 @@ def multiply(
     total: Tensor | None = None,
     overwrite: bool = False,
 ) -> Tensor | None:
-    """Return the product right [n, k] left [m, k]^T as [n, m], or None if it is not supported.
+    """Return `right @ left.T`, [n, m], or None if this product is not supported.
+
+    `right` is [n, k] and `left` is [m, k], or their transposes (see `layout`).
 
     If the result is None, nothing was computed, and another library must compute the product. The
     arguments have the same meaning as in Transformer Engine's general_gemm.

@@ -225,7 +225,8 @@ def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLan
         # parameters. FSDP2 reduces the sums over ranks.
         packed.sharding = Sharding(packed, dtype, stacks, once_a_step=job.plan.devices.gathered)
     elif _needs_gradient_sums(job, accelerator, packed.fused):
-        # Each process has all parameters. With several processes, `RankSums` adds up their sums.
+        # Each process has all parameters and sums its own gradients. With several processes,
+        # `RankSums` then adds up these sums over the processes.
         attach_main_gradients(packed, dtype, stacks)
         if accelerator.num_processes > 1:
             packed.rank_sums = RankSums(packed.parameters())

@@ -614,7 +614,8 @@ def distances(
         sizes[name] = 1 if expected.dim() > 1 and len(expected) == 1 else expected.numel()
     by_tensor = torch.stack(norms)
     total = torch.linalg.vector_norm(by_tensor, dim=0, keepdim=True)
-    rows = torch.cat([by_tensor, total]).tolist()  # waits for the device once
+    # Copy all norms to the CPU at once, because each copy waits for the device.
+    rows = torch.cat([by_tensor, total]).tolist()
     sizes[TOTAL] = sum(sizes.values())
     return {
         name: Distance(norm, difference, size)
