@@ -229,8 +229,11 @@ def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: 
         unit.forward = casting_parameters(unit, unit.forward, cast_to)
     if compile_layers and not casts_outside:
         # All shapes are static, except for the number of documents, which `inputs_of` marks as
-        # dynamic. Therefore one graph is used for all steps and layers.
-        unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
+        # dynamic. Therefore one graph is used for all steps and layers. On a CPU, the graph ends at
+        # attention, which is not compiled.
+        unit.forward = torch.compile(
+            unit.forward, fullgraph=torch.accelerator.is_available(), dynamic=False
+        )
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:

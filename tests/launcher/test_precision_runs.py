@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -55,6 +56,15 @@ def test_phases_resume_at_and_across_a_switch_bit_for_bit(
         "both phases share one history, whichever comes first"
     )
     assert reverse.output.count("so the precision is emulated") == 1
+
+
+def test_layers_are_compiled_on_a_cpu_in_bf16(started: Callable) -> None:
+    options = ("precision=bf16", "train.steps=3")
+    eager = started("eager", *options)
+    compiled = started("compiled", *options, "model.compile=layer")
+    assert "torch.compile: each layer" in compiled.output
+    assert compiled.losses() == pytest.approx(eager.losses(), rel=1e-3)
+    assert json.loads((compiled.run_dir / "summary.json").read_text())["recompiles"] == 0
 
 
 def test_accept_changes_allows_another_precision_and_other_weights(
