@@ -143,6 +143,7 @@ def idle_cores() -> int:
     On two idle cores, two threads trained the demo's model 1.8 times as fast as one thread (4,900
     and 2,670 tokens per second). With five other processes on the two cores, threads waited for
     each other: two threads trained 230 to 440 tokens per second, and one thread 1,300 to 1,500.
+    benchmarks/results/cpu/demo.json has these figures (`threads`).
     """
     idle = round((os.cpu_count() or 1) * (1 - psutil.cpu_percent(interval=1) / 100))
     cores = max(1, min(idle, usable_cores()))

@@ -222,8 +222,10 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
         yield has_locks
 
 
-def is_locked(path: Path) -> bool:
-    """Return True if a process holds the lock file `path`, or if the file system has no locks.
+def is_locked(path: Path, *, without_locks: bool = True) -> bool:
+    """Return True if a process holds a lock on the file `path`.
+
+    If the file system has no locks, return `without_locks`.
 
     To find out, this function holds the lock itself for a moment. Another process that requests the
     lock in this moment finds it held.
@@ -234,7 +236,9 @@ def is_locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, *NOT_IMPLEMENTED):
+        if error.errno in NOT_IMPLEMENTED:
+            return without_locks
+        if error.errno != errno.EWOULDBLOCK:
             raise
         return True
     return False

@@ -107,18 +107,7 @@ def serve() -> None:
 def open_log(path: Path) -> BinaryIO:
     """Open a log file for appending. Lock it until all processes that write to it have ended."""
     log = path.open("ab")
-    # Without file locks, `is_written` returns False.
+    # A file system without locks is accepted.
     with suppress(OSError):
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return log
-
-
-def is_written(path: Path) -> bool:
-    """Return True if a process writes to a log file that was opened by `open_log`."""
-    try:
-        with path.open("rb") as log:
-            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        # Another error means that the file is missing, or that the file system has no locks.
-        return isinstance(error, BlockingIOError)
-    return False

@@ -165,7 +165,7 @@ def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Return the number of each piece's pack, and the number of packs.
+    """Return the index of the pack in which each piece is placed, and the number of packs.
 
     Pieces of equal size are placed together. The fullest pack in which a piece fits remains the
     fullest one until no further piece of this size fits. So this pack, and every other pack with
@@ -212,12 +212,12 @@ class _OpenPacks:
         self._rooms = 0  # Bit r is set if a pack has room for exactly r tokens.
 
     def tightest(self, size: int) -> int:
-        """Return the least room of a pack in which `size` tokens fit, or 0 if there is none."""
+        """Return the room of the fullest pack that can take `size` tokens, or 0 without one."""
         fitting = self._rooms >> size
         return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
 
     def take(self, room: int, most: int) -> list[int]:
-        """Remove and return up to `most` packs with this room: those that were added last."""
+        """Remove and return at most `most` of the packs with this room, the latest ones."""
         packs = self._by_room[room]
         taken = packs[-most:]
         del packs[-most:]

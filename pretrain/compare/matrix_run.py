@@ -21,13 +21,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from foundation.errors import InputError
-from foundation.files import write_json
-from foundation.fork_server import ForkServer, is_written, open_log
+from foundation.files import is_locked, write_json
+from foundation.fork_server import ForkServer, open_log
 from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.prepare import check_sources
@@ -173,10 +174,12 @@ def wait_for_earlier_start(cells: Sequence[Cell], stop: StopRequest) -> None:
 
     An earlier start that was killed may have left such processes. Return at once after a signal.
     """
-    names = [cell.name for cell in cells if is_written(cell.log)]
+    # A training process locks its log.
+    training = partial(is_locked, without_locks=False)
+    names = [cell.name for cell in cells if training(cell.log)]
     if names:
         say(f"waiting for processes that an earlier start has left: {', '.join(names)}")
-    while any(is_written(cell.log) for cell in cells) and not stop.requested:
+    while any(training(cell.log) for cell in cells) and not stop.requested:
         time.sleep(POLL_SECONDS)
 
 

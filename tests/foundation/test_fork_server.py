@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from foundation.fork_server import ForkServer, is_written
+from foundation.files import is_locked
+from foundation.fork_server import ForkServer
 from tests.conftest import ROOT
 
 PROGRAM = """
@@ -84,18 +85,18 @@ def test_a_fork_has_its_arguments_variables_and_log(
 def test_a_killed_fork_takes_nobody_with_it(fork: Callable[..., int], tmp_path: Path) -> None:
     killed = fork("killed.log", "wait")
     waiting = fork("waiting.log", "wait")
-    wait_until(lambda: is_written(tmp_path / "killed.log"))
-    wait_until(lambda: is_written(tmp_path / "waiting.log"))
+    wait_until(lambda: is_locked(tmp_path / "killed.log"))
+    wait_until(lambda: is_locked(tmp_path / "waiting.log"))
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: not is_written(tmp_path / "killed.log"))
-    assert is_written(tmp_path / "waiting.log")
+    wait_until(lambda: not is_locked(tmp_path / "killed.log"))
+    assert is_locked(tmp_path / "waiting.log")
     server = int((tmp_path / "waiting.log").read_text().split()[-3])
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: has_ended(server))
     assert not has_ended(waiting)
     assert output_of(fork("new.log"), tmp_path / "new.log")[0].startswith("[] 0")
     os.kill(waiting, signal.SIGKILL)
-    assert not is_written(tmp_path / "missing.log")
+    assert not is_locked(tmp_path / "missing.log")
 
 
 def test_a_changed_environment_launches_another_server(
@@ -132,7 +133,7 @@ os.kill(os.getpid(), 9)
     wait_until(lambda: log.exists() and "True" in log.read_text())
     server = int(log.read_text().split()[-3])
     wait_until(lambda: has_ended(server))
-    assert is_written(log), "the forked process continues"
+    assert is_locked(log), "the forked process continues"
     (process,) = (p for p in psutil.process_iter() if is_program(p, tmp_path))
     process.kill()
 
