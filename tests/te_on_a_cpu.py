@@ -146,21 +146,33 @@ class _Extension(ModuleType):
     def rmsnorm_fwd(
         self, x: Tensor, weight: Tensor, eps: float, _: None, quantizer: Any, *rest: Any
     ) -> tuple[Any, None, Tensor]:
-        y, rstd = formulas.rms_norm(x, weight, eps)
-        return (y if quantizer is None else self.quantize(y, quantizer)), None, rstd
+        return self.layernorm_fwd(x, weight, None, eps, None, quantizer)
+
+    def layernorm_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        _: None,
+        quantizer: Any,
+        *rest: Any,
+    ) -> tuple[Any, Any, Tensor]:
+        y, rstd, mean = formulas.norm(x, weight, bias, eps)
+        return (y if quantizer is None else self.quantize(y, quantizer)), mean, rstd
 
     def rmsnorm_bwd_add(
         self, dy: Tensor, x: Tensor, residual: Tensor, rstd: Tensor, weight: Tensor, *_: Any
     ) -> tuple[Tensor, Tensor]:
-        dx, weight_gradient = formulas.rms_norm_backward(dy, x, rstd, weight, residual)
-        return dx, weight_gradient.to(weight.dtype)
+        dx, sums = formulas.norm_backward(dy, x, rstd, None, weight, residual)
+        return dx, sums[0].to(weight.dtype)
 
     def swiglu(self, hidden: Tensor, quantizer: Any) -> Any:
-        y = formulas.swiglu(hidden)
+        y = formulas.activate(hidden, formulas.SWIGLU)
         return y if quantizer is None else self.quantize(y, quantizer)
 
     def dswiglu(self, dy: Tensor, hidden: Tensor, quantizer: Any) -> Any:
-        d_hidden, _ = formulas.swiglu_backward(dy, hidden)
+        d_hidden, *_ = formulas.activate_backward(dy, hidden, formulas.SWIGLU, summed=False)
         return d_hidden if quantizer is None else self.quantize(d_hidden, quantizer)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
+from pretrain.model.fused.formulas import SWIGLU, Activation
 from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 
@@ -115,26 +116,32 @@ def by_tensor(rows: int, columns: int, fp8: torch.dtype) -> Iterator[Any]:
 
 
 def activation(kernel: Any) -> None:
-    hidden = bf16(TOKENS, 2 * WIDTH)
     gradient = bf16(TOKENS, WIDTH)
-    kernel.swiglu(hidden)
-    kernel.swiglu_backward(gradient, hidden)
-    for activated, d_hidden in zip(
-        by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, 2 * WIDTH, E5M2), strict=True
-    ):
-        kernel.write_swiglu(hidden, activated)
-        recomputed = SimpleNamespace(
-            **vars(activated) | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None}
-        )
-        kernel.write_swiglu_backward(gradient, hidden, d_hidden, recomputed)
+    for kind in (SWIGLU, Activation("gelu", gated=False), Activation("gelu_tanh", gated=False)):
+        columns = 2 * WIDTH if kind.gated else WIDTH
+        hidden = bf16(TOKENS, columns)
+        kernel.activate(hidden, kind)
+        for summed in (False, True):
+            kernel.activate_backward(gradient, hidden, kind, summed=summed)
+        for activated, d_hidden in zip(
+            by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, columns, E5M2), strict=True
+        ):
+            kernel.write_activated(hidden, kind, activated)
+            recomputed = SimpleNamespace(
+                **vars(activated)
+                | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None}
+            )
+            for sums in (None, torch.zeros(TOKENS // 32, columns)):
+                kernel.write_activate_backward(gradient, hidden, kind, d_hidden, recomputed, sums)
 
 
 def norm(kernel: Any) -> None:
-    for width in (HIDDEN, 5120):
+    for width in (768, HIDDEN, 5120):
         x = bf16(TOKENS, width)
         weight = bf16(width)
-        _, rstd = kernel.rms_norm(x, weight, 1e-6)
-        kernel.rms_norm_backward(x, x, rstd, weight, x)
+        for bias in (None, weight):
+            _, rstd, mean = kernel.norm(x, weight, bias, 1e-6)
+            kernel.norm_backward(x, x, rstd, mean, weight, x)
 
 
 def rotation(kernel: Any) -> None:
@@ -149,8 +156,11 @@ def rotation(kernel: Any) -> None:
         ]
         inputs = (*gradients, qkv if normed else None, angles, angles, heads, norms)
         kernel.rotate(qkv, angles, angles, heads, norms)
-        kernel.rotate_backward(*inputs)
-        kernel.rotate_backward(*inputs, next(by_tensor(TOKENS, heads.width, E5M2)))
+        unrotated = (*gradients, None, None, None, heads, None)
+        for arguments, summed in ((inputs, False), (inputs, True), (unrotated, True)):
+            kernel.rotate_backward(*arguments, summed=summed)
+            written = next(by_tensor(TOKENS, heads.width, E5M2))
+            kernel.rotate_backward(*arguments, written, summed=summed)
 
 
 def loss(kernel: Any) -> None:

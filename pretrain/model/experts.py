@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from foundation.overrides import overridden
+from pretrain.model.fused.formulas import SWIGLU
 from pretrain.precision.grouped import ROW_MULTIPLE, STACKS, Groups, arrange, stacked_experts
 from pretrain.precision.product import LinearState, PrecisionContext
 
@@ -186,11 +187,12 @@ class _SwiGLU(torch.autograd.Function):
         from pretrain.model.fused import activation_kernel
 
         ctx.save_for_backward(hidden)
-        return activation_kernel.swiglu(hidden)
+        return activation_kernel.activate(hidden, SWIGLU)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         from pretrain.model.fused import activation_kernel
 
-        return activation_kernel.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)[0]
+        hidden = ctx.saved_tensors[0]
+        return activation_kernel.activate_backward(dy.contiguous(), hidden, SWIGLU, summed=False)[0]

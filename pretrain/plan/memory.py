@@ -11,7 +11,8 @@ of values per token.
     2 · hidden               in the compute dtype      the input of the layer, and the sum of this
                                                        input and the attention's output
     2 · hidden               as operands               the outputs of the two norms. Each norm also
-                                                       keeps 4 bytes of statistics
+                                                       keeps 4 bytes of statistics, or 8 if it
+                                                       is a LayerNorm
     query + 2 · KV widths    in the compute dtype      queries, keys and values, before or after
                                                        rotation. Both are kept if heads have norms
                                                        and memory suffices (pretrain.plan.plan)
@@ -51,6 +52,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
@@ -59,7 +61,7 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import not_fused_because
 from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.grouped import STACKS, stacked_experts
-from pretrain.precision.scope import Decision, decide
+from pretrain.precision.scope import Decision, decide, features_of
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 
@@ -339,7 +341,7 @@ def layers_of(
             parts = Parts.of(layer)
             precisions = [
                 active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
-                for stack in parts.stacks
+                for stack in parts.stacks.values()
             ]
             result.append(fused_layer(parts, precisions, attention, layouts))
     return result
@@ -353,14 +355,16 @@ def fused_layer(
     parts: the modules of the decoder layer.
     precisions: the precisions of the four linear layers in the fused layer. These are the stacked
         projections to queries, keys and values, the output projection of attention, the stacked
-        gate and up projections, and the down projection.
+        gate and up projections, and the down projection. GPT-2 has a single linear in place of gate
+        and up.
     attention: the name of the packed attention.
     layouts: number of layouts in which a quantized operand is stored.
     """
     number = precisions[0].number_bytes
-    stacks = [list(stack.values()) for stack in parts.stacks]
+    stacks = [list(stack.values()) for stack in parts.stacks.values()]
     sizes = [sum(linear.weight.numel() for linear in stack) for stack in stacks]
-    hidden, query, _, activated = (stack[0].in_features for stack in stacks)
+    hidden, query, _, activated = (features_of(stack[0])[0] for stack in stacks)
+    statistics = 8 if isinstance(parts.norms[0], nn.LayerNorm) else 4
     gate_and_up = sizes[2] // hidden
     rotated = number * parts.heads.width if parts.head_norms else 0
     operands = [
@@ -376,9 +380,9 @@ def fused_layer(
         # The input of the layer, and the sum of this input and the attention's output.
         2 * number * hidden,
         # The output of the first norm, and its statistics.
-        operands[0] * hidden + 4,
+        operands[0] * hidden + statistics,
         # The output of the second norm, and its statistics.
-        operands[2] * hidden + 4,
+        operands[2] * hidden + statistics,
         # Queries, keys and values.
         number * parts.heads.width,
         # The output of attention, and its statistics.

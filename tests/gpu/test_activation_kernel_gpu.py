@@ -1,4 +1,4 @@
-"""Compare SwiGLU's kernels with the formulas and autograd, and their codes with our quantizers.
+"""Compare activations' kernels with autograd, and their codes with our quantizers.
 
 The tests also run on a CPU, under Triton's interpreter (TRITON_INTERPRET=1). Its conversions to
 BF16 and FP8 neither round to nearest even nor keep subnormals, so a fixture replaces them.
@@ -6,6 +6,7 @@ BF16 and FP8 neither round to nearest even nor keep subnormals, so a fixture rep
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.model.fused import activation_kernel as kernel
+from pretrain.model.fused.formulas import SWIGLU, Activation
 from pretrain.model.fused.fp8_tile import TensorScaled
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, tensor
 from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
@@ -24,6 +26,9 @@ pytestmark = [
     pytest.mark.usefixtures("conversions_that_round"),
 ]
 
+GELU = Activation("gelu", gated=False)
+GELU_TANH = Activation("gelu_tanh", gated=False)
+KINDS = [SWIGLU, GELU, GELU_TANH, Activation("gelu_tanh", gated=True)]
 TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 # Share of codes that may round the other way. The kernel's sigmoid is a few FP32 ulps off, about
 # 2^-21. An FP8 rounding interval spans at least 2^-4 of a value, so the error decides one rounding
@@ -47,21 +52,32 @@ def close(codes: Tensor, expected: Tensor, share: float = FLIPPED) -> bool:
     )
 
 
-def inputs(tokens: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw hidden [tokens, 2 width] and the activation's gradient [tokens, width], in BF16."""
+def inputs(
+    tokens: int, width: int, seed: int = 0, kind: Activation = SWIGLU
+) -> tuple[Tensor, Tensor]:
+    """Draw the activation's input and the gradient of its result [tokens, width], in BF16.
+
+    The input is [tokens, 2 width] with a gate, and [tokens, width] without a gate.
+    """
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    hidden = 3 * torch.randn(tokens, 2 * width, generator=generator, device=DEVICE)
+    columns = 2 * width if kind.gated else width
+    hidden = 3 * torch.randn(tokens, columns, generator=generator, device=DEVICE)
     hidden[::7, ::5] *= 20
     d_activated = torch.randn(tokens, width, generator=generator, device=DEVICE)
     sizes = torch.exp(torch.randn(tokens, 1, generator=generator, device=DEVICE))
     return hidden.bfloat16(), (d_activated * sizes).bfloat16()
 
 
-def by_autograd(hidden: Tensor, d_activated: Tensor) -> tuple[Tensor, Tensor]:
+def by_autograd(hidden: Tensor, d_activated: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
     """Return the activated values and the gradient of hidden, computed in FP64, as FP32."""
     exact = hidden.double().requires_grad_()
-    gate, up = exact.chunk(2, dim=1)
-    activated = torch.nn.functional.silu(gate) * up
+    gate, *up = exact.chunk(2, dim=1) if kind.gated else [exact]
+    activated = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    }[kind.function](gate)
+    activated = activated * up[0] if up else activated
     (gradient,) = torch.autograd.grad(activated, exact, d_activated.double())
     return activated.detach().float(), gradient.float()
 
@@ -105,22 +121,29 @@ def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid) -> Non
     columns=st.integers(1, 3),
     formats=st.sampled_from([(E4M3, E4M3), (E4M3, E5M2)]),
     scales=st.sampled_from([(1.0, 1.0), (3.1, 700.0), (None, None)]),
+    kind=st.sampled_from(KINDS),
 )
 def test_tensor_scaled_codes_are_those_of_the_formulas(
-    rows: int, columns: int, formats: tuple[Grid, Grid], scales: tuple[float | None, float | None]
+    rows: int,
+    columns: int,
+    formats: tuple[Grid, Grid],
+    scales: tuple[float | None, float | None],
+    kind: Activation,
 ):
     """Covers delayed scaling with two scales, the larger one saturating, and current scaling."""
     tokens = 32 * rows
     width = 128 * columns
-    hidden, d_activated = inputs(tokens, width, seed=tokens + width)
-    exact, exact_gradient = by_autograd(hidden, d_activated)
+    hidden, d_activated = inputs(tokens, width, seed=tokens + width, kind=kind)
+    exact, exact_gradient = by_autograd(hidden, d_activated, kind)
     activated = tensor_scaled(formats[0], (tokens, width), scale=scales[0])
-    kernel.write_swiglu(hidden, activated)
+    kernel.write_activated(hidden, kind, activated)
     check_tensor_scaled(activated, exact, formats[0])
 
-    d_hidden = tensor_scaled(formats[1], (tokens, 2 * width), scale=scales[1])
+    d_hidden = tensor_scaled(formats[1], tuple(hidden.shape), scale=scales[1])
     recomputed = tensor_scaled(formats[0], (tokens, width), scale=activated.used)
-    kernel.write_swiglu_backward(d_activated, hidden, d_hidden, recomputed)
+    sums = torch.full((rows, hidden.shape[1]), torch.nan, device=DEVICE)
+    kernel.write_activate_backward(d_activated, hidden, kind, d_hidden, recomputed, sums)
+    torch.testing.assert_close(sums.sum(0), exact_gradient.sum(0), rtol=1e-4, atol=1e-3)
     check_tensor_scaled(d_hidden, exact_gradient, formats[1])
     assert torch.equal(d_hidden.columns, d_hidden.rows.t())
     assert torch.equal(recomputed.rows, activated.rows)
@@ -129,14 +152,26 @@ def test_tensor_scaled_codes_are_those_of_the_formulas(
     assert recomputed.amax == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "width"), [(64, 192), (10, 96), (1, 40)])
-def test_bf16_values_and_gradients_are_those_of_autograd(tokens: int, width: int):
-    hidden, d_activated = inputs(tokens, width)
-    results = kernel.swiglu_backward(d_activated, hidden)
-    assert torch.equal(kernel.swiglu(hidden), results[1])
-    for actual, exact in zip(results, reversed(by_autograd(hidden, d_activated)), strict=True):
-        torch.testing.assert_close(actual.float(), exact.bfloat16().float(), rtol=2**-7, atol=1e-30)
-        assert (actual != exact.bfloat16()).sum() <= 2 + 1e-3 * actual.numel()
+def test_bf16_values_and_gradients_are_those_of_autograd(
+    tokens: int, width: int, kind: Activation
+) -> None:
+    hidden, d_activated = inputs(tokens, width, kind=kind)
+    *results, total = kernel.activate_backward(d_activated, hidden, kind, summed=True)
+    assert torch.equal(kernel.activate(hidden, kind), results[1])
+    exact, exact_gradient = by_autograd(hidden, d_activated, kind)
+    # The sums 1 + erf(x) in FP32 and 1 + tanh(x) in FP64 have absolute errors.
+    atol = {"silu": 1e-30, "gelu": 1e-6, "gelu_tanh": 1e-12}[kind.function]
+    for actual, expected in zip(results, (exact_gradient, exact), strict=True):
+        rounded = expected.bfloat16()
+        torch.testing.assert_close(actual.float(), rounded.float(), rtol=2**-7, atol=atol)
+        differs = (actual != rounded) & (expected.abs() > 1e3 * atol)
+        assert differs.sum() <= 2 + 1e-3 * actual.numel()
+    torch.testing.assert_close(total, exact_gradient.sum(0), rtol=1e-4, atol=1e-3)
+    unsummed = kernel.activate_backward(d_activated, hidden, kind, summed=False)
+    assert unsummed[2] is None
+    assert all(torch.equal(a, b) for a, b in zip(unsummed[:2], results, strict=True))
 
 
 def test_extreme_gates_give_the_results_of_torchs_operations():
@@ -163,16 +198,18 @@ def test_extreme_gates_give_the_results_of_torchs_operations():
     activated = torch.nn.functional.silu(gate) * up
     gradient = torch.cat(torch.autograd.grad(activated, (gate, up), d_activated.float()), dim=1)
     for actual, expected in zip(
-        kernel.swiglu_backward(d_activated, hidden), (gradient, activated.detach()), strict=True
+        kernel.activate_backward(d_activated, hidden, SWIGLU, summed=False)[:2],
+        (gradient, activated.detach()),
+        strict=True,
     ):
         # Below -87 a sigmoid is less than FP32's smallest normal number. The kernel returns zero.
         torch.testing.assert_close(
             actual.float(), expected.bfloat16().float(), rtol=2**-7, atol=1e-33, equal_nan=True
         )
     # The codes are quantized from the BF16 values: they saturate, and NaN stays NaN.
-    values = kernel.swiglu(hidden)
+    values = kernel.activate(hidden, SWIGLU)
     written = tensor_scaled(E4M3, (32, 128), scale=0.37)
-    kernel.write_swiglu(hidden, written)
+    kernel.write_activated(hidden, SWIGLU, written)
     codes = written.rows.view(TORCH["E4M3"]).float()
     expected = tensor.quantize(values, written.scale, E4M3).codes
     torch.testing.assert_close(codes, expected, rtol=0, atol=0, equal_nan=True)
@@ -199,26 +236,37 @@ def quantizer(te: Any, recipe: str, role: str) -> Any:
 
 
 @cuda_only
+@pytest.mark.parametrize(("name", "kind"), [("swiglu", SWIGLU), ("gelu", GELU_TANH)])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_codes_scales_and_amaxes_are_those_of_the_library(recipe: str) -> None:
+def test_codes_scales_and_amaxes_are_those_of_the_library(
+    recipe: str, name: str, kind: Activation
+) -> None:
     te = pytest.importorskip("transformer_engine.pytorch")
     if not te.is_fp8_available():
         pytest.skip("needs FP8")
     import transformer_engine_torch as tex
 
-    hidden, d_activated = inputs(1024, 1536)
+    hidden, d_activated = inputs(1024, 1536, kind=kind)
     hidden[128:256] = 0
     quantizers, library_quantizers = (
         {role: quantizer(te, recipe, role) for role in ("activated", "gradient")} for _ in range(2)
     )
-    activated, used_scale = kernel.quantized_swiglu(hidden, quantizers["activated"])
+    activated, used_scale = kernel.quantized_activate(hidden, kind, quantizers["activated"])
     if recipe == "delayed":  # delayed scaling changes its scales between forward and backward
         quantizers["activated"].scale.fill_(1e3)
-    d_hidden, recomputed = kernel.quantized_swiglu_backward(
-        d_activated, hidden, quantizers["gradient"], quantizers["activated"], used_scale
+    d_hidden, recomputed, _ = kernel.quantized_activate_backward(
+        d_activated,
+        hidden,
+        kind,
+        quantizers["gradient"],
+        quantizers["activated"],
+        used_scale,
+        summed=False,
     )
-    expected = tex.swiglu(hidden, library_quantizers["activated"])
-    expected_gradient = tex.dswiglu(d_activated, hidden, library_quantizers["gradient"])
+    expected = getattr(tex, name)(hidden, library_quantizers["activated"])
+    expected_gradient = getattr(tex, f"d{name}")(
+        d_activated, hidden, library_quantizers["gradient"]
+    )
     # With delayed scaling, the library quantizes from FP32 and our kernel from BF16.
     share = 0.05 if recipe == "delayed" else 1e-4
     assert activated._transpose is None

@@ -38,7 +38,15 @@ class Problem:
     values have one part per query head.
     """
 
-    def __init__(self, tokens: int, heads: Heads, normed: bool, *, in_parts: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        heads: Heads,
+        normed: bool,
+        *,
+        in_parts: bool = False,
+        rotated: bool = True,
+    ) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -52,6 +60,8 @@ class Problem:
         self.cos, self.sin = (
             (0.9 * function(angles)).to(BF16) for function in (torch.cos, torch.sin)
         )
+        if not rotated:
+            self.cos = self.sin = None
         self.gradients = [
             normal(count, tokens, heads.dim).transpose(0, 1)
             for count in (heads.query, heads.kv, heads.kv)
@@ -68,19 +78,18 @@ class Problem:
         exact = object.__new__(Problem)
         exact.heads = self.heads
         exact.qkv = self.qkv.double()
-        exact.cos = self.cos.double()
-        exact.sin = self.sin.double()
+        exact.cos = None if self.cos is None else self.cos.double()
+        exact.sin = None if self.sin is None else self.sin.double()
         exact.gradients = [gradient.double() for gradient in self.gradients]
         norms = self.norms
         exact.norms = norms and HeadNorms(norms.query.double(), norms.key.double(), norms.eps)
         return exact
 
 
-def kernel_backward(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def kernel_backward(problem: Problem, *, summed: bool = False) -> tuple[Tensor | None, ...]:
     qkv = problem.qkv if problem.norms else None
-    return rotary_kernel.rotate_backward(
-        *problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms
-    )
+    inputs = (qkv, problem.cos, problem.sin, problem.heads, problem.norms)
+    return rotary_kernel.rotate_backward(*problem.gradients, *inputs, summed=summed)
 
 
 def kernel_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,14 +102,19 @@ def check(problem: Problem) -> None:
     Gradients of norm weights are sums in FP32 and agree within 1e-5 of their norm.
     """
     exact = problem.exact()
-    forward = rotate(exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
-    for actual, expected in zip(kernel_forward(problem), forward, strict=True):
-        assert actual.is_contiguous()
-        assert actual.dtype == BF16
-        torch.testing.assert_close(actual.double(), expected, rtol=RELATIVE, atol=2e-6)
+    if problem.cos is not None:
+        forward = rotate(exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
+        for actual, expected in zip(kernel_forward(problem), forward, strict=True):
+            assert actual.is_contiguous()
+            assert actual.dtype == BF16
+            torch.testing.assert_close(actual.double(), expected, rtol=RELATIVE, atol=2e-6)
     arguments = (*exact.gradients, exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
-    expected_dqkv, *expected_norm_gradients = rotate_backward(*arguments)
-    dqkv, *norm_gradients = kernel_backward(problem)
+    expected_dqkv, *expected_norm_gradients, _ = rotate_backward(*arguments)
+    dqkv, *norm_gradients, total = kernel_backward(problem)
+    assert total is None
+    *results, total = kernel_backward(problem, summed=True)
+    torch.testing.assert_close(total.double(), expected_dqkv.sum(0), rtol=1e-4, atol=1e-3)
+    assert torch.equal(results[0], dqkv)
     assert dqkv.is_contiguous()
     assert dqkv.dtype == BF16
     torch.testing.assert_close(dqkv.double(), expected_dqkv, rtol=RELATIVE, atol=4e-6)
@@ -122,6 +136,11 @@ def check(problem: Problem) -> None:
 def test_the_kernels_compute_what_the_formulas_do(tokens: int, heads: Heads, normed: bool) -> None:
     """With 37 tokens, the last tile is not full."""
     check(Problem(tokens, heads, normed))
+
+
+@pytest.mark.parametrize("tokens", [32, 333])
+def test_gradients_without_rotation_are_copied_and_summed(tokens: int) -> None:
+    check(Problem(tokens, Heads(12, 12, 64), normed=False, rotated=False))
 
 
 @pytest.mark.parametrize(
@@ -147,10 +166,10 @@ def test_fp8_codes_are_those_of_the_bf16_gradient(
 ) -> None:
     """Covers both layouts, the amax and a scale that saturates.
 
-    The gradients of norm weights keep their bits.
+    The gradients of norm weights and the sum of the gradient keep their bits.
     """
     problem = Problem(tokens, heads, normed, in_parts=in_parts)
-    expected, *expected_norm_gradients = kernel_backward(problem)
+    expected, *expected_sums = kernel_backward(problem, summed=True)
     for factor in (4096.0, 3e5):
         scale, amax, inverse = (
             torch.full((1,), value, device=DEVICE) for value in (factor, 0.0, 0.0)
@@ -161,19 +180,16 @@ def test_fp8_codes_are_those_of_the_bf16_gradient(
         )
         written = TensorScaled(torch.float8_e5m2, rows, columns, inverse, scale, amax)
         qkv = problem.qkv if normed else None
-        _, *norm_gradients = rotary_kernel.rotate_backward(
-            *problem.gradients, qkv, problem.cos, problem.sin, heads, problem.norms, written
-        )
+        inputs = (qkv, problem.cos, problem.sin, heads, problem.norms, written)
+        _, *sums = rotary_kernel.rotate_backward(*problem.gradients, *inputs, summed=True)
         codes = tensor.quantize(expected, scale, E5M2).codes.to(torch.float8_e5m2).view(torch.uint8)
         assert torch.equal(written.rows, codes)
         assert torch.equal(written.columns, codes.t())
         assert amax == expected.abs().max()
         assert torch.equal(inverse, tensor.decode_scale(scale))
         assert all(
-            gradient is expected_gradient or torch.equal(gradient, expected_gradient)
-            for gradient, expected_gradient in zip(
-                norm_gradients, expected_norm_gradients, strict=True
-            )
+            total is expected_total or torch.equal(total, expected_total)
+            for total, expected_total in zip(sums, expected_sums, strict=True)
         )
 
 

@@ -1,12 +1,15 @@
-"""Triton kernels for SwiGLU and its gradient. They write operands of the next matrix products.
+"""Triton kernels for activations and their gradients. They write operands of matrix products.
 
-Each row of `hidden` [T, 2 F] has the gate in its first half and up in its second half. The
-activated values [T, F] are silu(gate) * up, computed in FP32 from BF16. Each value is read once.
+If the activation is gated, each row of `hidden` [T, 2 F] has the gate in its first half and up in
+its second half, and the activated values [T, F] are function(gate) * up. Otherwise `hidden` is
+[T, F] and the activated values are function(hidden). They are computed in FP32 from BF16. Each
+value is read once. The functions are SiLU, GELU and the approximation of GELU by tanh.
 
 Backward must read `hidden`, so it can also recompute the activated values. Only the weight gradient
 of the next linear layer reads the transpose of the activated values. Backward writes this
 transpose, so that it takes no memory between forward and backward. The compiler may not fuse
-multiplications with additions, so that forward and backward compute the same bits.
+multiplications with additions, so that forward and backward compute the same bits. Backward can
+also sum the gradient over the tokens of a tile, for the gradient of a bias.
 
 The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. The
 kernels round values to BF16 before they quantize them, as do the unfused model and the emulation.
@@ -23,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pretrain.model.fused.formulas import Activation
 from pretrain.model.fused.fp8_tile import (
     INTERPRETED,
     TYPES,
@@ -46,6 +50,9 @@ class Tile(NamedTuple):
     warps: int
 
 
+# The factors of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+_LINEAR = tl.constexpr(1.5957691216057308)
+_CUBIC = tl.constexpr(0.044715 * 1.5957691216057308)
 # Tiles of the kernels that write FP8 codes. A tile has 32 rows, so that the codes of a column fill
 # a memory sector of 32 bytes in the transpose. With larger tiles, fewer programs would run at the
 # same time.
@@ -93,20 +100,59 @@ def _through_bf16_by_twos(values):
 
 
 @triton.jit
-def _activate(gate, up):
-    """Return silu(gate) * up."""
-    return gate * _sigmoid(gate) * up
+def _function(x, function: tl.constexpr):
+    """Return the values and the derivatives of a function of `Activation` at x.
+
+    SiLU and the approximation of GELU are x s, where s is the sigmoid of an inner function of x.
+    Their derivative is s + x s (1 - s) inner'. The inner function of SiLU is x. That of GELU is
+    2 sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(x) is twice the sigmoid of 2 x.
+
+    GELU is x s, where s is the distribution function of a normal variable. Its derivative is
+    s + x s'.
+    """
+    if function == "gelu":
+        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        slope = tl.fma(x, 0.3989422804014327 * exponential(-0.5 * x * x), share)
+    elif function == "gelu_tanh":
+        square = x * x
+        share = _sigmoid(x * tl.fma(square, _CUBIC, _LINEAR))
+        slope = tl.fma(x, share * (1 - share) * tl.fma(square, 3 * _CUBIC, _LINEAR), share)
+    else:
+        share = _sigmoid(x)
+        slope = tl.fma(x, share * (1 - share), share)
+    return x * share, slope
 
 
 @triton.jit
-def _differentiate(d_activated, gate, up):
-    """Return the gradients of gate and up from the gradient of silu(gate) * up.
+def _load(hidden, i, j, F, gated: tl.constexpr):
+    """Return the gate and up of a tile. Without a gate, both are the input of the function."""
+    if gated:
+        gate = load_rows(hidden, i, j, 2 * F)
+        up = load_rows(hidden, i, j + F, 2 * F)
+    else:
+        gate = load_rows(hidden, i, j, F)
+        up = gate
+    return gate, up
 
-    The derivative of silu(x) is s + x s (1 - s), where s is the sigmoid of x.
-    """
-    sigmoid = _sigmoid(gate)
-    d_gate = tl.fma(gate, sigmoid * (1 - sigmoid), sigmoid) * d_activated * up
-    d_up = d_activated * (gate * sigmoid)
+
+@triton.jit
+def _activate(gate, up, function: tl.constexpr, gated: tl.constexpr):
+    """Return the activated values of a tile from the results of `_load`."""
+    values, _ = _function(gate, function)
+    if gated:
+        values *= up
+    return values
+
+
+@triton.jit
+def _differentiate(d_activated, gate, up, function: tl.constexpr, gated: tl.constexpr):
+    """Return the gradients of the results of `_load`. Without a gate, both are the same."""
+    values, slope = _function(gate, function)
+    d_gate = slope * d_activated
+    d_up = d_gate
+    if gated:
+        d_gate *= up
+        d_up = d_activated * values
     return d_gate, d_up
 
 
@@ -117,7 +163,16 @@ def _differentiate(d_activated, gate, up):
 
 
 @triton.jit
-def _swiglu_amax(d_activated, hidden, amax, F, height: tl.constexpr, width: tl.constexpr):
+def _activation_amax(
+    d_activated,
+    hidden,
+    amax,
+    F,
+    function: tl.constexpr,
+    gated: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
     """Raise the value at `amax` to the amax of one tile. This is the first pass of current scaling.
 
     The tile is from the gradient of `hidden`, or from the activated values if `d_activated` is
@@ -125,18 +180,17 @@ def _swiglu_amax(d_activated, hidden, amax, F, height: tl.constexpr, width: tl.c
     """
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    gate = load_rows(hidden, i, j, 2 * F)
-    up = load_rows(hidden, i, j + F, 2 * F)
+    gate, up = _load(hidden, i, j, F, gated)
     if d_activated is None:
-        record_amax(amax, _activate(gate, up))
+        record_amax(amax, _activate(gate, up, function, gated))
     else:
-        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
+        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, function, gated)
         record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
 
 
 @triton.jit
-def _swiglu_forward(
-    hidden,  # BF16 [T, 2 F]
+def _activation_forward(
+    hidden,  # BF16 [T, 2 F], or [T, F] without a gate
     rows,  # [T, F], written: uint8 codes, or BF16 if `fp8` is None
     # The next four are fields of TensorScaled, or None.
     scale,
@@ -145,13 +199,16 @@ def _swiglu_forward(
     scale_inv,
     F,
     fp8: tl.constexpr,
+    function: tl.constexpr,
+    gated: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
 ):
     """Write the activated values of one tile in the FP8 format `fp8`, or in BF16 if it is None."""
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    activated = _activate(load_rows(hidden, i, j, 2 * F), load_rows(hidden, i, j + F, 2 * F))
+    gate, up = _load(hidden, i, j, F, gated)
+    activated = _activate(gate, up, function, gated)
     if fp8 is None:
         store_rows(activated.to(tl.bfloat16), rows, i, j, F)
     else:
@@ -163,12 +220,12 @@ def _swiglu_forward(
 
 
 @triton.jit
-def _swiglu_backward(
+def _activation_backward(
     d_activated,  # BF16 [T, F]
-    hidden,  # BF16 [T, 2 F]
-    # [T, 2 F], written: gradient with respect to `hidden`. BF16 if `fp8` is None, else uint8 codes.
+    hidden,  # BF16 [T, W], where W is 2 F, or F without a gate
+    # [T, W], written: gradient with respect to `hidden`. BF16 if `fp8` is None, else uint8 codes.
     rows,
-    columns,  # uint8 [2 F, T], written: transpose of the codes in `rows`, or None
+    columns,  # uint8 [W, T], written: transpose of the codes in `rows`, or None
     # The next three are fields of TensorScaled for the gradient, or None.
     scale,
     amax,
@@ -178,10 +235,13 @@ def _swiglu_backward(
     # The next two are fields of TensorScaled for the activated values, or None.
     activated_scale,
     activated_scale_inv,
+    sums,  # FP32 [T / height, W], written: the gradient, summed over each tile's tokens, or None
     T,
     F,
     fp8: tl.constexpr,
     activated_fp8: tl.constexpr,
+    function: tl.constexpr,
+    gated: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
 ):
@@ -192,126 +252,159 @@ def _swiglu_backward(
     """
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    gate = load_rows(hidden, i, j, 2 * F)
-    up = load_rows(hidden, i, j + F, 2 * F)
+    stride = 2 * F if gated else F
+    gate, up = _load(hidden, i, j, F, gated)
+    activated = _activate(gate, up, function, gated)
+    d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, function, gated)
+    if sums is not None:
+        sum_at = sums + tl.program_id(0) * tl.cast(stride, tl.int64) + j
+        tl.store(sum_at, tl.sum(d_gate, axis=0))
+        if gated:
+            tl.store(sum_at + F, tl.sum(d_up, axis=0))
     if fp8 is None:
-        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
-        store_rows(d_gate.to(tl.bfloat16), rows, i, j, 2 * F)
-        store_rows(d_up.to(tl.bfloat16), rows, i, j + F, 2 * F)
-        store_rows(_activate(gate, up).to(tl.bfloat16), activated_rows, i, j, F)
+        store_rows(d_gate.to(tl.bfloat16), rows, i, j, stride)
+        if gated:
+            store_rows(d_up.to(tl.bfloat16), rows, i, j + F, stride)
+        store_rows(activated.to(tl.bfloat16), activated_rows, i, j, F)
     else:
-        activated = _through_bf16_by_twos(_activate(gate, up))
-        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up)
+        activated = _through_bf16_by_twos(activated)
         d_gate = _through_bf16_by_twos(d_gate)
         d_up = _through_bf16_by_twos(d_up)
         if scale is not None and amax is not None:
             record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
         value = tensor_scale(scale, amax, None, scale_inv, fp8)
-        store_tensor_scaled(d_gate, value, rows, columns, i, j, T, 2 * F, fp8)
-        store_tensor_scaled(d_up, value, rows, columns, i, j + F, T, 2 * F, fp8)
+        store_tensor_scaled(d_gate, value, rows, columns, i, j, T, stride, fp8)
+        if gated:
+            store_tensor_scaled(d_up, value, rows, columns, i, j + F, T, stride, fp8)
         value = tensor_scale(activated_scale, None, None, activated_scale_inv, activated_fp8)
         store_tensor_scaled(
             activated, value, activated_rows, activated_columns, i, j, T, F, activated_fp8
         )
 
 
-def _launch(kernel: Any, tile: Tile, hidden: Tensor, *arguments: Any) -> None:
+def _launch(kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, *arguments: Any) -> None:
     """Launch `kernel` with one program for each tile of the activated values."""
-    grid = hidden.shape[0] // tile.rows, hidden.shape[1] // (2 * tile.columns)
-    kernel[grid](*arguments, tile.rows, tile.columns, num_warps=tile.warps, enable_fp_fusion=False)
+    grid = len(hidden) // tile.rows, kind.width(hidden) // tile.columns
+    kernel[grid](
+        *(*arguments, *kind, tile.rows, tile.columns), num_warps=tile.warps, enable_fp_fusion=False
+    )
 
 
 # ── BF16 ──
 
 
-def swiglu(hidden: Tensor) -> Tensor:
-    """Return the activated values [T, F] of `hidden` [T, 2 F].
+def activate(hidden: Tensor, kind: Activation) -> Tensor:
+    """Return the activated values [T, F] of `hidden`, [T, 2 F] or [T, F].
 
     Both tensors are BF16 and contiguous. T and F may have any size.
     """
-    F = hidden.shape[1] // 2
+    F = kind.width(hidden)
     activated = hidden.new_empty(len(hidden), F)
     # BF16 has no scale: the kernel's `scale`, `amax`, `used` and `scale_inv` are None, and so is
     # the last argument, `fp8`.
     unscaled = (None, None, None, None)
     arguments = (hidden, activated, *unscaled, F, None)
-    _launch(_swiglu_forward, _along_rows(hidden), hidden, *arguments)
+    _launch(_activation_forward, _along_rows(len(hidden), F), hidden, kind, *arguments)
     return activated
 
 
-def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `hidden` [T, 2 F] and the activated values [T, F].
+def activate_backward(
+    d_activated: Tensor, hidden: Tensor, kind: Activation, *, summed: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradient of `hidden`, the activated values [T, F], and a sum.
 
-    All tensors are BF16 and contiguous. T and F may have any size. The activated values equal the
-    result of `swiglu` bit for bit.
+    The third result is the sum of the gradient over tokens, FP32, or None unless `summed` is set.
+    All other tensors are BF16 and contiguous. T and F may have any size. The activated values equal
+    the result of `activate` bit for bit.
     """
     d_hidden = torch.empty_like(hidden)
     activated = torch.empty_like(d_activated)
+    tile = _along_rows(*d_activated.shape)
+    if summed:
+        # Each tile writes a row of sums, so a tile has many rows.
+        rows, columns = (
+            math.gcd(*sizes) for sizes in zip(BACKWARD[:2], d_activated.shape, strict=True)
+        )
+        tile = Tile(rows, columns, BACKWARD.warps)
+    sums = _sums(hidden, tile) if summed else None
     # BF16 has no scale: the kernel's `scale`, `amax` and `scale_inv` are None, and so are both
     # `columns`, both fields of the activated values' scale, `fp8` and `activated_fp8`.
     unscaled = (None, None, None)
     gradient = (d_hidden, None, *unscaled)
     recomputed = (activated, *unscaled)
-    arguments = (d_activated, hidden, *gradient, *recomputed, *d_activated.shape, None, None)
-    _launch(_swiglu_backward, _along_rows(hidden), hidden, *arguments)
-    return d_hidden, activated
+    arguments = (d_activated, hidden, *gradient, *recomputed, sums, *d_activated.shape, None, None)
+    _launch(_activation_backward, tile, hidden, kind, *arguments)
+    return d_hidden, activated, None if sums is None else sums.sum(0)
 
 
-def _along_rows(hidden: Tensor) -> Tile:
+def _along_rows(tokens: int, width: int) -> Tile:
     """Return the tile for kernels that write no transpose.
 
     The size of the tile divides the size of the activated values. The tile has 2,048 values if
     possible, in as few rows as possible.
     """
-    columns = math.gcd(hidden.shape[1] // 2, 2048)
-    return Tile(math.gcd(hidden.shape[0], 2048 // columns), columns, 4)
+    columns = math.gcd(width, 2048)
+    return Tile(math.gcd(tokens, 2048 // columns), columns, 4)
+
+
+def _sums(hidden: Tensor, tile: Tile) -> Tensor:
+    """Allocate the sums of the gradient of `hidden` over the tokens of each tile."""
+    return hidden.new_empty(len(hidden) // tile.rows, hidden.shape[1], dtype=torch.float32)
 
 
 # ── FP8 ──
 
 
-def supports(hidden: Tensor, quantizer: Any) -> bool:
+def supports(hidden: Tensor, kind: Activation, quantizer: Any) -> bool:
     """Return True if the kernels can quantize in place of `quantizer` of Transformer Engine.
 
-    The kernels support FP8 with one scale for a tensor. `hidden` [T, 2 F] is BF16 and contiguous.
-    It must consist of complete tiles.
+    The kernels support FP8 with one scale for a tensor. `hidden` is BF16 and contiguous. It must
+    consist of complete tiles.
     """
     te = library()
-    rows, columns = hidden.shape
-    has_full_tiles = rows % FORWARD.rows == 0 and columns % (2 * FORWARD.columns) == 0
+    has_full_tiles = len(hidden) % FORWARD.rows == 0 and kind.width(hidden) % FORWARD.columns == 0
     supported = te.Float8CurrentScalingQuantizer | te.Float8Quantizer
     return has_full_tiles and isinstance(quantizer, supported)
 
 
-def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor | None]:
-    """Return the activated values [T, F] of `hidden` [T, 2 F] in FP8, and their scale.
+def quantized_activate(
+    hidden: Tensor, kind: Activation, quantizer: Any
+) -> tuple[Any, Tensor | None]:
+    """Return the activated values [T, F] of `hidden` in FP8, and their scale.
 
     The FP8 tensor has codes by rows only. The scale is FP32 [1]. Backward needs it to recompute the
     same codes.
     """
-    shape = len(hidden), hidden.shape[1] // 2
+    shape = len(hidden), kind.width(hidden)
     activated, buffers = allocate(quantizer, shape, hidden.device, rows=True, columns=False)
-    write_swiglu(hidden, buffers)
+    write_activated(hidden, kind, buffers)
     return activated, buffers.used
 
 
-def quantized_swiglu_backward(
+def quantized_activate_backward(
     d_activated: Tensor,
     hidden: Tensor,
+    kind: Activation,
     gradient_quantizer: Any,
     activated_quantizer: Any,
     scale: Tensor,
-) -> tuple[Any, Any]:
-    """Return the gradient of `hidden` and the recomputed activated values, both in FP8.
+    *,
+    summed: bool,
+) -> tuple[Any, Any, Tensor | None]:
+    """Return the gradient of `hidden` and the recomputed activated values, both in FP8, and a sum.
+
+    The third result is the sum of the gradient over tokens, FP32, or None unless `summed` is set.
 
     Args:
         d_activated: Gradient of the activated values, BF16 [T, F].
-        hidden: Input of the activation function, gate and up, BF16 [T, 2 F].
+        hidden: Input of the activation function, BF16 [T, 2 F], or [T, F] without a gate.
+        kind: The activation.
         gradient_quantizer: Quantizer of the gradient. Its attributes `rowwise_usage` and
             `columnwise_usage` determine whether the gradient has codes by rows, by columns or both.
         activated_quantizer: Quantizer of the activated values. They get codes by columns only,
             which the weight gradient of the next linear layer reads.
-        scale: Scale of the activated values from `quantized_swiglu`.
+        scale: Scale of the activated values from `quantized_activate`.
+        summed: True if the third result is needed.
     """
     d_hidden, gradient = allocate(
         gradient_quantizer,
@@ -323,17 +416,18 @@ def quantized_swiglu_backward(
     activated, recomputed = allocate(
         activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale
     )
-    write_swiglu_backward(d_activated.contiguous(), hidden, gradient, recomputed)
-    return d_hidden, activated
+    sums = _sums(hidden, BACKWARD) if summed else None
+    write_activate_backward(d_activated.contiguous(), hidden, kind, gradient, recomputed, sums)
+    return d_hidden, activated, None if sums is None else sums.sum(0)
 
 
-def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:
+def write_activated(hidden: Tensor, kind: Activation, activated: TensorScaled) -> None:
     """Write the FP8 codes of the activated values to `activated.rows`.
 
-    `hidden` is BF16 [T, 2 F]. If `activated` has no scale, the scale is computed first.
+    If `activated` has no scale, the scale is computed first.
     """
     if activated.scale is None:
-        _find_amax(None, hidden, activated.amax)
+        _find_amax(None, hidden, kind, activated.amax)
     arguments = (
         hidden,
         activated.rows,
@@ -341,33 +435,41 @@ def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:
         activated.amax,
         activated.used,
         activated.scale_inv,
-        hidden.shape[1] // 2,
+        kind.width(hidden),
         TYPES[activated.dtype],
     )
-    _launch(_swiglu_forward, FORWARD, hidden, *arguments)
+    _launch(_activation_forward, FORWARD, hidden, kind, *arguments)
 
 
-def write_swiglu_backward(
-    d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled
+def write_activate_backward(
+    d_activated: Tensor,
+    hidden: Tensor,
+    kind: Activation,
+    d_hidden: TensorScaled,
+    activated: TensorScaled,
+    sums: Tensor | None = None,
 ) -> None:
     """Write the FP8 codes of the gradient of `hidden`, and those of the activated values.
 
     The codes are written to the buffers of `d_hidden` and of `activated`. `d_activated` [T, F] and
-    `hidden` [T, 2 F] are BF16. If `d_hidden` has no scale, the scale is computed first. `activated`
-    must have a scale.
+    `hidden` are BF16. If `d_hidden` has no scale, the scale is computed first. `activated` must
+    have a scale. `sums` are the result of `_sums`, or None if no sums are needed.
     """
     if d_hidden.scale is None:
-        _find_amax(d_activated, hidden, d_hidden.amax)
+        _find_amax(d_activated, hidden, kind, d_hidden.amax)
     gradient = (d_hidden.rows, d_hidden.columns, d_hidden.scale, d_hidden.amax, d_hidden.scale_inv)
     recomputed = (activated.rows, activated.columns, activated.scale, activated.scale_inv)
     types = (TYPES[d_hidden.dtype], TYPES[activated.dtype])
-    arguments = (d_activated, hidden, *gradient, *recomputed, *d_activated.shape, *types)
-    _launch(_swiglu_backward, BACKWARD, hidden, *arguments)
+    arguments = (d_activated, hidden, *gradient, *recomputed, sums, *d_activated.shape, *types)
+    _launch(_activation_backward, BACKWARD, hidden, kind, *arguments)
 
 
-def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor | None) -> None:
+def _find_amax(
+    d_activated: Tensor | None, hidden: Tensor, kind: Activation, amax: Tensor | None
+) -> None:
     """Record the amax of the gradient of `hidden` in `amax`.
 
     If `d_activated` is None, record the amax of the activated values instead.
     """
-    _launch(_swiglu_amax, FORWARD, hidden, d_activated, hidden, amax, hidden.shape[1] // 2)
+    arguments = (d_activated, hidden, amax, kind.width(hidden))
+    _launch(_activation_amax, FORWARD, hidden, kind, *arguments)

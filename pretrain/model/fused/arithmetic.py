@@ -9,9 +9,10 @@ matrix, which is correct but slower.
 
 The operations between the products are norms, activations and rotations. They are computed by torch
 (`pretrain.model.fused.formulas`), by Triton kernels for BF16 on a GPU, or by Transformer Engine.
-In low precision, the norms and the SwiGLU of Transformer Engine write their results as quantized
-operands of the next product. Under delayed scaling, the Triton kernel for the backward of the
-rotation writes a quantized operand too.
+In low precision, norms and activations write their results as quantized operands of the next
+product. Under delayed scaling, the Triton kernel for the backward of the rotation writes a
+quantized operand too. The kernels that compute gradients of outputs also sum them over tokens,
+which gives the gradients of biases.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.gemm import Gemm, GemmEngine, Operand, TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
+from pretrain.precision.scope import features_of
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 
 # Head sizes that the Triton kernel of the rotation supports. With other sizes, such as 80, some
@@ -57,7 +60,7 @@ class StackedLinear(LinearState):
     def __init__(
         self,
         name: str,
-        linears: Mapping[str, nn.Linear],
+        linears: Mapping[str, nn.Linear | Conv1D],
         arithmetic: Arithmetic,
         engines: Sequence[GemmEngine] = (),
     ) -> None:
@@ -71,10 +74,12 @@ class StackedLinear(LinearState):
         """
         super().__init__(name, arithmetic.context, tuple(linears))
         self.linears = tuple(linears.values())
+        # True for a Conv1D of transformers, which is never stacked. Its weight is [in, out].
+        self.transposed = isinstance(self.linears[0], Conv1D)
         self.arithmetic = arithmetic
-        out_features = sum(linear.out_features for linear in self.linears)
+        sizes = [features_of(linear) for linear in self.linears]
         for engine in engines:
-            self.add(engine, self.linears[0].in_features, out_features)
+            self.add(engine, sizes[0][0], sum(size for _, size in sizes))
         # The Gemm without quantization. It casts the weight once a step and caches the result for
         # the other microbatches of the step.
         self.plain = TorchGemm(name, self.members)
@@ -108,9 +113,11 @@ class StackedLinear(LinearState):
     def matrix(self) -> Tensor:
         """Return the stacked weight [out, in] in the compute dtype, detached.
 
-        The result is a view of the weights if possible, and a copy otherwise.
+        The result is a view of the weights if possible, and a copy otherwise. The matrix of a
+        Conv1D is a transposed view.
         """
-        return _stacked(self.weights).to(self.context.compute_dtype)
+        matrix = _stacked(self.weights).to(self.context.compute_dtype)
+        return matrix.t() if self.transposed else matrix
 
     @property
     def main_gradient(self) -> Tensor | None:
@@ -120,13 +127,21 @@ class StackedLinear(LinearState):
         rows of one matrix in memory.
         """
         gradients = [weight.main_grad for weight in self.weights if hasattr(weight, "main_grad")]
-        return _rows_of_one(gradients) if len(gradients) == len(self.linears) else None
+        if len(gradients) != len(self.linears):
+            return None
+        return gradients[0].t() if self.transposed else _rows_of_one(gradients)
 
-    def bias_gradients(self, dy: Tensor) -> list[Tensor]:
-        """Return the gradient of each bias: the sum of dy [tokens, out] over tokens, in FP32."""
+    def bias_gradients(self, dy: Tensor | None, total: Tensor | None = None) -> list[Tensor]:
+        """Return the gradient of each bias: the sum of dy [tokens, out] over tokens, in FP32.
+
+        `total` is this sum [out] if a kernel has computed it. `dy` may then be None.
+        """
         if not self.biases:
             return []
-        return list(dy.sum(dim=0, dtype=torch.float32).split([len(bias) for bias in self.biases]))
+        if total is None and dy is not None:
+            total = dy.sum(dim=0, dtype=torch.float32)
+        assert total is not None
+        return list(total.split([len(bias) for bias in self.biases]))
 
     def start(self, x: Tensor) -> StackedPass:
         """Start a forward over `x` [tokens, ...] in the current precision."""
@@ -180,6 +195,8 @@ class StackedPass(LinearPass):
         gradient = self.weight_gradient(dy, x, self.stack.main_gradient)
         if gradient is None:
             return [None] * len(self.stack.linears)
+        if self.stack.transposed:
+            return [gradient.t()]
         return list(gradient.split([len(weight) for weight in self.stack.weights]))
 
     def _stacked_weight(self, *, refresh: bool) -> Operand:
@@ -194,6 +211,11 @@ class StackedPass(LinearPass):
         return self.gemm.weight_operand(
             stack.matrix, refresh=refresh, differentiable=self.differentiable
         )
+
+
+def parameters_of(norm: nn.Module) -> list[nn.Parameter]:
+    """Return the weight of an RMSNorm, or the weight and the bias of an nn.LayerNorm."""
+    return list(norm.parameters(recurse=False))
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:
@@ -234,41 +256,67 @@ class Arithmetic:
     # recomputes them from the output of the query-key-value product.
     keeps_rotated: bool = False
 
-    def norm(self, x: Tensor, norm: Any, product: StackedPass) -> tuple[Operand, Tensor]:
-        """Return the RMSNorm of x [tokens, hidden] as the input operand of `product`, and 1 / RMS.
+    def norm(
+        self, x: Tensor, norm: Any, product: StackedPass
+    ) -> tuple[Operand, Tensor, Tensor | None]:
+        """Return the norm of x [tokens, hidden] as the input operand of `product`, and statistics.
 
-        1 / RMS is FP32 and is an argument of `norm_backward`.
+        `norm` is an RMSNorm or an nn.LayerNorm. The statistics are arguments of `norm_backward`:
+        the reciprocals of the standard deviations or root mean squares, and the means, both FP32.
+        The means are None for an RMSNorm.
         """
-        weight = self._weight_of(norm)
-        eps = norm.variance_epsilon
+        weight, bias = self._parameters_of(norm)
+        eps = norm.variance_epsilon if bias is None else norm.eps
         if self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
-            options = (tex.DType.kBFloat16, 0, False)
+            def compute(quantizer: Any | None) -> Any:
+                options = (eps, None, quantizer, tex.DType.kBFloat16, 0, False)
+                if bias is None:
+                    return tex.rmsnorm_fwd(x, weight, *options)
+                return tex.layernorm_fwd(x, weight, bias, *options)
+
             if (quantizer := product.quantizer("input")) is not None and product.observed.observers:
-                product.show("input", tex.rmsnorm_fwd(x, weight, eps, None, None, *options)[0])
-            y, _, rstd = tex.rmsnorm_fwd(x, weight, eps, None, quantizer, *options)
-            return (product.quantize("input", y) if quantizer is None else y), rstd
-        y, rstd = self.kernels.norm.rms_norm(x, weight, eps)
-        return product.quantize("input", y), rstd
+                product.show("input", compute(None)[0])
+            y, mean, rstd = compute(quantizer)
+            return (product.quantize("input", y) if quantizer is None else y), rstd, mean
+        y, rstd, mean = self.kernels.norm.norm(x, weight, bias, eps)
+        return product.quantize("input", y), rstd, mean
 
     def norm_backward(
-        self, dy: Tensor, x: Tensor, rstd: Tensor, norm: Any, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of x plus `residual` [tokens, hidden], and that of the norm's weight.
+        self,
+        dy: Tensor,
+        x: Tensor,
+        rstd: Tensor,
+        mean: Tensor | None,
+        norm: Any,
+        residual: Tensor,
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Return the gradient of x plus `residual` [tokens, hidden], and sums of gradients.
 
-        `dy` is the gradient of the norm's output, and `rstd` is 1 / RMS from `norm`.
+        The second result has the gradients of the norm's parameters. The third result is the sum of
+        the first one over tokens, FP32 [hidden], or None if no kernel has computed it. `dy` is the
+        gradient of the norm's output, and `rstd` and `mean` are statistics from `norm`.
         """
-        weight = self._weight_of(norm)
-        if self.implementation == Implementation.TRANSFORMER_ENGINE:
+        weight, _ = self._parameters_of(norm)
+        if mean is None and self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
-            return tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
-        return self.kernels.norm.rms_norm_backward(dy, x, rstd, weight, residual)
+            dx, d_weight = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
+            return dx, [d_weight], None
+        dx, sums = self.kernels.norm.norm_backward(dy, x, rstd, mean, weight, residual)
+        if mean is None:
+            return dx, [sums[0]], None
+        return dx, [sums[0], sums[1]], sums[2]
 
-    def _weight_of(self, norm: Any) -> Tensor:
-        """Return the weight of a norm, cast to the compute dtype as in unfused layers."""
-        return norm.weight.detach().to(self.context.compute_dtype)
+    def _parameters_of(self, norm: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and the bias of a norm, cast to the compute dtype as in unfused layers.
+
+        The bias of an RMSNorm is None.
+        """
+        dtype = self.context.compute_dtype
+        weight, *biases = (parameter.detach().to(dtype) for parameter in parameters_of(norm))
+        return weight, biases[0] if biases else None
 
     @cached_property
     def kernels(self) -> SimpleNamespace:
@@ -287,12 +335,24 @@ class Arithmetic:
         """Return the module whose `rotate` and `rotate_backward` support the size of `heads`."""
         return self.kernels.rotary if heads.dim in ROTARY_KERNEL_DIMS else formulas
 
+    def rotate(
+        self,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        heads: formulas.Heads,
+        norms: formulas.HeadNorms | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, see `formulas.rotate`."""
+        rotation = formulas if cos is None else self.rotation(heads)
+        return rotation.rotate(qkv, cos, sin, heads, norms)
+
     def rotate_backward(
         self,
         gradients: list[Tensor],
         qkv: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         heads: formulas.Heads,
         norms: formulas.HeadNorms | None,
         product: StackedPass,
@@ -307,74 +367,110 @@ class Arithmetic:
         quantizer = product.quantizer("grad_output")
         inputs = (qkv, cos, sin, heads, norms)
         stack = product.stack
+        summed = bool(stack.biases)
         writes_codes = (
             quantizer is not None
-            and not stack.biases
             and rotation is not formulas
             and rotation.supports(quantizer, gradients[0])
         )
         if not writes_codes:
-            dqkv, *d_norms = rotation.rotate_backward(*gradients, *inputs)
+            dqkv, *d_norms, total = rotation.rotate_backward(*gradients, *inputs, summed=summed)
             gradients.clear()
-            return product.quantize("grad_output", dqkv), d_norms, stack.bias_gradients(dqkv)
+            return product.quantize("grad_output", dqkv), d_norms, stack.bias_gradients(dqkv, total)
         # Observers get the gradient before it is quantized.
         if product.observed.observers:
             product.show("grad_output", rotation.rotate_backward(*gradients, *inputs)[0])
-        codes, d_norms = rotation.quantized_rotate_backward(quantizer, gradients, *inputs)
+        codes, *d_norms, total = rotation.quantized_rotate_backward(
+            quantizer, gradients, *inputs, summed=summed
+        )
         gradients.clear()
-        return codes, d_norms, []
+        return codes, d_norms, stack.bias_gradients(None, total)
 
     def activate(
-        self, hidden: Tensor, gate_up: StackedPass, down: StackedPass
+        self, hidden: Tensor, kind: formulas.Activation, gate_up: StackedPass, down: StackedPass
     ) -> tuple[Operand, Operand | None]:
-        """Return silu(gate) * up as the input operand of `down`, and a value to keep for backward.
+        """Return the activated values as the input operand of `down`, and a value for backward.
 
-        `hidden` [tokens, 2 width] is the output of `gate_up`: gate in the first half of each row,
-        and up in the second half. The value to keep is either the operand itself, or the scale with
-        which backward quantizes the recomputed operand. It is None if backward recomputes the
-        operand and needs no scale.
+        `hidden` [tokens, ...] is the output of `gate_up`. The value to keep is either the operand
+        itself, or the scale with which backward quantizes the recomputed operand. It is None if
+        backward recomputes the operand and needs no scale.
         """
-        if (quantizer := down.quantizer("input")) is None:
-            operand = down.quantize("input", self.kernels.activation.swiglu(hidden))
-            return operand, operand if down.forward_in_bf16 else None
-        import transformer_engine_torch as tex
-
+        kernels = self.kernels.activation
+        quantizer = down.quantizer("input")
+        writer = self._writer_of_codes(hidden, kind, gate_up, quantizer)
+        if writer is None:
+            operand = down.quantize("input", kernels.activate(hidden, kind))
+            return operand, operand if down.gemm.quantizes else None
+        if writer is kernels:
+            if down.observed.observers:
+                down.show("input", kernels.activate(hidden, kind))
+            return kernels.quantized_activate(hidden, kind, quantizer)
         if down.observed.observers:
-            down.show("input", tex.swiglu(hidden, None))
-        if gate_up.gemm.quantizes and self.kernels.activation.supports(hidden, quantizer):
-            return self.kernels.activation.quantized_swiglu(hidden, quantizer)
-        activated = tex.swiglu(hidden, quantizer)
+            down.show("input", writer.swiglu(hidden, None))
+        activated = writer.swiglu(hidden, quantizer)
         return activated, activated
 
     def activate_backward(
         self,
         d_activated: Tensor,
         hidden: Tensor,
+        kind: formulas.Activation,
         kept: Operand | None,
         gate_up: StackedPass,
         down: StackedPass,
-    ) -> tuple[Operand, Operand]:
-        """Return the gradient of `hidden` and the input of `down`, as operands of products.
+    ) -> tuple[Operand, Operand, list[Tensor]]:
+        """Return the gradient of `hidden` and the input of `down` as operands, and bias gradients.
 
         The gradient of `hidden` is the output gradient of `gate_up`. The input of `down` is needed
-        for the weight gradient of `down`. `d_activated` is the gradient of this input, and `kept`
-        is the second result of `activate`.
+        for the weight gradient of `down`. The third result has the gradients of the biases of
+        `gate_up`. `d_activated` is the gradient of the input of `down`, and `kept` is the second
+        result of `activate`.
         """
-        if (down_quantizer := down.quantizer("input")) is None:
-            d_hidden, activated = self.kernels.activation.swiglu_backward(d_activated, hidden)
+        kernels = self.kernels.activation
+        quantizer = down.quantizer("input")
+        writer = self._writer_of_codes(hidden, kind, gate_up, quantizer)
+        stack = gate_up.stack
+        summed = bool(stack.biases)
+        if writer is None:
+            d_hidden, activated, total = kernels.activate_backward(
+                d_activated, hidden, kind, summed=summed
+            )
             operand = down.gemm.quantize("input", activated) if kept is None else kept
-            return gate_up.quantize("grad_output", d_hidden), operand
+            d_biases = stack.bias_gradients(d_hidden, total)
+            return gate_up.quantize("grad_output", d_hidden), operand, d_biases
+        gradient_quantizer = gate_up.quantizer("grad_output")
+        # Observers get the gradient before it is quantized.
+        if writer is kernels:
+            if gate_up.observed.observers:
+                shown, *_ = kernels.activate_backward(d_activated, hidden, kind, summed=False)
+                gate_up.show("grad_output", shown)
+            *operands, total = kernels.quantized_activate_backward(
+                d_activated, hidden, kind, gradient_quantizer, quantizer, kept, summed=summed
+            )
+            return *operands, stack.bias_gradients(None, total)
+        if gate_up.observed.observers:
+            gate_up.show("grad_output", writer.dswiglu(d_activated, hidden, None))
+        return writer.dswiglu(d_activated.contiguous(), hidden, gradient_quantizer), kept, []
+
+    def _writer_of_codes(
+        self, hidden: Tensor, kind: formulas.Activation, gate_up: StackedPass, quantizer: Any | None
+    ) -> Any | None:
+        """Return the module that can write activated values in place of `quantizer`.
+
+        It is a module of Triton kernels, or Transformer Engine's extension, which writes only
+        SwiGLU and sums no gradients for biases. Return None if activated values are written in the
+        compute dtype.
+        """
+        if quantizer is None:
+            return None
+        kernels = self.kernels.activation
+        if gate_up.gemm.quantizes and kernels.supports(hidden, kind, quantizer):
+            return kernels
+        if kind != formulas.SWIGLU or gate_up.stack.biases:
+            return None
         import transformer_engine_torch as tex
 
-        gate_up_quantizer = gate_up.quantizer("grad_output")
-        # Observers get the gradient before it is quantized.
-        if gate_up.observed.observers:
-            gate_up.show("grad_output", tex.dswiglu(d_activated, hidden, None))
-        if gate_up.gemm.quantizes and self.kernels.activation.supports(hidden, down_quantizer):
-            return self.kernels.activation.quantized_swiglu_backward(
-                d_activated, hidden, gate_up_quantizer, down_quantizer, kept
-            )
-        return tex.dswiglu(d_activated.contiguous(), hidden, gate_up_quantizer), kept
+        return tex
 
     @property
     def gemm_class(self) -> type[Gemm]:

@@ -1,15 +1,19 @@
-"""Norms, SwiGLU and the rotation of queries and keys in plain torch, with their gradients.
+"""Norms, activations and the rotation of queries and keys in plain torch, with their gradients.
 
 A fused layer calls these functions between its matrix products if no kernel is used, for example on
 a CPU. Tests compare the Triton kernels with them.
 
 The functions are called inside of an autograd.Function, where autograd records nothing. Therefore
 each computation has a second function for its gradient. Computations are in FP32, except for the
-rotation of FP64 inputs, which is in FP64. Results are rounded once, at the end. `rms_norm` also
+rotation of FP64 inputs, which is in FP64. Results are rounded once, at the end. An RMSNorm also
 rounds the normalized values before it multiplies them by the weight, as transformers does.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,51 +22,127 @@ from torch import Tensor
 from pretrain.model.fused.heads import HeadNorms, Heads
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMSNorm of x [tokens, width] in the dtype of x, and 1 / RMS, FP32 [tokens, 1]."""
+class Activation(NamedTuple):
+    """The activation function of an MLP.
+
+    If it is gated, each row of its input has the gate in its first half and up in its second half,
+    and its result is function(gate) * up. Otherwise its result is function(input).
+    """
+
+    function: str  # silu, gelu or gelu_tanh
+    gated: bool
+
+    def width(self, hidden: Tensor) -> int:
+        """Return the number of activated values in a row, for the input `hidden`."""
+        return hidden.shape[1] // 2 if self.gated else hidden.shape[1]
+
+
+SWIGLU = Activation("silu", gated=True)
+# Map the functions of `Activation` to functions of torch.
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+# Map the names of transformers' activation functions to names of functions of `Activation`.
+NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the LayerNorm of x [tokens, width], or the RMSNorm if `bias` is None.
+
+    Returns:
+        Three tensors: the result in the dtype of x, the reciprocals of the standard deviations or
+        of the root mean squares, FP32 [tokens], and the means, FP32 [tokens]. The means are None
+        for an RMSNorm.
+    """
     x_fp32 = x.float()
-    rstd = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
-    normed = (x_fp32 * rstd).to(x.dtype)
-    return (normed * weight.float()).to(x.dtype), rstd
+    mean = None
+    if bias is not None:
+        mean = x_fp32.mean(-1)
+        x_fp32 = x_fp32 - mean[:, None]
+    rstd = torch.rsqrt(x_fp32.square().mean(-1) + eps)
+    normed = x_fp32 * rstd[:, None]
+    if bias is None:
+        return (normed.to(x.dtype) * weight.float()).to(x.dtype), rstd, None
+    return (normed * weight.float() + bias.float()).to(x.dtype), rstd, mean
 
 
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor
+def norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None, weight: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x plus `residual`, and the gradient of `weight` in FP32.
+    """Return the gradient of x plus `residual`, and sums over tokens, FP32 [1 or 3, width].
 
-    `dy` is the gradient of the norm's output, and `rstd` is the second result of `rms_norm`.
+    For an RMSNorm, the sum is the gradient of `weight`. For a LayerNorm, the sums are the gradients
+    of `weight` and of the bias, and the sum of the first result.
+
+    `dy` is the gradient of the norm's output, and `rstd` and `mean` are results of `norm`.
     `residual` is the gradient of x from the residual branch.
     """
     dy = dy.float()
-    normed = x.float() * rstd
-    d_weight = (dy * normed).sum(0)
-    dy = dy * weight.float()
-    dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)) * rstd
-    return (dx + residual).to(x.dtype), d_weight
+    x_fp32 = x.float() if mean is None else x.float() - mean[:, None]
+    normed = x_fp32 * rstd[:, None]
+    sums = [(dy * normed).sum(0)]
+    weighted = dy * weight.float()
+    dx = weighted - normed * (weighted * normed).mean(-1, keepdim=True)
+    if mean is not None:
+        dx = dx - weighted.mean(-1, keepdim=True)
+    dx = dx * rstd[:, None] + residual
+    if mean is not None:
+        sums += [dy.sum(0), dx.float().sum(0)]
+    return dx.to(x.dtype), torch.stack(sums)
 
 
-def swiglu(hidden: Tensor) -> Tensor:
-    """Return silu(gate) * up [tokens, width] for `hidden` [tokens, 2 width].
+def activate(hidden: Tensor, kind: Activation) -> Tensor:
+    """Return the activated values [tokens, width] of `hidden`.
 
-    The gate is the first half of each row of `hidden`, and up is the second half.
+    `hidden` is [tokens, 2 width] if the activation is gated, and [tokens, width] otherwise.
     """
-    gate, up = hidden.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(hidden.dtype)
+    function = _FUNCTIONS[kind.function]
+    if kind.gated:
+        gate, up = hidden.float().chunk(2, dim=-1)
+        return (function(gate) * up).to(hidden.dtype)
+    return function(hidden.float()).to(hidden.dtype)
 
 
-def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `hidden` [tokens, 2 width], and the recomputed result of `swiglu`.
+def activate_backward(
+    d_activated: Tensor, hidden: Tensor, kind: Activation, *, summed: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradient of `hidden`, the recomputed result of `activate`, and a sum.
 
-    `d_activated` [tokens, width] is the gradient of the result of `swiglu`.
+    The third result is the sum of the gradient over tokens, FP32, or None unless `summed` is set.
+    `d_activated` [tokens, width] is the gradient of the result of `activate`.
     """
-    gate, up = hidden.float().chunk(2, dim=-1)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
     dy = d_activated.float()
-    d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
-    d_hidden = torch.cat([d_gate, dy * silu], dim=-1)
-    return d_hidden.to(hidden.dtype), (silu * up).to(hidden.dtype)
+    if kind.gated:
+        gate, up = hidden.float().chunk(2, dim=-1)
+        values, slopes = _values_and_slopes(gate, kind.function)
+        d_hidden = torch.cat([dy * up * slopes, dy * values], dim=-1)
+        values = values * up
+    else:
+        values, slopes = _values_and_slopes(hidden.float(), kind.function)
+        d_hidden = dy * slopes
+    total = d_hidden.sum(0) if summed else None
+    return d_hidden.to(hidden.dtype), values.to(hidden.dtype), total
+
+
+def _values_and_slopes(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
+    """Return the values and the derivatives at x, FP32, of a function of `Activation`."""
+    if function == "silu":
+        sigmoid = x.sigmoid()
+        silu = x * sigmoid
+        return silu, sigmoid + silu * (1 - sigmoid)
+    approximate = "tanh" if function == "gelu_tanh" else "none"
+    slopes = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
+    return F.gelu(x, approximate=approximate), slopes
 
 
 # ── Normalization and rotation of queries and keys ──
@@ -79,21 +159,25 @@ def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor
 
 
 def rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: Heads, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the rows of `qkv`, normalize queries and keys if `norms` are given, and rotate them.
 
     Args:
         qkv: Queries, keys and values of each token, [T, heads.width], contiguous.
-        cos: Cosines of the angles, [T, dim] with equal halves, any float dtype.
-        sin: Sines of the angles, [T, dim] with equal halves, any float dtype.
+        cos: Cosines of the angles, [T, dim] with equal halves, any float dtype. None in a model
+            without rotation, which has no head norms either.
+        sin: Sines of the angles, as `cos`.
         heads: Layout of `qkv`.
         norms: Norms of query and key heads, or None if the model has no head norms.
 
     Returns:
-        Queries [T, query, dim], keys and values [T, kv, dim], contiguous and in the dtype of `qkv`.
+        Queries [T, query, dim], keys and values [T, kv, dim], in the dtype of `qkv`. They are
+        contiguous. Without rotation they are views of `qkv`.
     """
     q, k, v = heads.split(qkv)
+    if cos is None or sin is None:
+        return q, k, v
     cos, sin = _angles(cos, sin, heads, qkv)
     if norms is not None:
         q = _normalised(q, norms.query, norms.eps)[0]
@@ -108,12 +192,14 @@ def rotate_backward(
     dk: Tensor,
     dv: Tensor,
     qkv: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     heads: Heads,
     norms: HeadNorms | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of `qkv` and of the weights of both norms.
+    *,
+    summed: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of `qkv` and of the weights of both norms, and a sum.
 
     The order of the sums over tokens depends only on shapes, so a run can be repeated bit for bit.
 
@@ -128,22 +214,26 @@ def rotate_backward(
         sin: The argument of `rotate`.
         heads: The argument of `rotate`.
         norms: The argument of `rotate`.
+        summed: True if the fourth result is needed.
 
     Returns:
-        Three tensors: the gradient of `qkv` in the dtype of `dq`, and the gradients of the weights
-        of the query norm and of the key norm. Both weight gradients are [dim] in FP32, or in FP64
-        if `dq` is FP64. They are None if `norms` is None.
+        Four tensors: the gradient of `qkv` in the dtype of `dq`, the gradients of the weights of
+        the query norm and of the key norm, and the sum of the gradient of `qkv` over tokens, FP32
+        [heads.width]. Both weight gradients are [dim] in FP32, or in FP64 if `dq` is FP64. They are
+        None if `norms` is None. The sum is None unless `summed` is set.
     """
-    cos, sin = _angles(cos, sin, heads, dq)
+    wide = torch.promote_types(dq.dtype, torch.float32)
     dqkv = dq.new_empty(len(dq), heads.width)
     dqkv_queries, dqkv_keys, dqkv_values = heads.split(dqkv)
     if dk.dim() == 4:
-        dk = dk.sum(dim=2, dtype=cos.dtype)
+        dk = dk.sum(dim=2, dtype=wide)
     if dv.dim() == 4:
-        dv = dv.sum(dim=2, dtype=cos.dtype)
+        dv = dv.sum(dim=2, dtype=wide)
     dqkv_values.copy_(dv)
-    dq = _rotated(dq, cos, -sin)
-    dk = _rotated(dk, cos, -sin)
+    if cos is not None and sin is not None:
+        cos, sin = _angles(cos, sin, heads, dq)
+        dq = _rotated(dq, cos, -sin)
+        dk = _rotated(dk, cos, -sin)
     d_query_norm = None
     d_key_norm = None
     if norms is not None and qkv is not None:
@@ -152,7 +242,8 @@ def rotate_backward(
         dk, d_key_norm = _normalised_backward(dk, k, norms.key, norms.eps)
     dqkv_queries.copy_(dq)
     dqkv_keys.copy_(dk)
-    return dqkv, d_query_norm, d_key_norm
+    total = dqkv.sum(dim=0, dtype=torch.float32) if summed else None
+    return dqkv, d_query_norm, d_key_norm, total
 
 
 def _angles(cos: Tensor, sin: Tensor, heads: Heads, values: Tensor) -> tuple[Tensor, Tensor]:

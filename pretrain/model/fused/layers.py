@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from pretrain.model.attention import flash_backward_in_parts, flash_forward
-from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear
+from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear, parameters_of
+from pretrain.model.fused.formulas import NAMES, Activation
 from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.scope import LINEARS, Decision
@@ -33,21 +34,54 @@ Gradients = tuple[Tensor | None, ...]
 # Name of the attention implementation that a fused layer computes in the same autograd node as the
 # rotation. This attention may return dk and dv in parts, which the backward of the rotation sums.
 ROTATED_ATTENTION = "packed_fa4"
-# Full names of the layer classes that can be fused. Classes are compared by name, because importing
-# them would import four architectures at every start.
-_FUSED = {
-    "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
-    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
-    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
-    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
-}
-# Map the name of each matrix product of a fused layer to the names of the linears that the product
-# computes together.
-_STACKS = {
+
+
+class Names(NamedTuple):
+    """Names of the parts of a decoder layer in its class.
+
+    Attributes:
+        attention: The attention module.
+        norms: The norms before attention and before the MLP.
+        stacks: Map the name of each matrix product of the fused layer to the names of the linears
+            that the product computes together: queries, keys and values, then the output of
+            attention, then the first linears of the MLP, then the last linear of the MLP.
+    """
+
+    attention: str
+    norms: tuple[str, str]
+    stacks: Mapping[str, tuple[str, ...]]
+
+
+_ATTENTION_STACKS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj": ("self_attn.o_proj",),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down_proj": ("mlp.down_proj",),
+}
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LLAMA = Names(
+    "self_attn",
+    _NORMS,
+    _ATTENTION_STACKS
+    | {
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down_proj": ("mlp.down_proj",),
+    },
+)
+_GPT2_MLP = {name: (name,) for name in ("mlp.c_fc", "mlp.c_proj")}
+# Full names of the layer classes that can be fused. Classes are compared by name, because importing
+# them would import six architectures at every start.
+_FUSED = {
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _LLAMA,
+    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
+    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": _LLAMA,
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": _LLAMA,
+    "transformers.models.starcoder2.modeling_starcoder2.Starcoder2DecoderLayer": Names(
+        "self_attn", _NORMS, _ATTENTION_STACKS | _GPT2_MLP
+    ),
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block": Names(
+        "attn",
+        ("ln_1", "ln_2"),
+        {name: (name,) for name in ("attn.c_attn", "attn.c_proj")} | _GPT2_MLP,
+    ),
 }
 
 
@@ -56,30 +90,56 @@ _STACKS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Linears, head norms and head layout of a decoder layer that can be fused.
+    """Linears, norms and head layout of a decoder layer that can be fused.
 
     Attributes:
-        stacks: One dict for each matrix product, in the order of `_STACKS`. It maps the name of
-            each stacked linear in the layer to the linear.
+        attention: The attention module.
+        norms: The norms before attention and before the MLP.
+        stacks: Map the name of each matrix product to a dict, which maps the name of each stacked
+            linear in the layer to the linear. See `Names.stacks` for the order.
         head_norms: The RMSNorms of query heads and of key heads. Empty if the layer has none.
         heads: Layout of the output of the query-key-value product.
+        function: Name of the activation function in transformers.
     """
 
-    stacks: tuple[Mapping[str, nn.Linear], ...]
+    attention: Any
+    norms: tuple[nn.Module, ...]
+    stacks: Mapping[str, Mapping[str, nn.Linear]]
     head_norms: tuple[Any, ...]
     heads: Heads
+    function: str
 
     @classmethod
     def of(cls, layer: Any) -> Parts:
         """Return the parts of `layer`, whose class must be in `_FUSED`."""
-        attention = layer.self_attn
+        names = _FUSED[_full_name(layer)]
+        attention = layer.get_submodule(names.attention)
         config = attention.config
-        stacks = tuple(
-            {name: layer.get_submodule(name) for name in names} for names in _STACKS.values()
-        )
+        stacks = {
+            stack: {name: layer.get_submodule(name) for name in members}
+            for stack, members in names.stacks.items()
+        }
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        heads = Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim)
-        return cls(stacks, norms, heads)
+        query = config.num_attention_heads
+        heads = Heads(query, getattr(config, "num_key_value_heads", query), attention.head_dim)
+        return cls(
+            attention,
+            tuple(layer.get_submodule(name) for name in names.norms),
+            stacks,
+            norms,
+            heads,
+            getattr(config, "activation_function", None) or config.hidden_act,
+        )
+
+    @property
+    def activation(self) -> Activation:
+        """The activation function of the MLP. It is gated if the MLP begins with two linears."""
+        _, _, first, _ = self.stacks.values()
+        return Activation(NAMES[self.function], gated=len(first) > 1)
+
+
+def _full_name(layer: nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
 
 def assess_layer(
@@ -105,20 +165,21 @@ def assess_layer(
         f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)
     ]
     low = frozenset(linear for linear in linears if decisions and decisions[linear].reason is None)
-    if f"{type(layer).__module__}.{type(layer).__qualname__}" not in _FUSED:
+    if _full_name(layer) not in _FUSED:
         return f"{type(layer).__name__} has no fused implementation", low
-    if layer.self_attn.config.hidden_act not in ("silu", "swish"):
-        return "their activation is not SiLU", low
-    stacks = Parts.of(layer).stacks
-    for stack in stacks:
+    parts = Parts.of(layer)
+    if parts.function not in NAMES:
+        return f"their activation {parts.function} is neither SiLU nor GELU", low
+    # Names of the dropout of the residual branches in GPT-2 and in StarCoder2.
+    if any(getattr(parts.attention.config, key, 0) for key in ("resid_pdrop", "residual_dropout")):
+        return "they have dropout", low
+    for stack in parts.stacks.values():
         if len({f"{name}.{member}" in low for member in stack}) > 1:
             members = ", ".join(member.rpartition(".")[2] for member in stack)
             return (
                 f"their {members} would be one fused product, but have different precisions",
                 low,
             )
-    if any(linear.bias is not None for stack in stacks[1:] for linear in stack.values()):
-        return "their linears have biases outside of queries, keys and values", low
     return None, low
 
 
@@ -196,13 +257,14 @@ class FusedLayer:
     ) -> None:
         self.unfused = layer.forward
         self.arithmetic = arithmetic
-        self.attention = layer.self_attn
-        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
         parts = Parts.of(layer)
+        self.attention = parts.attention
+        self.norms = parts.norms
+        self.activation = parts.activation
         self.heads = parts.heads
         self.head_norms = parts.head_norms
         products = []
-        for stacked_name, stack in zip(_STACKS, parts.stacks, strict=True):
+        for stacked_name, stack in parts.stacks.items():
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
             # Under one engine, either all linears of a stack are in low precision or none is. So it
             # suffices to look up the first linear.
@@ -230,13 +292,10 @@ class FusedLayer:
         # autograd.Function.
         self.arithmetic.differentiable = torch.is_grad_enabled()
         attended, x = self._attend(x, **kwargs)
-        weights = [
-            *self.output.weights,
-            self.norms[1].weight,
-            *self.gate_up.weights,
-            *self.down.weights,
-        ]
-        return OutputAndMLP.apply(self, attended, x, *weights)[None]
+        parameters: list[Tensor] = [*parameters_of(self.norms[1])]
+        for product in (self.output, self.gate_up, self.down):
+            parameters += [*product.weights, *product.biases]
+        return OutputAndMLP.apply(self, attended, x, *parameters)[None]
 
     def _attend(
         self,
@@ -244,7 +303,7 @@ class FusedLayer:
         *,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         document_mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
@@ -255,10 +314,14 @@ class FusedLayer:
         node gets the gradient of the residual branch.
         """
         attention = self.attention
+        # GPT-2 adds learned positions to the embeddings and has no rotation.
+        tables: Sequence[Tensor | None] = (None, None)
+        if position_embeddings is not None:
+            tables = [table.flatten(0, -2) for table in position_embeddings]
         inputs = (
             x,
-            *(table.flatten(0, -2) for table in position_embeddings),
-            self.norms[0].weight,
+            *tables,
+            *parameters_of(self.norms[0]),
             *(norm.weight for norm in self.head_norms),
             *self.qkv.weights,
             *self.qkv.biases,
@@ -330,26 +393,24 @@ class NormedAttention(torch.autograd.Function):
         layer: FusedLayer,
         documents: Any | None,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         *_: Tensor,
     ) -> tuple[Tensor, ...]:
         arithmetic = layer.arithmetic
         product = layer.qkv.start(x)
         ctx.call = (layer, product, documents, arithmetic.gemm_class.is_first_in_forward())
-        normed, rstd = arithmetic.norm(x, layer.norms[0], product)
+        normed, *statistics = arithmetic.norm(x, layer.norms[0], product)
         qkv = product.project(normed)
-        results = arithmetic.rotation(layer.heads).rotate(
-            qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype)
-        )
-        saved = [x, normed, rstd, qkv if layer.head_norms else None, cos, sin]
-        if documents is not None:
-            output, log_sums = flash_forward(*results, *documents)
-            kept = results if arithmetic.keeps_rotated or not layer.head_norms else [None] * 3
-            saved += [*kept, output, log_sums]
-            results = (output.view(len(x), -1),)
-        arithmetic.save(ctx, *saved)
-        return *results, x
+        q, k, v = arithmetic.rotate(qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype))
+        saved = [normed, x, *statistics, qkv if layer.head_norms else None, cos, sin]
+        if documents is None:
+            arithmetic.save(ctx, *saved)
+            return q, k, v, x
+        output, log_sums = flash_forward(q, k, v, *documents)
+        kept = [q, k, v] if arithmetic.keeps_rotated or not layer.head_norms else [None] * 3
+        arithmetic.save(ctx, *saved, *kept, output, log_sums)
+        return output.view(len(x), -1), x
 
     @staticmethod
     @once_differentiable
@@ -358,21 +419,22 @@ class NormedAttention(torch.autograd.Function):
         arithmetic = layer.arithmetic
         *gradients, residual = d_results
         del d_results
-        # `saved` has qkv, cos and sin. If this node has computed attention, the inputs and results
-        # of attention follow.
-        x, normed, rstd, *saved = arithmetic.saved(ctx)
-        inputs = (*saved[:3], layer.heads, layer.head_norms_in(x.dtype))
+        # `saved` has x and the statistics of the norm, then qkv, cos and sin. If this node has
+        # computed attention, the inputs and results of attention follow.
+        normed, *saved = arithmetic.saved(ctx)
+        in_norm = saved[:3]
+        inputs = (*saved[3:6], layer.heads, layer.head_norms_in(residual.dtype))
         if documents is not None:
-            gradients = _flash_backward(layer, gradients.pop(), saved[3:], inputs, documents)
+            gradients = _flash_backward(layer, gradients.pop(), saved[6:], inputs, documents)
         del saved
         dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, product)
         d_normed = product.input_gradient(dqkv)
         d_weights = product.weight_gradients(dqkv, normed)
-        dx, d_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
+        dx, d_norm, _ = arithmetic.norm_backward(d_normed, *in_norm, layer.norms[0], residual)
         if is_first_in_forward:
             arithmetic.gemm_class.finish_backward()
         d_head_norms = d_head_norms[: len(layer.head_norms)]
-        return None, None, dx, None, None, d_norm, *d_head_norms, *d_weights, *d_biases
+        return None, None, dx, None, None, *d_norm, *d_head_norms, *d_weights, *d_biases
 
 
 def _flash_backward(
@@ -390,7 +452,7 @@ def _flash_backward(
     """
     q, k, v, output, log_sums = attended
     if q is None:
-        q, k, v = layer.arithmetic.rotation(layer.heads).rotate(*rotation_inputs)
+        q, k, v = layer.arithmetic.rotate(*rotation_inputs)
     d_output = d_output.view(output.shape)
     return list(flash_backward_in_parts(d_output, q, k, v, output, log_sums, *documents))
 
@@ -401,7 +463,10 @@ class OutputAndMLP(torch.autograd.Function):
     `attended` [tokens, in] and `residual` [tokens, hidden] are mapped to y [tokens, hidden]:
 
         x = attended w^T + residual
-        y = x + swiglu(norm(x) gate_up^T) down^T
+        y = x + activation(norm(x) gate_up^T) down^T
+
+    A product adds its biases, if its linears have any. In an MLP without a gate, `gate_up` is the
+    first linear.
     """
 
     @staticmethod
@@ -413,15 +478,15 @@ class OutputAndMLP(torch.autograd.Function):
         operand = output.quantize("input", attended)
         x = output.project(operand, residual)
         gate_up = layer.gate_up.start(x)
-        normed, rstd = arithmetic.norm(x, layer.norms[1], gate_up)
+        normed, *statistics = arithmetic.norm(x, layer.norms[1], gate_up)
         hidden = gate_up.project(normed)
         down = layer.down.start(hidden)
-        activated, kept = arithmetic.activate(hidden, gate_up, down)
+        activated, kept = arithmetic.activate(hidden, layer.activation, gate_up, down)
         ctx.call = (layer, output, gate_up, down)
         y = down.project(activated, x)
         # Save after the products, because saving takes quantized operands apart, and products
         # cannot use them afterwards.
-        arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)
+        arithmetic.save(ctx, operand, x, normed, hidden, kept, *statistics)
         return y
 
     @staticmethod
@@ -429,19 +494,25 @@ class OutputAndMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Gradients:
         layer, output, gate_up, down = ctx.call
         arithmetic = layer.arithmetic
-        operand, x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
+        operand, x, normed, hidden, kept, *statistics = arithmetic.saved(ctx)
         quantized = down.quantize("grad_output", dy)
+        d_down_biases = down.stack.bias_gradients(dy)
         d_activated = down.input_gradient(quantized)
-        d_hidden, activated = arithmetic.activate_backward(d_activated, hidden, kept, gate_up, down)
+        d_hidden, activated, d_biases = arithmetic.activate_backward(
+            d_activated, hidden, layer.activation, kept, gate_up, down
+        )
         del d_activated, hidden, kept
-        d_down = down.weight_gradients(quantized, activated)
+        d_down = [*down.weight_gradients(quantized, activated), *d_down_biases]
         del quantized, activated
         d_normed = gate_up.input_gradient(d_hidden)
-        d_gate_up = gate_up.weight_gradients(d_hidden, normed)
+        d_gate_up = [*gate_up.weight_gradients(d_hidden, normed), *d_biases]
         del d_hidden, normed
-        dx, d_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[1], residual=dy)
+        dx, d_norm, d_bias = arithmetic.norm_backward(
+            d_normed, x, *statistics, layer.norms[1], residual=dy
+        )
         del d_normed, x
         quantized = output.quantize("grad_output", dx)
         d_attended = output.input_gradient(quantized)
         d_output = output.weight_gradients(quantized, operand)
-        return None, d_attended, dx, *d_output, d_norm, *d_gate_up, *d_down
+        d_output += output.stack.bias_gradients(dx, d_bias)
+        return None, d_attended, dx, *d_norm, *d_output, *d_gate_up, *d_down

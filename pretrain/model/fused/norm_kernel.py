@@ -1,10 +1,14 @@
-"""Triton kernels for RMSNorm in BF16, and for its gradient plus the gradient of the residual.
+"""Triton kernels for norms in BF16, and for their gradients plus the gradient of the residual.
 
     rstd = 1 / sqrt(mean(x^2) + eps)                                             FP32, per row
     y = weight * (rstd * x)                                                      FP32, then BF16
     dx = rstd * (weight * dy - rstd * x * mean(weight * dy * rstd * x)) + residual
                                                                                  FP32, then BF16
     dweight = sum over tokens of dy * rstd * x                                   FP32
+
+This is an RMSNorm. In a LayerNorm, x - mean(x) takes the place of x, y = ... + bias, and
+rstd * mean(weight * dy) is subtracted from dx. Its bias has the gradient sum of dy. The sum of dx
+is computed too: it is the gradient of the bias of the linear that wrote x.
 
 The residual branch of the layer has the same input x as the norm. `residual` is the gradient of x
 from the residual branch. The kernels read each input value once and write each result once, so only
@@ -30,11 +34,13 @@ PROGRAMS = 1024
 
 
 @triton.jit
-def _rms_norm(
+def _norm(
     x,  # BF16 [tokens, width]
     weight,  # [width]
+    bias,  # [width], or None for an RMSNorm
     y,  # BF16 [tokens, width], written
     rstd,  # FP32 [tokens], written
+    mean,  # FP32 [tokens], written, or None for an RMSNorm
     tokens,
     eps,
     width: tl.constexpr,
@@ -47,28 +53,40 @@ def _rms_norm(
     inside = (row < tokens)[:, None] & (column < width)[None, :]
     index = row.to(tl.int64)[:, None] * width + column[None, :]
     values = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        center = tl.sum(values, axis=1) * (1.0 / width)
+        tl.store(mean + row, center, mask=row < tokens)
+        values = tl.where(inside, values - center[:, None], 0.0)
     factor = tl.rsqrt(tl.sum(values * values, axis=1) * (1.0 / width) + eps)
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     tl.store(rstd + row, factor, mask=row < tokens)
-    tl.store(y + index, (scale * (factor[:, None] * values)).to(tl.bfloat16), mask=inside)
+    values = scale * (factor[:, None] * values)
+    if bias is not None:
+        shift = tl.load(bias + column, mask=column < width, other=0.0)
+        values += shift.to(tl.float32)[None, :]
+    tl.store(y + index, values.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
-def _rms_norm_backward(
+def _norm_backward(
     dy,  # BF16 [tokens, width]
     x,  # BF16 [tokens, width]
     rstd,  # FP32 [tokens]
+    mean,  # FP32 [tokens], or None for an RMSNorm
     weight,  # [width]
     residual,  # BF16 [tokens, width]
     dx,  # BF16 [tokens, width], written
-    sums,  # FP32 [programs, width], written
+    sums,  # FP32 [programs, 1 or 3, width], written
     tokens,
     rows,
     width: tl.constexpr,
     height: tl.constexpr,
     step: tl.constexpr,
 ):
-    """Compute dx for the `rows` rows of a program, and the sum of dweight over these rows.
+    """Compute dx for the `rows` rows of a program, and sums over these rows.
+
+    For an RMSNorm, it is the sum of dweight. For a LayerNorm, these are the sums of dweight, dy and
+    dx.
 
     `height` rows are computed at a time. `step` is `width` rounded up to a power of two.
     """
@@ -76,53 +94,74 @@ def _rms_norm_backward(
     in_row = column < width
     scale = tl.load(weight + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([height, step], tl.float32)
+    total_dy = total
+    total_dx = total
     for start in tl.range(0, rows, height):
         row = tl.program_id(0) * rows + start + tl.arange(0, height)
         inside = (row < tokens)[:, None] & in_row[None, :]
         index = row.to(tl.int64)[:, None] * width + column[None, :]
         factor = tl.load(rstd + row, mask=row < tokens, other=0.0)[:, None]
-        normed = factor * tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+        normed = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+        if mean is not None:
+            center = tl.load(mean + row, mask=row < tokens, other=0.0)[:, None]
+            normed = tl.where(inside, normed - center, 0.0)
+        normed = factor * normed
         gradient = tl.load(dy + index, mask=inside, other=0.0).to(tl.float32)
         total += gradient * normed
+        if mean is not None:
+            total_dy += gradient
         gradient *= scale
-        mean = tl.sum(gradient * normed, axis=1) * (1.0 / width)
-        values = factor * (gradient - normed * mean[:, None])
+        projection = tl.sum(gradient * normed, axis=1) * (1.0 / width)
+        values = gradient - normed * projection[:, None]
+        if mean is not None:
+            values -= (tl.sum(gradient, axis=1) * (1.0 / width))[:, None]
+        values = factor * values
         values += tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
+        if mean is not None:
+            total_dx += tl.where(inside, values, 0.0)
         tl.store(dx + index, values.to(tl.bfloat16), mask=inside)
-    tl.store(sums + tl.program_id(0) * width + column, tl.sum(total, axis=0), mask=in_row)
+    if mean is None:
+        tl.store(sums + tl.program_id(0) * width + column, tl.sum(total, axis=0), mask=in_row)
+    else:
+        sum_at = sums + tl.program_id(0) * 3 * width + column
+        tl.store(sum_at, tl.sum(total, axis=0), mask=in_row)
+        tl.store(sum_at + width, tl.sum(total_dy, axis=0), mask=in_row)
+        tl.store(sum_at + 2 * width, tl.sum(total_dx, axis=0), mask=in_row)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMSNorm of x, and 1 / RMS of each row, FP32 [tokens].
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute `pretrain.model.fused.formulas.norm` for BF16.
 
-    x and its RMSNorm are BF16 [tokens, width] and contiguous.
+    x is contiguous. An RMSNorm does not round the normalized values.
     """
     tokens, width = x.shape
     height, step, warps = _tile(width)
     y = torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    arguments = (x, weight, y, rstd, tokens, eps, width, height, step)
-    _rms_norm[(triton.cdiv(tokens, height),)](*arguments, num_warps=warps, enable_fp_fusion=False)
-    return y, rstd
+    mean = None if bias is None else torch.empty_like(rstd)
+    arguments = (x, weight, bias, y, rstd, mean, tokens, eps, width, height, step)
+    _norm[(triton.cdiv(tokens, height),)](*arguments, num_warps=warps, enable_fp_fusion=False)
+    return y, rstd, mean
 
 
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor
+def norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None, weight: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x plus `residual`, and the gradient of `weight`, FP32 [width].
+    """Compute `pretrain.model.fused.formulas.norm_backward` for BF16.
 
-    `dy` is the gradient of the norm's output, and `rstd` is the second result of `rms_norm`.
-    `residual` is the gradient of x from the residual branch. `dy`, `x`, `residual` and the gradient
-    of x are BF16 [tokens, width] and contiguous.
+    `dy`, `x` and `residual` are contiguous.
     """
     tokens, width = x.shape
     height, step, warps = _tile(width)
     rows = height * triton.cdiv(tokens, height * PROGRAMS)
     programs = triton.cdiv(tokens, rows)
     dx = torch.empty_like(x)
-    sums = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    arguments = (dy, x, rstd, weight, residual, dx, sums, tokens, rows, width, height, step)
-    _rms_norm_backward[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
+    count = 1 if mean is None else 3
+    sums = torch.empty(programs, count, width, dtype=torch.float32, device=x.device)
+    arguments = (dy, x, rstd, mean, weight, residual, dx, sums, tokens, rows, width, height, step)
+    _norm_backward[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
     return dx, sums.sum(dim=0)
 
 

@@ -15,6 +15,10 @@ additions, so that the BF16 values are the same bit for bit, whether they are wr
 If there are head norms, a program of backward computes many tiles and sums the gradients of the
 norms' weights over them. torch then adds the sums of all programs, in an order that depends only on
 shapes. To keep the number of sums small, no more programs are started than the GPU can run at once.
+The gradients of biases are summed in the same way.
+
+In a model without rotation, such as GPT-2, `cos` and `sin` are None. Forward then needs no kernel,
+and backward copies the gradients of queries, keys and values into one tensor.
 """
 
 from __future__ import annotations
@@ -52,6 +56,9 @@ _PROGRAMS = 264  # maximum number of programs if there are head norms
 # are stored in shared memory. Heads of 128 values need 70 KiB of shared memory, or 103 KiB if the
 # gradients are in four parts.
 _STAGES = 3
+# Number of tiles that a program computes if the gradient is summed over tokens and heads have no
+# norms.
+_SUMMED_TILES = 8
 # Number of neighbouring values of a row that a thread loads: 16 bytes in BF16.
 _IN_A_THREAD = tl.constexpr(8)
 # Maximum number of heads in a tile of forward. Heads of 128 values then have 2 KB of contiguous
@@ -150,6 +157,7 @@ def _rotate_backward(
     scale_inv,
     amax,
     norm_sums,  # FP32 [programs of a head, query + kv, dim], written, or None without norms
+    sums,  # FP32 [programs of a head, query + 2 kv, dim], written, or None without biases
     tokens,
     eps,
     query: tl.constexpr,
@@ -161,21 +169,16 @@ def _rotate_backward(
     stages: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Write the gradient of one head for the tokens of this program.
+    """Write the gradient of one head for the tokens of this program, and its sum over them.
 
     With head norms, also write the gradient of the norm's weight, summed over these tokens. A
     program computes tiles of `height` tokens. `full` is True if no tile has fewer tokens. If `fp8`
     is None, the gradient is written in the dtype of `dqkv`.
     """
-    half: tl.constexpr = dim // 2
-    width: tl.constexpr = (query + 2 * kv) * dim
-    head = tl.program_id(0) % (query + 2 * kv)
-    program = tl.program_id(0) // (query + 2 * kv)
-    step = tl.num_programs(0) // (query + 2 * kv) * height
+    count: tl.constexpr = query + 2 * kv
+    head = tl.program_id(0) % count
+    program = tl.program_id(0) // count
     factor = tensor_scale(scale, None, None, scale_inv, fp8) if fp8 is not None else None
-    largest = tl.zeros([height], tl.float32)
-    sum1 = tl.zeros([height, half], tl.float32) if query_norm is not None else 0.0
-    sum2 = sum1
     if head < query + kv:
         is_query = head < query
         dy = tl.where(is_query, dq, dk)
@@ -184,84 +187,153 @@ def _rotate_backward(
             is_query, head * tl.cast(dq_head, tl.int64), (head - query) * tl.cast(dk_head, tl.int64)
         )
         weight = None
+        norm_sum_at = None
         if query_norm is not None:
             weight = tl.where(is_query, query_norm, key_norm)
-        for first in tl.range(program * height, tokens, step, num_stages=stages):
-            inside = _inside(first, tokens, height, half, full)
-            dx1, dx2, sum1, sum2 = _differentiate_head(
-                dy,
-                dy_token,
-                dk_part,
-                query,
-                cos,
-                sin,
-                qkv,
-                weight,
-                sum1,
-                sum2,
-                first,
-                inside,
-                head,
-                eps,
-                width,
-                dim,
-                parts,
-            )
-            largest = _write_head(
-                dx1,
-                dx2,
-                largest,
-                factor,
-                dqkv,
-                columns,
-                first,
-                inside,
-                head * dim,
-                tokens,
-                width,
-                fp8,
-            )
-        if query_norm is not None:
-            sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
-            tl.store(sum_at, tl.sum(sum1, axis=0))
-            tl.store(sum_at + half, tl.sum(sum2, axis=0))
+            norm_sum_at = norm_sums + (program * (query + kv) + head) * dim
+        _write_gradient(
+            dy,
+            dy_token,
+            dk_part,
+            query,
+            cos,
+            sin,
+            qkv,
+            weight,
+            norm_sum_at,
+            dqkv,
+            columns,
+            factor,
+            amax,
+            sums,
+            head,
+            program,
+            tl.num_programs(0) // count * height,
+            tokens,
+            eps,
+            count,
+            dim,
+            height,
+            full,
+            parts,
+            stages,
+            fp8,
+        )
     else:
         dy = dv + (head - query - kv) * tl.cast(dv_head, tl.int64)
-        for first in tl.range(program * height, tokens, step, num_stages=stages):
-            inside = _inside(first, tokens, height, half, full)
-            dx1, dx2, sum1, sum2 = _differentiate_head(
-                dy,
-                dv_token,
-                dv_part,
-                0,
-                None,
-                None,
-                None,
-                None,
-                sum1,
-                sum2,
-                first,
-                inside,
-                head,
-                eps,
-                width,
-                dim,
-                parts,
-            )
-            largest = _write_head(
-                dx1,
-                dx2,
-                largest,
-                factor,
-                dqkv,
-                columns,
-                first,
-                inside,
-                head * dim,
-                tokens,
-                width,
-                fp8,
-            )
+        _write_gradient(
+            dy,
+            dv_token,
+            dv_part,
+            0,
+            None,
+            None,
+            None,
+            None,
+            None,
+            dqkv,
+            columns,
+            factor,
+            amax,
+            sums,
+            head,
+            program,
+            tl.num_programs(0) // count * height,
+            tokens,
+            eps,
+            count,
+            dim,
+            height,
+            full,
+            parts,
+            stages,
+            fp8,
+        )
+
+
+@triton.jit
+def _write_gradient(
+    dy,  # gradient of the head, with a stride of `dy_token` between tokens
+    dy_token,
+    part,  # stride between the parts of the gradient
+    from_head,  # number of the first head whose gradient is in parts
+    cos,  # [tokens, dim], or None without rotation
+    sin,  # [tokens, dim], or None without rotation
+    qkv,  # input of the norm [tokens, count x dim], or None without norms
+    weight,  # weight of the norm [dim], or None without norms
+    norm_sum_at,  # FP32 [dim], written: gradient of `weight`, or None without norms
+    dqkv,  # written, as the next four arguments of `_rotate_backward`
+    columns,
+    scale,
+    amax,
+    sums,
+    head,
+    program,
+    step,  # distance between the first tokens of a program's tiles
+    tokens,
+    eps,
+    count: tl.constexpr,
+    dim: tl.constexpr,
+    height: tl.constexpr,
+    full: tl.constexpr,
+    parts: tl.constexpr,
+    stages: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    """Write the gradient of a head for the tiles of a program, and the sums over their tokens."""
+    half: tl.constexpr = dim // 2
+    width: tl.constexpr = count * dim
+    largest = tl.zeros([height], tl.float32)
+    sum1 = tl.zeros([height, half], tl.float32) if weight is not None else 0.0
+    sum2 = sum1
+    total1 = tl.zeros([height, half], tl.float32) if sums is not None else 0.0
+    total2 = total1
+    for first in tl.range(program * height, tokens, step, num_stages=stages):
+        inside = _inside(first, tokens, height, half, full)
+        dx1, dx2, sum1, sum2 = _differentiate_head(
+            dy,
+            dy_token,
+            part,
+            from_head,
+            cos,
+            sin,
+            qkv,
+            weight,
+            sum1,
+            sum2,
+            first,
+            inside,
+            head,
+            eps,
+            width,
+            dim,
+            parts,
+        )
+        if sums is not None:
+            total1 += dx1
+            total2 += dx2
+        largest = _write_head(
+            dx1,
+            dx2,
+            largest,
+            scale,
+            dqkv,
+            columns,
+            first,
+            inside,
+            head * dim,
+            tokens,
+            width,
+            fp8,
+        )
+    column = tl.arange(0, half)
+    if weight is not None:
+        tl.store(norm_sum_at + column, tl.sum(sum1, axis=0))
+        tl.store(norm_sum_at + half + column, tl.sum(sum2, axis=0))
+    if sums is not None:
+        sum_at = sums + program * width + head * dim + column
+        tl.store(sum_at, tl.sum(total1, axis=0))
+        tl.store(sum_at + half, tl.sum(total2, axis=0))
     if fp8 is not None:
         record_amax(amax, largest)
 
@@ -408,12 +480,14 @@ def rotate_backward(
     dk: Tensor,
     dv: Tensor,
     qkv: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     heads: Heads,
     norms: HeadNorms | None,
     written: TensorScaled | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    *,
+    summed: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Compute `pretrain.model.fused.formulas.rotate_backward` for BF16.
 
     Heads have 32, 64 or 128 values. If `written` is given, the gradient of `qkv` is rounded to BF16
@@ -422,35 +496,36 @@ def rotate_backward(
     """
     # The kernel requires that the values of a head are contiguous.
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
-    tokens = len(dq)
     parts = dk.shape[2] if dk.dim() == 4 else 1
     strides = (*dq.stride()[:2], *_strides_of(dk), *_strides_of(dv))
-    programs = triton.cdiv(tokens, _TOKENS)
-    sums = None
+    programs = triton.cdiv(len(dq), _TOKENS * (_SUMMED_TILES if summed else 1))
+    norm_sums = None
     fp8 = None
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
-        sums = dq.new_empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32)
-    dqkv = dq.new_empty(tokens, heads.width) if written is None else None
+        norm_sums = dq.new_empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32)
+    sums = dq.new_empty(programs, heads.width, dtype=torch.float32) if summed else None
+    dqkv = dq.new_empty(len(dq), heads.width) if written is None else None
     outputs: tuple[Tensor | None, ...] = (dqkv, None, None, None, None)
     if written is not None:
         outputs = (written.rows, written.columns, written.scale, written.scale_inv, written.amax)
         fp8 = TYPES[written.dtype]
-    query_norm, key_norm, eps = _norm_arguments(norms)
-    inputs = (None if norms is None else qkv, cos.contiguous(), sin.contiguous())
-    is_full = tokens % _TOKENS == 0
-    stages = 1 if norms is None else _STAGES
+    tables = (None if table is None else table.contiguous() for table in (cos, sin))
+    inputs = (None if norms is None else qkv, *tables, *_norm_arguments(norms))
+    stages = 1 if norms is None and not summed else _STAGES
     _rotate_backward[(heads.count * programs,)](
-        *(dq, dk, dv, *strides, *inputs, query_norm, key_norm, *outputs, sums, tokens, eps),
-        *(heads.query, heads.kv, heads.dim, _TOKENS, is_full, parts, stages, fp8),
+        *(dq, dk, dv, *strides, *inputs[:-1], *outputs, norm_sums, sums, len(dq), inputs[-1]),
+        *(heads.query, heads.kv, heads.dim, _TOKENS, len(dq) % _TOKENS == 0, parts, stages, fp8),
         num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
         maxnreg=_REGISTERS,
         enable_fp_fusion=False,
     )
-    if sums is None:
-        return dqkv, None, None
     # The order of these sums depends on shapes only.
-    return dqkv, sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1))
+    total = None if sums is None else sums.sum(0)
+    if norm_sums is None:
+        return dqkv, None, None, total
+    query_sums, key_sums = norm_sums.split((heads.query, heads.kv), dim=1)
+    return dqkv, query_sums.sum(dim=(0, 1)), key_sums.sum(dim=(0, 1)), total
 
 
 def _norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -485,25 +560,28 @@ def quantized_rotate_backward(
     quantizer: Any,
     gradients: Sequence[Tensor],
     qkv: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     heads: Heads,
     norms: HeadNorms | None,
-) -> tuple[Any, list[Tensor | None]]:
-    """Return the gradient of `qkv` in FP8, and the gradients of the norms' weights.
+    *,
+    summed: bool,
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradient of `qkv` in FP8, the gradients of the norms' weights, and a sum.
 
     The gradient of `qkv` is rounded to BF16 before it is quantized. It has codes by rows, by
-    columns or both, as `rowwise_usage` and `columnwise_usage` of `quantizer` request. The gradients
-    of the norms' weights equal those of `rotate_backward` bit for bit. `gradients` has the
-    gradients of queries, keys and values. The other arguments are as in `rotate_backward`.
+    columns or both, as `rowwise_usage` and `columnwise_usage` of `quantizer` request. The other
+    results equal those of `rotate_backward` bit for bit. `gradients` has the gradients of queries,
+    keys and values. The other arguments are as in `rotate_backward`.
     """
+    dq, dk, dv = gradients
     dqkv, written = allocate(
         quantizer,
-        (len(cos), heads.width),
-        cos.device,
+        (len(dq), heads.width),
+        dq.device,
         rows=quantizer.rowwise_usage,
         columns=quantizer.columnwise_usage,
     )
-    dq, dk, dv = gradients
-    _, *d_norms = rotate_backward(dq, dk, dv, qkv, cos, sin, heads, norms, written)
-    return dqkv, d_norms
+    inputs = (dq, dk, dv, qkv, cos, sin, heads, norms, written)
+    _, *sums = rotate_backward(*inputs, summed=summed)
+    return dqkv, *sums

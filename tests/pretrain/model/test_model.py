@@ -61,7 +61,7 @@ VARIANTS = {
 }
 
 
-NOT_FUSED = ("gemma3", "gpt2", "afmoe", "gemma2", "vaultgemma", "granitemoehybrid")
+NOT_FUSED = ("gemma3", "afmoe", "gemma2", "vaultgemma", "granitemoehybrid")
 
 
 def build_from(folder: Path, config: dict[str, object] | None = None) -> PreTrainedModel:

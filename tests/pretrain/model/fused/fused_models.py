@@ -51,7 +51,33 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "rope_parameters": YARN,
     },
+    "starcoder2": {
+        "model_type": "starcoder2",
+        **SIZES,
+        **HEADS,
+        "sliding_window": None,
+        "residual_dropout": 0.0,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCABULARY,
+        "n_embd": 64,
+        "n_inner": 96,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
     "qwen3": {"model_type": "qwen3", **SIZES, **HEADS, "head_dim": 16, "tie_word_embeddings": True},
+}
+
+ARCHITECTURES["gpt2 with the exact GELU"] = ARCHITECTURES["gpt2"] | {"activation_function": "gelu"}
+ARCHITECTURES["llama with biases"] = ARCHITECTURES["llama"] | {
+    "mlp_bias": True,
+    "attention_bias": True,
+    "hidden_act": "gelu_pytorch_tanh",
 }
 
 

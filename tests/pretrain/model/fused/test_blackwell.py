@@ -43,8 +43,8 @@ ON_BLACKWELL = ("mxfp8", "nvfp4")
 # Our kernels need a GPU. The formulas that they are tested against replace them and report the same
 # supported operands.
 ACTIVATION = SimpleNamespace(
-    swiglu=formulas.swiglu,
-    swiglu_backward=formulas.swiglu_backward,
+    activate=formulas.activate,
+    activate_backward=formulas.activate_backward,
     supports=activation_kernel.supports,
 )
 Trained = tuple[list[float], dict[str, Tensor]]
@@ -64,7 +64,8 @@ def active_everywhere(precision: str, backend: str, keep: tuple[str, ...] = ()) 
 
 def assemble(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> PackedLanguageModel:
     """Build a model for one or more precisions. The first precision is active."""
-    hf = build(ARCHITECTURES[kind] | SIZES)
+    sizes = {"vocab_size": 128, "tie_word_embeddings": False}
+    hf = build(ARCHITECTURES[kind] | (sizes if kind == "gpt2" else SIZES))
     model.round_weights(hf, torch.bfloat16)
     layers = decoder_layers(hf)
     engines = make_engines(actives, torch.device("cpu"))
@@ -118,6 +119,13 @@ def test_linears_and_the_head_equal_the_emulation_bit_for_bit(precision: str) ->
         ("qwen3", ("[qkv]_proj", "layers.1.*")),
         # biases with and without low precision
         ("qwen2", ("gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj")),
+        ("gpt2", ()),
+        ("gpt2", ("mlp.c_proj", "h.1.attn.c_attn")),
+        ("gpt2", ("mlp.c_fc", "attn.c_proj")),
+        # queries, keys and values with rotation, and an MLP without a gate
+        ("starcoder2", ()),
+        # a gated GELU with biases
+        ("llama with biases", ()),
     ],
 )
 def test_fused_layers_err_as_the_unfused_model_does(

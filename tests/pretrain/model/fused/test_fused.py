@@ -52,21 +52,18 @@ def one_pass(model: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("kind", "changes", "reason"),
     [
-        ({"hidden_act": "gelu"}, "activation"),
-        ({"mlp_bias": True}, "bias"),
-        ({"model_type": "olmo2"}, "Olmo2"),
+        ("llama", {"hidden_act": "relu"}, "activation relu"),
+        ("llama", {"model_type": "olmo2"}, "Olmo2"),
+        ("gpt2", {"resid_pdrop": 0.1}, "dropout"),
     ],
 )
 def test_a_layer_that_cannot_be_fused_is_unchanged_and_reported(
-    changes: dict[str, Any], reason: str
+    kind: str, changes: dict[str, Any], reason: str
 ) -> None:
-    hf = build(
-        ARCHITECTURES["llama"]
-        | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
-        | changes
-    )
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    hf = build(ARCHITECTURES[kind] | special | changes)
     before = [layer.forward for layer in decoder_layers(hf).values()]
     fused = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(None, torch.float32)))
     assert not fused.layers
