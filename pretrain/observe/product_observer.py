@@ -180,6 +180,7 @@ class _Call(NamedTuple):
     names: Sequence[str]  # the linears, several if a product is fused
     gemm: str
     scales: Sequence[Scales] | None  # the scales of both operands of an emulated product
+    swapped: bool  # True if a library computes the transpose of the product
 
 
 class ProductObserver(ProductWatcher):
@@ -254,7 +255,12 @@ class ProductObserver(ProductWatcher):
 
     @contextmanager
     def during(
-        self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
+        self,
+        names: Sequence[str],
+        gemm: str,
+        scales: Sequence[Scales] | None = None,
+        *,
+        swapped: bool = False,
     ) -> Iterator[None]:
         """Observe the products while the returned context manager is entered.
 
@@ -264,7 +270,7 @@ class ProductObserver(ProductWatcher):
         only during this body, because a dispatch mode around a whole step would prevent
         torch.compile from compiling the step.
         """
-        self._calls.append(_Call(names, gemm, scales))
+        self._calls.append(_Call(names, gemm, scales, swapped))
         try:
             with _TorchProducts(self):
                 yield
@@ -343,6 +349,8 @@ class ProductObserver(ProductWatcher):
         if not self._calls:
             return
         call = self._calls[-1]
+        if call.swapped:
+            operands = operands[::-1]
         te = sys.modules.get("transformer_engine.pytorch")
         kinds = [operand_kind(te, operand) for operand, _ in operands]
         if not self._note(call, *kinds) or te is None:

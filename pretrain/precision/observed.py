@@ -57,7 +57,12 @@ class ProductWatcher(ABC):
 
     @abstractmethod
     def during(
-        self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
+        self,
+        names: Sequence[str],
+        gemm: str,
+        scales: Sequence[Scales] | None = None,
+        *,
+        swapped: bool = False,
     ) -> AbstractContextManager[None]:
         """Observe torch's products in the caller's `with` statement.
 
@@ -74,7 +79,11 @@ class ProductWatcher(ABC):
 
 
 def watched(
-    names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
+    names: Sequence[str],
+    gemm: str,
+    scales: Sequence[Scales] | None = None,
+    *,
+    swapped: bool = False,
 ) -> AbstractContextManager[None]:
     """Return a context in which the active observer observes all products.
 
@@ -83,11 +92,12 @@ def watched(
     names: the names of the linear layers that the products belong to.
     gemm: the kind of product: forward, dgrad or wgrad.
     scales: the scales of the left and of the right operand of an emulated product.
+    swapped: True if a library computes the transpose of the product, with swapped operands.
     """
     watcher = ProductWatcher.current
     if watcher is None or not watcher.observes(names):
         return NO_CONTEXT
-    return watcher.during(names, gemm, scales)
+    return watcher.during(names, gemm, scales, swapped=swapped)
 
 
 def see(left: Any, right: Any, layout: str) -> None:

@@ -82,6 +82,8 @@ class Factor(NamedTuple):
     scale: Tensor | None
     # The values that share a scale, as a value of cublasLtMatmulMatrixScale_t. 0: all values.
     mode: int = 0
+    # The bias [rows] of a weight, BF16, which is added to the product.
+    bias: Tensor | None = None
 
 
 class Problem(NamedTuple):
@@ -102,6 +104,8 @@ class Problem(NamedTuple):
     adds: bool
     # The scale modes of a and of b, see `Factor.mode`.
     modes: tuple[int, int] = (0, 0)
+    # True if a bias [m] is added.
+    biased: bool = False
 
 
 # ── Public functions ────────────────────────────────────────────────────────────────────────────
@@ -113,13 +117,15 @@ def multiply(
     *,
     layout: str = "TN",
     fast_accumulation: bool = False,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     total: Tensor | None = None,
     overwrite: bool = False,
 ) -> Tensor | None:
     """Return `right @ left.T`, [n, m], or None if this product is not supported.
 
-    `right` is [n, k] and `left` is [m, k], or their transposes (see `layout`).
+    `right` is [n, k] and `left` is [m, k], or their transposes (see `layout`). If `left` is a
+    transposed view, as the weight of a Conv1D is, it is read in its stored layout.
 
     If the result is None, nothing was computed, and another library must compute the product. The
     arguments have the same meaning as in Transformer Engine's general_gemm.
@@ -128,12 +134,16 @@ def multiply(
     layout: `left` is [m, k] if the first letter is T, and [k, m] if it is N. `right` is [n, k] if
         the second letter is N, and [k, n] if it is T.
     fast_accumulation: sum FP8 products in the tensor cores alone, which is faster but less precise.
+    bias: a vector that is added to each row of the product, [m] BF16.
     residual: a matrix that is added to the product, [n, m] BF16. It is not modified.
     total: the sum to which the product is added, [n, m] FP32, or None. If it is given, it is
         returned. Otherwise the result is a new BF16 tensor.
     overwrite: store the product in `total` instead of adding it.
     """
-    a, b = _factor(left), _factor(right)
+    if isinstance(left, Tensor) and not left.is_contiguous():
+        left = left.t()
+        layout = ("N" if layout[0] == "T" else "T") + layout[1]
+    a, b = _factor(left, bias), _factor(right)
     if a is None or b is None or torch.are_deterministic_algorithms_enabled():
         return None
     problem = problem_of(
@@ -163,7 +173,7 @@ def linear(
 
     `bias` is [m]. `residual` is [n, m] and is not modified.
     """
-    if bias is None and (y := multiply(weight, x, residual=residual)) is not None:
+    if (y := multiply(weight, x, bias=bias, residual=residual)) is not None:
         return y
     y = F.linear(x, weight, bias)
     return y if residual is None else y.add_(residual)
@@ -180,6 +190,9 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
         total.addmm_(left, right, beta=0 if overwrite else 1)
     elif not total.is_cuda:
         total.copy_(left @ right if overwrite else total + left @ right)
+    elif not total.is_contiguous() and total.t().is_contiguous():
+        # The weight of a Conv1D. Kernels add to the transpose, which is contiguous.
+        add_product_(total.t(), right.t(), left.t(), overwrite=overwrite)
     elif multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
         torch.addmm(
             total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total
@@ -189,7 +202,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
 # ── Operands ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _factor(operand: Any) -> Factor | None:
+def _factor(operand: Any, bias: Tensor | None = None) -> Factor | None:
     """Return the operand as a Factor, or None if it is not supported.
 
     Two kinds of operands are supported: plain BF16 tensors on a GPU, and FP8 tensors of Transformer
@@ -197,7 +210,7 @@ def _factor(operand: Any) -> Factor | None:
     """
     if type(operand) in (Tensor, nn.Parameter):
         is_supported = operand.dtype == _BF16 and operand.is_cuda
-        return Factor(operand, operand.dtype, None) if is_supported else None
+        return Factor(operand, operand.dtype, None, bias=bias) if is_supported else None
     te = sys.modules.get("transformer_engine.pytorch")
     if te and isinstance(operand, te.Float8TensorStorage):
         values, scale, mode = operand._data, operand._scale_inv, _TENSOR
@@ -211,7 +224,7 @@ def _factor(operand: Any) -> Factor | None:
         return None
     if values is None:
         return None
-    return Factor(values, fp8_format(te, operand._fp8_dtype)[0], scale, mode)
+    return Factor(values, fp8_format(te, operand._fp8_dtype)[0], scale, mode, bias)
 
 
 def problem_of(
@@ -234,7 +247,8 @@ def problem_of(
     inner, n = b.values.shape if transposed[1] else reversed(b.values.shape)
     if inner != k or 0 in (m, n, k) or any(size % _MULTIPLE_OF for size in (m, n, k)):
         return None
-    tensors = [tensor for tensor in (a.values, b.values, residual, total) if tensor is not None]
+    optional = (a.values, b.values, a.bias, residual, total)
+    tensors = [tensor for tensor in optional if tensor is not None]
     if not all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors):
         return None
     return Problem(
@@ -246,6 +260,7 @@ def problem_of(
         is_fp8 and fast_accumulation,
         residual is not None,
         (a.mode, b.mode),
+        a.bias is not None,
     )
 
 
@@ -322,7 +337,7 @@ class Products:
         """
         matmul = Matmul(self, problem)
         # The heuristic must know the scales, because not all algorithms support scales.
-        matmul.set_scales(a, b)
+        matmul.set_pointers(a, b)
         named = matmul.named_by_heuristic()
         d = torch.empty_like(d) if d is added else d
         launches = [functools.partial(matmul.run, algorithm, a, b, added, d) for algorithm in named]
@@ -423,9 +438,12 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.f
 _COMPUTE_32F, _SCALE_32F = 68, 0
 # Values of cublasLtMatmulDescAttributes_t.
 _DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B = 3, 4
+_DESC_EPILOGUE, _DESC_BIAS = 7, 8
 _DESC_SCALE_A, _DESC_SCALE_B = 17, 18
 _DESC_FAST_ACCUMULATION = 25
 _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
+# A value of cublasLtEpilogue_t: add a bias, which has the type of D.
+_EPILOGUE_BIAS = 4
 # Values of cublasLtMatmulMatrixScale_t. The last two exist since CUDA 12.9.
 # _TENSOR: one scale per tensor.
 # _VECTORS: one scale for 1 x 128 values. An operand with r rows has FP32 scales [k / 128, r].
@@ -502,6 +520,8 @@ class Matmul:
         self._set(_DESC_TRANSPOSE_B, c_int32(transposed[1]))
         if problem.fast_accumulation:
             self._set(_DESC_FAST_ACCUMULATION, c_int8(1))
+        if problem.biased:
+            self._set(_DESC_EPILOGUE, c_int32(_EPILOGUE_BIAS))
         for attribute, mode in zip(
             (_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B), problem.modes, strict=True
         ):
@@ -519,11 +539,13 @@ class Matmul:
     def _set(self, attribute: int, value: Any) -> None:
         self._products.set_value("MatmulDesc", self._operation, attribute, value)
 
-    def set_scales(self, a: Factor, b: Factor) -> None:
-        """Set the device pointers to the FP8 scales of a and b.
+    def set_pointers(self, a: Factor, b: Factor) -> None:
+        """Set the device pointers to the FP8 scales of a and b, and to the bias.
 
-        The scales must not be freed before the product is computed.
+        The tensors must not be freed before the product is computed.
         """
+        if a.bias is not None:
+            self._set(_DESC_BIAS, c_void_p(a.bias.data_ptr()))
         for attribute, factor in ((_DESC_SCALE_A, a), (_DESC_SCALE_B, b)):
             if factor.scale is not None:
                 self._set(attribute, c_void_p(factor.scale.data_ptr()))
@@ -553,11 +575,13 @@ class Matmul:
     def run(
         self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor
     ) -> int:
-        """Start the product of a and b, plus `added`, on the stream of `Products`. Write it to d.
+        """Start the product of a and b, plus bias and `added`, on the stream of `Products`.
+
+        The result is written to d.
 
         Return a cublasStatus_t. If the status is not SUCCESS, no kernel was started.
         """
-        self.set_scales(a, b)
+        self.set_pointers(a, b)
         layout_a, layout_b, layout_c, layout_d = self._layouts
         products = self._products
         c, beta = (d, 0.0) if added is None else (added, 1.0)

@@ -205,10 +205,12 @@ class TransformerEngineGemm(Gemm):
             return self._grouped_matmul(kind, left, right, dtype, ends)
         if kind != "forward":
             return self._general_gemm(kind, left, right, out_dtype=dtype, out=out)
-        if bias is None and dtype == torch.bfloat16:
+        if dtype == torch.bfloat16:
             fast = not split_accumulator(self.engine.te_recipe, "fprop")
             with watched(self.members, kind):
-                y = searched.multiply(right, left, fast_accumulation=fast, residual=residual)
+                y = searched.multiply(
+                    right, left, fast_accumulation=fast, bias=bias, residual=residual
+                )
             if y is not None:
                 return y
         y = self._general_gemm(kind, left, right, out_dtype=dtype, bias=bias)
@@ -223,25 +225,28 @@ class TransformerEngineGemm(Gemm):
         overwrite: bool = False,
         ends: Tensor | None = None,
     ) -> None:
-        # Transformer Engine's GEMM cannot add to the gradient sum of a Conv1D, which is a
-        # transposed view.
-        if ends is None and total.is_contiguous():
-            self._general_gemm(
-                "wgrad", left, right, out=total, out_dtype=total.dtype, accumulate=not overwrite
-            )
-        else:
-            super().accumulate(total, left, right, overwrite=overwrite, ends=ends)
+        if ends is not None:
+            return super().accumulate(total, left, right, overwrite=overwrite, ends=ends)
+        # The gradient sum of a Conv1D is a transposed view. Add the transposed gradient to the
+        # transpose of the sum, which is contiguous.
+        swapped = not total.is_contiguous()
+        if swapped:
+            left, right, total = right, left, total.t()
+        options = {"out": total, "out_dtype": total.dtype, "accumulate": not overwrite}
+        self._general_gemm("wgrad", left, right, swapped=swapped, **options)
 
-    def _general_gemm(self, kind: GemmKind, left: Any, right: Any, **options: Any) -> Tensor:
+    def _general_gemm(
+        self, kind: GemmKind, left: Any, right: Any, *, swapped: bool = False, **options: Any
+    ) -> Tensor:
         """Call Transformer Engine's GEMM and return the product.
 
         Transformer Engine expects `right` before `left`, because cuBLAS stores matrices column by
-        column.
+        column. `swapped` is the same as in `watched`.
         """
         layout, product = TE_GEMMS[kind]
         options |= {"layout": layout, "grad": kind != "forward"}
         options["use_split_accumulator"] = split_accumulator(self.engine.te_recipe, product)
-        with watched(self.members, kind):
+        with watched(self.members, kind, swapped=swapped):
             return library().cpp_extensions.general_gemm(right, left, **options)[0]
 
     def _grouped_matmul(

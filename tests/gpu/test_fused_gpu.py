@@ -61,6 +61,8 @@ train = partial(losses_and_gradients, steps=2, packs=4, device="cuda", length=LE
 def larger(name: str) -> dict[str, Any]:
     """Return the architecture's config with sizes that every precision supports."""
     config = ARCHITECTURES[name]
+    if config["model_type"] == "gpt2":
+        return config | {"n_embd": 512, "n_inner": 1024, "n_head": 8, "vocab_size": 256}
     heads = {"head_dim": 64} if "head_dim" in config else {}
     return config | LARGER | heads | {"vocab_size": 256}
 
@@ -151,6 +153,13 @@ def needs_transformer_engine() -> None:
         ("qwen3", "linear", ("gate_proj", "up_proj")),
         ("qwen3", "linear", ("q_proj", "k_proj", "v_proj")),
         ("llama", "linear", ("o_proj", "layers.0.*")),
+        ("gpt2", "linear", ()),
+        ("gpt2", "linear+head", ()),
+        ("gpt2", "linear", ("mlp.c_proj",)),
+        ("gpt2", "linear", ("mlp.c_fc", "h.0.attn.*")),
+        ("gpt2 with the exact GELU", "linear", ()),
+        ("starcoder2", "linear", ()),
+        ("llama with biases", "linear", ()),
     ],
 )
 def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
@@ -195,10 +204,30 @@ def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
             assert all(is_expected(product, active) for product in products), products
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt2 with the exact GELU", "starcoder2", "qwen2"])
+def test_fused_bf16_layers_are_as_close_to_fp32_as_unfused_layers(name: str) -> None:
+    """Covers gradients of biases and of LayerNorms, which no linear layer's product computes."""
+    hf = build(larger(name), torch.float32, "cuda", "packed_sdpa")
+    model.round_weights(hf, torch.bfloat16)
+    context = PrecisionContext(None, torch.float32)
+    plain = PackedLanguageModel(hf.float(), "packed_sdpa", LossSettings(chunk=256), context)
+    exact = train(plain.train(), steps=1)
+    fused, unfused = (
+        train(assemble(larger(name), "bf16", fused=f), steps=1) for f in (True, False)
+    )
+    assert fused[0] == pytest.approx(exact[0], rel=2e-3)
+    for parameter, gradient in exact[1].items():
+        errors = [(results[1][parameter] - gradient).norm() for results in (fused, unfused)]
+        assert errors[0] <= 1.2 * errors[1] + 5e-3 * gradient.norm(), parameter
+
+
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [*(("qwen3", recipe) for recipe in ("bf16", *ON_TE)), ("qwen2", "bf16")],
+    [
+        *((name, recipe) for name in ("qwen3", "gpt2") for recipe in ("bf16", *ON_TE)),
+        ("qwen2", "bf16"),
+    ],
 )
 def test_recomputed_layers_have_the_same_bits(name: str, recipe: str) -> None:
     (losses, gradients), (recomputed_losses, recomputed_gradients) = (

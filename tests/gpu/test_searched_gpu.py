@@ -64,17 +64,20 @@ def products_of_this_gpu() -> Products:
 # ── Values ──
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("layout", SHAPES)
-def test_a_bf16_gemm_equals_the_fp32_gemm(layout: str, adds: bool):
+def test_a_bf16_gemm_equals_the_fp32_gemm(layout: str, adds: bool, biased: bool):
     left, right = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES[layout]))
     residual = draw(N, M, seed=2) if adds else None
     before = None if residual is None else residual.clone()
     matrix = left.t() if layout[0] == "T" else left
     rows = right.t() if layout[1] == "T" else right
+    bias = 10 * draw(M, seed=3) if biased else None
     expected = rows.float() @ matrix.float() + (residual.float() if adds else 0)
+    expected = expected if bias is None else expected + bias.float()
     for _ in range(2):  # The first call searches an algorithm, the second uses it.
-        y = searched.multiply(left, right, layout=layout, residual=residual)
+        y = searched.multiply(left, right, layout=layout, bias=bias, residual=residual)
         assert y is not None
         assert y.shape == (N, M)
         assert relative_error(y, expected) < ROUNDING
@@ -82,24 +85,43 @@ def test_a_bf16_gemm_equals_the_fp32_gemm(layout: str, adds: bool):
     assert len(products_of_this_gpu().chosen) == 1
 
 
+def test_a_transposed_view_is_multiplied_as_it_is_stored():
+    """The weight of a Conv1D and its gradient sum are stored as [in, out]."""
+    x, dy = draw(N, K), draw(N, M, seed=1)
+    stored = draw(K, M, seed=2)
+    weight = stored.t()
+    y = searched.multiply(weight, x)
+    assert relative_error(y, x.float() @ stored.float()) < ROUNDING
+    dx = searched.multiply(weight, dy, layout="NN")
+    assert relative_error(dx, dy.float() @ stored.float().t()) < ROUNDING
+    total = torch.zeros(K, M, device="cuda")
+    for _ in range(2):
+        add_product_(total.t(), dy.t(), x)
+    assert relative_error(total.double(), 2 * x.double().t() @ dy.double()) < 1e-5
+    assert len(products_of_this_gpu().chosen) == 3
+
+
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("types", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
 def test_an_fp8_gemm_equals_the_gemm_of_decoded_operands(
-    types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool
+    types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool, biased: bool
 ):
     (left, a), (right, b) = (
         in_codes(draw(*shape), dtype) for shape, dtype in zip(SHAPES["TN"], types, strict=True)
     )
     residual = 10 * draw(N, M, seed=2) if adds else None
+    bias = 10 * draw(M, seed=3) if biased else None
     expected = b @ a.t() + (residual.float() if adds else 0)
-    y = searched.multiply(left, right, fast_accumulation=fast, residual=residual)
+    expected = expected if bias is None else expected + bias.float()
+    y = searched.multiply(left, right, fast_accumulation=fast, bias=bias, residual=residual)
     assert y is not None
     assert relative_error(y, expected) < ROUNDING
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     library_y = general_gemm(
-        left, right, out_dtype=BF16, layout="TN", use_split_accumulator=not fast
+        left, right, out_dtype=BF16, layout="TN", bias=bias, use_split_accumulator=not fast
     )[0]
     if residual is not None:
         library_y = library_y + residual

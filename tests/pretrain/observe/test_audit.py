@@ -399,9 +399,11 @@ def products_by_microbatch(run: SmallRun, entries: list[Entry], number: int) -> 
     with pytest.MonkeyPatch.context() as patch:
         during = ProductObserver.during
 
-        def recorded(observer: ProductObserver, names: list[str], gemm: str, *rest: Any) -> Any:
+        def recorded(
+            observer: ProductObserver, names: list[str], gemm: str, *rest: Any, **options: Any
+        ) -> Any:
             products[-1].append(f"{names[0]} {gemm}")
-            return during(observer, names, gemm, *rest)
+            return during(observer, names, gemm, *rest, **options)
 
         patch.setattr(ProductObserver, "during", recorded)
         with (

@@ -50,15 +50,18 @@ def test_products_with_sizes_of_multiples_of_16_are_supported(
 
 
 @given(
-    types=st.tuples(*[st.sampled_from([E4M3, E5M2])] * 2), fast=st.booleans(), adds=st.booleans()
+    types=st.tuples(*[st.sampled_from([E4M3, E5M2])] * 2),
+    fast=st.booleans(),
+    adds=st.booleans(),
+    biased=st.booleans(),
 )
 def test_codes_are_supported_along_the_summed_dimension(
-    types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool
+    types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool, biased: bool
 ):
-    a = factor(64, 16, dtype=types[0])
+    a = factor(64, 16, dtype=types[0])._replace(bias=aligned(64) if biased else None)
     b = factor(32, 16, dtype=types[1])
     residual = aligned(32, 64) if adds else None
-    expected = Problem(64, 32, 16, (*types, BF16), (True, False), fast, adds)
+    expected = Problem(64, 32, 16, (*types, BF16), (True, False), fast, adds, biased=biased)
     assert problem_of(a, b, (True, False), residual, None, fast_accumulation=fast) == expected
     for transposed in ((False, False), (False, True), (True, True)):
         assert problem_of(a, b, transposed, residual, None, fast_accumulation=fast) is None
