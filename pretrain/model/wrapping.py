@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -189,7 +189,8 @@ def wrap_layers(
         on_compile_end(lambda _: compiling.close())
     for norm in packed.hf.modules():
         if isinstance(norm, nn.LayerNorm):
-            norm.forward = partial(_layer_norm, norm)  # type: ignore[method-assign]
+            # A method is the same function in all layers, so torch.compile compiles them once.
+            norm.forward = MethodType(_layer_norm, norm)  # type: ignore[method-assign]
     for unit in _units(packed.hf.base_model):
         if isinstance(unit, nn.Embedding):
             if cast_to is not None:

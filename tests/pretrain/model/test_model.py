@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from packing.batch import StepBatches, build_microbatch
 from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.packed import forward_backward, inputs_of
-from pretrain.model.wrapping import fuse
+from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 CPU = torch.device("cpu")
@@ -123,6 +124,30 @@ def test_bf16_layer_norms_on_a_cpu_have_fp32_gradients(
     assert len(norms) > 4
     for name in norms:
         assert (rounded[name] - exact[name]).norm() < 0.03 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_layers_with_layer_norms_compile_once(
+    dtype: torch.dtype | None,
+    build_model: Callable,
+    random_packs: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After eight variants of a layer, torch.compile would fail."""
+    from torch._dynamo.testing import CompileCounter  # The import takes half a second.
+
+    batch = inputs_of(build_microbatch(random_packs([[16]], 16), mask_boundaries=True), CPU)
+    graphs = []
+    for layers in (2, 4):
+        counter = CompileCounter()
+        packed = build_model("gpt2", n_layer=layers).train()
+        torch._dynamo.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+            wrap_layers(packed, ModelSettings(source="none"), cast_to=dtype, compile_layers=True)
+        packed(**batch).backward()
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[1]
 
 
 SHORT = 12  # tokens of a drawn pack
