@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 # Deterministic GEMMs need this variable. It is read when CUDA starts.
@@ -31,8 +32,9 @@ ROUNDING = 0.01
 
 
 @pytest.fixture(autouse=True)
-def forget_searched_algorithms() -> None:
+def forget_searched_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the searched algorithms. The GEMM makes torch load cuBLASLt."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     products_on.cache_clear()
     torch.ones(16, 16, device="cuda", dtype=BF16) @ torch.ones(16, 16, device="cuda", dtype=BF16)
 
@@ -80,6 +82,25 @@ def test_a_bf16_gemm_equals_the_fp32_gemm(layout: str, adds: bool):
         assert relative_error(y, expected) < ROUNDING
     assert before is None or torch.equal(residual, before)
     assert len(products_of_this_gpu().chosen) == 1
+
+
+def test_a_cached_algorithm_is_used_without_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = draw(M, K), draw(N, K, seed=1)
+    searched_y = searched.multiply(left, right)
+    (cached,) = filter(Path.is_file, tmp_path.rglob("*"))
+    assert len(cached.read_bytes()) == 64
+    products_on.cache_clear()
+    monkeypatch.setattr(searched, "same_as_first", None)
+    assert torch.equal(searched.multiply(left, right), searched_y)
+    # A file that was not written completely is ignored.
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached.write_bytes(b"")
+    products_on.cache_clear()
+    assert torch.equal(searched.multiply(left, right), searched_y)
+    assert len(cached.read_bytes()) == 64
 
 
 @pytest.mark.parametrize("adds", [False, True])
