@@ -141,6 +141,11 @@ class OptimizerSettings(Settings):
     # Dtype of AdamW's moments. null: bf16 if the recipe sets `weights: bf16`, as in torch, and fp32
     # otherwise.
     moments: Literal["fp32", "bf16"] | None = None
+    # Part of AdamW's state that is stored in pinned host memory instead of the memory of the GPU.
+    # moments: both moments. state: both moments and the 16 bits per weight of `weights:
+    # bf16_exact`. none: nothing. The update copies this part to the GPU and back in pieces, which
+    # takes time in each step but does not change any result. It has no effect on a CPU.
+    offload: Literal["none", "moments", "state"] = "none"
     # Dtype in which the gradients of the microbatches are accumulated. null: bf16 if the recipe
     # sets `weights: bf16`, and fp32 otherwise. Gradients of several processes are always summed in
     # FP32.
