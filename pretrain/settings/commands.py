@@ -161,6 +161,12 @@ def export(add: Callable) -> None:
         "the run has `weights: bf16_exact`, fp32 restores all 32 bits of each weight",
     )
     add(
+        "--precision",
+        choices=["trained"],
+        help="trained: export the codes and scales that the forward products of training multiply, "
+        "in the layout that servers read (docs/serving.md)",
+    )
+    add(
         "--push",
         metavar="OWNER/NAME",
         help="also upload the model to this repository on the Hugging Face hub; a missing "
