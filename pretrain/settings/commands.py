@@ -114,6 +114,13 @@ def evaluate(add: Callable) -> None:
         metavar="CHECKPOINT",
         help="checkpoint to evaluate; default: the newest intact checkpoint of the run",
     )
+    add(
+        "--precisions",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="evaluate in these precisions and in BF16, or in `all`; precisions that the device "
+        "does not support are emulated; default: the precisions of the recipe",
+    )
 
 
 def doctor(add: Callable) -> None:
