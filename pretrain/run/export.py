@@ -9,7 +9,7 @@ sets.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from pretrain.checkpoint.format import (
     newest_in,
     read_manifest,
     step_folder,
+    step_folders,
     step_of,
 )
 from pretrain.compare.figures import picture_of_run
@@ -91,6 +92,10 @@ def main(options: argparse.Namespace) -> int:
     hf = empty_model(recipe, stored_as)
     facts: dict[str, str] = {}
     read = tensor_reader(checkpoint, hf, stored_as)
+    if options.merge:
+        merged = checkpoints_to_merge(checkpoint, options.merge)
+        read = merged_reader(merged, hf, stored_as)
+        facts = fact_about_merging(merged)
     tensors = all_tensors(hf, read)
     if options.precision:
         served = served_weights(
@@ -248,6 +253,52 @@ def tensor_reader(
         if key in manifest.optimizer:
             remainder = load_tensor(checkpoint, key, manifest.optimizer[key])
         return master_of(tensor, remainder).to(dtype)
+
+    return read
+
+
+def checkpoints_to_merge(checkpoint: Path, number: int) -> list[Path]:
+    """Return `number` checkpoints of a run, the newest first, from `checkpoint` backwards.
+
+    Raises InputError if the run has fewer checkpoints, or if one of them is damaged.
+    """
+    folders = step_folders(checkpoint.parent)
+    merged = folders[folders.index(checkpoint) :][:number] if checkpoint in folders else []
+    if len(merged) < number:
+        raise InputError(
+            f"--merge {number}: {checkpoint.parent} has {len(merged)} checkpoints up to "
+            f"{checkpoint.name}; either merge fewer, or train with a larger `checkpoint.keep`"
+        )
+    for folder in merged:
+        Checkpoints(folder.parent, keep=1).read_state(folder)
+    return merged
+
+
+def fact_about_merging(checkpoints: Sequence[Path]) -> dict[str, str]:
+    """Return a row of the card about merged checkpoints."""
+    steps = ", ".join(f"{step_of(folder):,}" for folder in checkpoints)
+    text = f"mean weights of the checkpoints of steps {steps}; the losses are those of the run"
+    return {"merged": text}
+
+
+def merged_reader(
+    checkpoints: Sequence[Path], hf: PreTrainedModel, stored_as: Weights
+) -> Callable[[str], Tensor]:
+    """Return a function that maps the name of a tensor to its mean over checkpoints.
+
+    The mean of the FP32 weights is computed in FP64 and rounded to the dtype of `stored_as`.
+    Buffers are those of the first checkpoint. The arguments are as in `tensor_reader`.
+    """
+    readers = [tensor_reader(checkpoint, hf, "fp32") for checkpoint in checkpoints]
+    parameters = {name for name, _ in hf.named_parameters()}
+
+    def read(name: str) -> Tensor:
+        if name not in parameters:
+            return readers[0](name)
+        total = readers[0](name).double()
+        for reader in readers[1:]:
+            total += reader(name)
+        return (total / len(readers)).float().to(getattr(torch, WEIGHT_DTYPES[stored_as]))
 
     return read
 

@@ -174,6 +174,12 @@ def export(add: Callable) -> None:
         "in the layout that servers read (docs/serving.md)",
     )
     add(
+        "--merge",
+        type=count,
+        metavar="N",
+        help="export the mean weights of the last N checkpoints, summed in FP64",
+    )
+    add(
         "--push",
         metavar="OWNER/NAME",
         help="also upload the model to this repository on the Hugging Face hub; a missing "
