@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error, load_object
-from foundation.units import cell, count, percent
+from foundation.units import cell, count, percent, plural
 from packing.arrow import Packs
 from packing.settings import HUB_NAME
 from packing.store import open_packs
@@ -266,7 +266,7 @@ def checkpoints_to_merge(checkpoint: Path, number: int) -> list[Path]:
     merged = folders[folders.index(checkpoint) :][:number] if checkpoint in folders else []
     if len(merged) < number:
         raise InputError(
-            f"--merge {number}: {checkpoint.parent} has {len(merged)} checkpoints up to "
+            f"--merge {number}: {checkpoint.parent} has {plural(len(merged), 'checkpoint')} up to "
             f"{checkpoint.name}; either merge fewer, or train with a larger `checkpoint.keep`"
         )
     for folder in merged:
