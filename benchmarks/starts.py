@@ -4,9 +4,10 @@
     python -m benchmarks.starts --starts 0 --microbatches 4 8 16 64 --out FILE
     python -m benchmarks.starts --tiny --starts 1 --microbatches 2 4 --out FILE
 
-The command `accelerate launch ... train_accelerate.py RECIPE` is started several times: once with
-empty caches of compiled kernels, and then `--starts` times with the caches of the first start. The
-result is the median of these. All times are in seconds since the launch of `accelerate`: until the
+The command `python -m pretrain train RECIPE` is started several times: once with empty caches of
+compiled kernels, and then `--starts` times with the caches of the first start. The result is the
+median of these. `--accelerate` starts `accelerate launch ... train_accelerate.py RECIPE` instead,
+and adds its times under names of their own. All times are in seconds since the launch: until the
 end of the first step, until full speed, until the last line of output, and until all processes have
 ended. A run has full speed after its last early step that takes 10 % longer than the median of the
 later steps. The result has the timeline of the start, from the run's summary.json.
@@ -114,6 +115,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--config", type=Path, default=CONFIGURATION, help="accelerate configuration"
     )
+    parser.add_argument(
+        "--accelerate", action="store_true", help="start `accelerate launch` instead of `train`"
+    )
     parser.add_argument("--tiny", action="store_true", help="dry run with a small model on the CPU")
     parser.add_argument(
         "--starts", type=int, default=3, help="starts after the first one; 0 measures no start"
@@ -142,12 +146,13 @@ def parse_arguments() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace, folder: Path, result: dict[str, Any]) -> None:
     """Measure all runs, and write the result file after each of them."""
     starts: list[dict[str, Any]] = []
+    name = "accelerate_" if arguments.accelerate else ""
     for _ in range(arguments.starts + 1 if arguments.starts else 0):
         starts.append(run(arguments, folder, arguments.settings))
-        result["first_start"], *later = starts
+        result[f"{name}first_start"], *later = starts
         if later:
-            result["later_starts"] = later
-            result["later_start"] = {
+            result[f"{name}later_starts"] = later
+            result[f"{name}later_start"] = {
                 key: statistics.median(start[key] for start in later) for key in TIMES
             }
         write_json(arguments.out, result)
@@ -182,10 +187,10 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
         "log.every=1",
         f"run_dir={run_dir}",
     ]
-    command = [
-        *(*LAUNCH, "--config_file", str(arguments.config)),
-        *("train_accelerate.py", str(arguments.recipe), *settings),
-    ]
+    command = [sys.executable, "-m", "pretrain", "train", "--config", str(arguments.config)]
+    if arguments.accelerate:
+        command = [*LAUNCH, "--config_file", str(arguments.config), "train_accelerate.py"]
+    command += [str(arguments.recipe), *settings]
     environment = {name: str(folder / "caches" / name) for name in CACHES}
     lines = timed_lines(command, environment, arguments.timeout)
     status, end = lines.pop()
@@ -248,10 +253,10 @@ def kill(launcher: int) -> None:
 def table(result: dict[str, Any]) -> str:
     """Return the result as text."""
     lines = [device_and_torch(result["environment"])]
-    for name in ("first_start", "later_start"):
+    for name in ("first_start", "later_start", "accelerate_first_start", "accelerate_later_start"):
         title = name.replace("_", " ")
         lines += [
-            f"{title:12} {key.replace('_', ' '):16} {seconds:8.1f} s"
+            f"{title:23} {key.replace('_', ' '):16} {seconds:8.1f} s"
             for key, seconds in result.get(name, {}).items()
             if key in TIMES
         ]

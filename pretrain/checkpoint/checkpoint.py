@@ -22,7 +22,6 @@ import os
 import shutil
 import socket
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -50,6 +49,7 @@ from pretrain.checkpoint.format import (
 )
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.gradients import local_part
+from pretrain.optimizer.offload import pin
 
 # Number of threads that write and hash files. More threads would take CPU cores from the training.
 THREADS = 4
@@ -457,8 +457,11 @@ class Staging:
                 return None
             # `zeros` writes to all pages, so that the operating system allocates them.
             self._memory = torch.zeros(needed, dtype=torch.uint8)
-            if device:
-                _pin(self._memory)
+            if device and not pin(self._memory):
+                _log.warning(
+                    "the host memory for copies of checkpoints cannot be pinned, so each save "
+                    "stops training for longer"
+                )
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
         start = 0
         for file, group in files.items():
@@ -501,24 +504,6 @@ def free_memory() -> int:
 def _rounded(count: int) -> int:
     """Round `count`, a number of bytes, up to a multiple of ALIGNMENT."""
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def _pin(buffer: Tensor) -> None:
-    """Pin `buffer` by registering it with CUDA.
-
-    torch's allocator of pinned memory is not used, because it rounds sizes up to a power of two and
-    would allocate 32 GiB for 20 GiB.
-    """
-    cudart = torch.cuda.cudart()
-    address = buffer.data_ptr()
-    if int(cudart.cudaHostRegister(address, buffer.numel(), 1)) != 0:
-        _log.warning(
-            "the host memory for copies of checkpoints cannot be pinned, so each save stops "
-            "training for longer"
-        )
-        return
-    finalizer = weakref.finalize(buffer, cudart.cudaHostUnregister, address)
-    finalizer.atexit = False  # CUDA may already be shut down when the process exits
 
 
 @dataclass
@@ -584,7 +569,10 @@ def sum_of_bits(tensor: Tensor) -> int:
     if tensor.dim():
         first += on_disk.block_of(tensor).offset[0] * math.prod(tensor.shape[1:])
     total = 0
+    in_host_memory = bits.is_pinned()  # `optimizer.offload`
     for piece in bits.split(PIECE):
+        if in_host_memory:
+            piece = piece.cuda(non_blocking=True)
         positions = torch.arange(first, first + len(piece), device=piece.device)
         total += int((piece * positions).sum())
         first += len(piece)

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -686,7 +686,7 @@ def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
 
 def export(
     hf: PreTrainedModel,
-    read: Callable[[str], Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
     tokenizer: Any | None,
     folder: Path,
     beside: Mapping[str, bytes],
@@ -699,8 +699,8 @@ def export(
 
     Args:
         hf: The model. It may be on the meta device or sharded.
-        read: Function that returns the full tensor for a name in `named_tensors(hf)`. The dtype of
-            this tensor is the dtype in `named_tensors(hf)`.
+        tensors: Names and full tensors to write. Without quantization, they have the names and
+            dtypes of `named_tensors(hf)`.
         tokenizer: The tokenizer to write, or None.
         folder: The folder to write.
         beside: Map the names of additional files to their content.
@@ -719,8 +719,8 @@ def export(
         stack.callback(shutil.rmtree, writing, ignore_errors=True)
         writing.mkdir(parents=True)
         weights = {}
-        for name in named_tensors(hf):
-            weights[name] = read(name).cpu()
+        for name, tensor in tensors:
+            weights[name] = tensor.cpu()
             advance()
         # This call writes the configurations too.
         hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")

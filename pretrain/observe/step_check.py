@@ -329,7 +329,9 @@ class TorchUpdate:
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
 
         def picked(tensors: Iterable[Tensor]) -> Tensor:
-            return torch.cat([some_values(tensor, self._updates) for tensor in tensors])
+            # The state may be in host memory (`optimizer.offload`).
+            values = [some_values(tensor, self._updates) for tensor in tensors]
+            return torch.cat(values).to(self._device)
 
         weights = picked(self._parameters)
         if all("remainder" in state for state in states):

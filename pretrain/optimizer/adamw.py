@@ -7,7 +7,7 @@ Updates are computed in FP32 for all three kinds of weights. BF16 weights with r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
 from pretrain.optimizer.exact_weights import join, split
+from pretrain.optimizer.offload import (
+    MOMENTS,
+    OFFLOADED,
+    PIECE,
+    pinned_zeros_like,
+    update_in_pieces,
+)
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import OptimizerSettings
 
@@ -25,7 +32,6 @@ if TYPE_CHECKING:
 
     from pretrain.model.packed import PackedLanguageModel
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 # Number of values that a CPU updates at once, one megabyte of each FP32 tensor. The dozen
 # operations of an update then find their operands in the cache. With a full matrix at once, each
 # operation would read the matrix from memory.
@@ -47,6 +53,8 @@ class ExactAdamW(torch.optim.Optimizer):
             without `exact` are BF16, as in torch, and all other moments are FP32. BF16 moments take
             half the memory of FP32 moments. With beta2 = 0.999 a BF16 second moment never
             decreases, because 0.1 % is less than half a unit in its last place.
+        offload: Names of the state tensors that are stored in pinned host memory if the parameter
+            is on a GPU. The results do not change.
         defaults: `lr`, `betas`, `eps` and `weight_decay` of groups that do not set them.
     """
 
@@ -56,11 +64,13 @@ class ExactAdamW(torch.optim.Optimizer):
         *,
         exact: bool = True,
         moments: torch.dtype | None = None,
+        offload: Sequence[str] = (),
         **defaults: Any,
     ) -> None:
         super().__init__(params, defaults)
         self.exact = exact
         self.moments = moments
+        self.offload = offload
         # Counts of this process in the last step: the values that were updated, and the values
         # whose update was lost to rounding.
         self._updated_count = 0
@@ -82,11 +92,17 @@ class ExactAdamW(torch.optim.Optimizer):
         if not state:
             is_bf16 = parameter.dtype == torch.bfloat16
             default = torch.bfloat16 if is_bf16 and not self.exact else torch.float32
-            state["step"] = torch.zeros(())
-            for name in MOMENTS:
-                state[name] = torch.zeros_like(parameter, dtype=self.moments or default)
+            dtypes = dict.fromkeys(MOMENTS, self.moments or default)
             if is_bf16 and self.exact:
-                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+                dtypes["remainder"] = torch.int16
+            part = local_part(parameter)
+            on_gpu = part.is_cuda and part.numel() > 0
+            state["step"] = torch.zeros(())
+            for name, dtype in dtypes.items():
+                zeros_like = (
+                    pinned_zeros_like if on_gpu and name in self.offload else torch.zeros_like
+                )
+                state[name] = zeros_like(parameter, dtype=dtype)
         return state
 
     @torch.no_grad()
@@ -140,7 +156,14 @@ class ExactAdamW(torch.optim.Optimizer):
                 if tensors.weight.numel():  # 0 if this process has no part of a sharded parameter
                     updates.append((tensors, hyper))
         self._updated_count = sum(tensors.weight.numel() for tensors, _ in updates)
-        self._lost_count = _update_all(updates, clip_coefficient)
+        if self.offload and updates and updates[0][0].weight.is_cuda:
+            self._lost_count = update_in_pieces(
+                _cut(updates, PIECE),
+                self.offload,
+                lambda update: _update_all([update], clip_coefficient),
+            )
+        else:
+            self._lost_count = _update_all(updates, clip_coefficient)
 
     def frozen_counts(self) -> Tensor:
         """Return the number of lost updates and the number of all updates in the last step.
@@ -189,7 +212,10 @@ class Hyperparameters(NamedTuple):
 
 
 class ParameterTensors(NamedTuple):
-    """Local tensors of one parameter. They are contiguous and have the same shape and device."""
+    """Local tensors of one parameter. They are contiguous and have the same shape.
+
+    They are on the same device, except for the tensors in host memory (`ExactAdamW.offload`).
+    """
 
     weight: Tensor  # FP32 or BF16
     remainder: Tensor | None  # int16 for exact BF16 weights, else None
@@ -213,15 +239,20 @@ def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> T
 
         return update_by_kernel(updates, clip_coefficient)
     lost = torch.zeros((), dtype=torch.int64)
+    for tensors, hyper in _cut(updates, IN_CACHE):
+        lost += _update(tensors, hyper, clip_coefficient)
+    return lost
+
+
+def _cut(updates: Sequence[Update], values: int) -> Iterator[Update]:
+    """Cut the tensors of all parameters into 1-D pieces of at most `values` values."""
     for tensors, hyper in updates:
-        chunks = (
-            repeat(None) if tensor is None else tensor.view(-1).split(IN_CACHE)
-            for tensor in tensors
+        pieces = (
+            repeat(None) if tensor is None else tensor.view(-1).split(values) for tensor in tensors
         )
         # `strict` is False, because `repeat` never ends. It yields None for a missing remainder.
-        for chunk in zip(*chunks, strict=False):
-            lost += _update(ParameterTensors(*chunk), hyper, clip_coefficient)
-    return lost
+        for piece in zip(*pieces, strict=False):
+            yield ParameterTensors(*piece), hyper
 
 
 def _update(
@@ -299,6 +330,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
         eps=settings.eps,
         exact=exact,
         moments=getattr(torch, WEIGHT_DTYPES[settings.moments]) if settings.moments else None,
+        offload=OFFLOADED[settings.offload],
     )
 
 

@@ -59,6 +59,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import not_fused_because
+from pretrain.optimizer.offload import OFFLOADED
 from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.scope import Decision, decide, features_of
@@ -69,8 +70,8 @@ BYTES = {"fp32": 4, "bf16": 2}  # bytes per value
 # Settings that need less memory, in descending order of the memory that they save in a run in which
 # none of them is set.
 TAKES_LESS = (
-    "a smaller batch.microbatch, model.gradient_checkpointing=full, weights=bf16_exact, "
-    "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
+    "a smaller batch.microbatch, model.gradient_checkpointing=full, optimizer.offload=moments, "
+    "weights=bf16_exact, optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
     "(accelerate_configs/zero.yaml, less by fsdp2.yaml)"
 )
 # A layer with low-precision products is compiled in several pieces. This is the measured memory of
@@ -177,8 +178,7 @@ def step_memory(
         "gradients": gradients + 4 * sums,
         "gradients in BF16 for log.gap": gap_gradients
         * bool(recipe.log.gap and precision.quantized),
-        "optimizer moments": 2 * values * BYTES[recipe.moments_kept_in],
-        "remainder bits": 2 * values * (recipe.weights == "bf16_exact"),
+        **optimizer_state(recipe, flops, devices, on_host=False),
         "BF16 working copies": _working_copies(layers) * has_copies,
         "quantized weights": sum(layer.quantized_weights for layer in layers)
         + layouts * head * low_head,
@@ -190,6 +190,24 @@ def step_memory(
         at_loss, in_backward
     )
     return {part: size for part, size in parts.items() if size}
+
+
+def optimizer_state(
+    recipe: Recipe, flops: ModelFlops, devices: Devices, *, on_host: bool
+) -> dict[str, int]:
+    """Map each part of AdamW's state to its number of bytes for one device.
+
+    on_host: True for the parts in pinned host memory (`optimizer.offload`), False for the parts in
+        the memory of the device.
+    """
+    values = math.ceil(flops.parameters / devices.shards)
+    offloaded = OFFLOADED["none" if devices.name == "CPU" else recipe.optimizer.offload]
+    moments = 2 * values * BYTES[recipe.moments_kept_in]
+    remainders = 2 * values * (recipe.weights == "bf16_exact")
+    return {
+        "optimizer moments": moments * (("exp_avg" in offloaded) == on_host),
+        "remainder bits": remainders * (("remainder" in offloaded) == on_host),
+    }
 
 
 def _as_recomputed(

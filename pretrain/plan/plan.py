@@ -22,7 +22,13 @@ from packing.order import Mixture
 from pretrain.metrics.flops import TRAINED, ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer.schedule import decay_begins
-from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, step_memory
+from pretrain.plan.memory import (
+    TAKES_LESS,
+    Devices,
+    LayerMemory,
+    optimizer_state,
+    step_memory,
+)
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import ActivePrecision, precision_called
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
@@ -256,6 +262,12 @@ class Plan:
     def takes(self, microbatch: int) -> int:
         """Return the number of bytes that a device needs in total. See `memory`."""
         return sum(self.memory(microbatch).values())
+
+    @property
+    def host_memory(self) -> int:
+        """Return the bytes of pinned host memory that each device needs (`optimizer.offload`)."""
+        parts = optimizer_state(self.recipe, self.flops, self.devices, on_host=True)
+        return sum(parts.values())
 
     @property
     def checkpoints_at_once(self) -> int:

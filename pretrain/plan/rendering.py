@@ -178,8 +178,11 @@ def _memory_lines(plan: Plan) -> list[str]:
     parts = plan.memory(size)
     width = max(map(len, parts))
     total = units.memory(sum(parts.values()) / GIB)
+    host = ""
+    if plan.host_memory:
+        host = f", and {units.memory(plan.host_memory / GIB)} of host memory (optimizer.offload)"
     return [
         f"about {total}{limit} per device for tensors, with {plural(size, 'pack')} per "
-        f"microbatch{searched}",
+        f"microbatch{searched}{host}",
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
     ]

@@ -5,7 +5,8 @@ of the list, which is often not the fastest (docs/results.md). This file tries a
 first product of each kind (`Problem`), measures their times, and uses the fastest one for the
 following products of this kind. Algorithms whose result differs in any bit from the result of the
 first algorithm are discarded, so results never depend on measured times. If a product is added to a
-sum, the trials write to separate memory.
+sum, the trials write to separate memory. Choices are cached on disk, so that the next process on
+the same kind of GPU needs no trials.
 
 This file computes products in BF16, in FP8 with one scale per tensor, and in FP8 with scales for
 blocks of 128. For other products, and with `deterministic: true`, `multiply` returns None, and
@@ -27,6 +28,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -44,12 +47,15 @@ from ctypes import (
     c_void_p,
     sizeof,
 )
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundation.errors import InputError
+from foundation.files import replace_file
 from foundation.timeline import START
 from pretrain.precision.observed import fp8_format, see
 
@@ -286,6 +292,12 @@ class Products:
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device).cuda_stream
         self._has_fp8 = torch.cuda.get_device_capability(device) == _FP8_ON
+        # Everything that a cached choice depends on, except the kind of the product.
+        self._kind = (
+            Path(__file__).read_bytes(),
+            self.library.cublasLtGetVersion(),
+            torch.cuda.get_device_name(device),
+        )
         # Map each kind of product to the algorithm that is used, or to None if cublasLt rejects the
         # kind.
         self.chosen: dict[Problem, tuple[Matmul, Algorithm] | None] = {}
@@ -333,9 +345,14 @@ class Products:
     ) -> tuple[Matmul, Algorithm] | None:
         """Try all algorithms and return the fastest one, or None if no algorithm runs.
 
-        The trials write to d, or to a new tensor if d is the same tensor as `added`.
+        The trials write to d, or to a new tensor if d is the same tensor as `added`. If an earlier
+        process has cached its choice, the cached algorithm is returned without trials.
         """
         matmul = Matmul(self, problem)
+        cached = cache_file(self._kind, problem)
+        with suppress(OSError, ValueError):
+            self.chosen[problem] = matmul, Algorithm.from_buffer_copy(cached.read_bytes())
+            return self.chosen[problem]
         # The heuristic must know the scales, because not all algorithms support scales.
         matmul.set_pointers(a, b)
         named = matmul.named_by_heuristic()
@@ -350,7 +367,20 @@ class Products:
             return matmul, named[same[0]]
         best = fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0
         self.chosen[problem] = matmul, named[same[best]]
+        # The folder of caches may be read-only.
+        with suppress(InputError):
+            replace_file(cached, bytes(named[same[best]]))
         return self.chosen[problem]
+
+
+def cache_file(kind: tuple[Any, ...], problem: Problem) -> Path:
+    """Return the file with the algorithm for a kind of product: the 64 bytes of an `Algorithm`.
+
+    kind: everything else that the choice depends on.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(repr((kind, problem)).encode()).hexdigest()
+    return caches / "low_precision" / "gemm_algorithms" / digest
 
 
 @functools.cache
@@ -474,10 +504,11 @@ class HeuristicResult(ctypes.Structure):
     ]
 
 
-# Map each function of cublasLt to the types of its arguments. Every function returns a
-# cublasStatus_t. Handles, descriptors and device pointers are void *. A pointer to a value is
-# followed by the number of bytes of the value.
+# Map each function of cublasLt to the types of its arguments. Every function except the first one
+# returns a cublasStatus_t. Handles, descriptors and device pointers are void *. A pointer to a
+# value is followed by the number of bytes of the value.
 _SIGNATURES: dict[str, list[Any]] = {
+    "cublasLtGetVersion": [],
     "cublasLtCreate": [POINTER(c_void_p)],
     "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
     "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],

@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
+from pretrain.precision.settings import OPTIONS, PRECISIONS
 from pretrain.run.assembly import Assembly
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
@@ -62,6 +63,7 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
         )
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
+    overrides += precision_overrides(parsed.precisions or [])
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
@@ -113,6 +115,25 @@ def dataset_overrides(dataset: str, folder: Path) -> list[str]:
         f"data.packs={folder / 'packs'}",
         f"data.validation={json.dumps({'source': dataset})}",
     ]
+
+
+def precision_overrides(names: Sequence[str]) -> list[str]:
+    """Return overrides of a recipe, so that it is evaluated in the precisions `names`.
+
+    "all" stands for all quantized precisions. Each precision becomes a phase of the recipe, because
+    the model is assembled for all phases. The first phase has two steps, and each other phase one.
+    """
+    if "all" in names:
+        names = [name for name, precision in PRECISIONS.items() if precision.quantized]
+    if not names:
+        return []
+    phases = [{"use": name, "until": step} for step, name in enumerate(names, start=2)]
+    del phases[-1]["until"]
+    setting = json.dumps(phases) if len(names) > 1 else names[0]
+    # The recipe of a run sets all options of the trained precision.
+    accepted = {key for name in names if name in PRECISIONS for key in PRECISIONS[name].options}
+    removed = [f"fp8_config.{key}=null" for key in OPTIONS if key not in accepted]
+    return [f"precision={setting}", "fp8_config.on_unsupported=emulate", *removed]
 
 
 def _evaluate(

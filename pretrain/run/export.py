@@ -9,9 +9,10 @@ sets.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error, load_object
-from foundation.units import cell, count, percent
+from foundation.units import cell, count, percent, plural
 from packing.arrow import Packs
 from packing.settings import HUB_NAME
 from packing.store import open_packs
@@ -35,6 +36,7 @@ from pretrain.checkpoint.format import (
     newest_in,
     read_manifest,
     step_folder,
+    step_folders,
     step_of,
 )
 from pretrain.compare.figures import picture_of_run
@@ -49,9 +51,11 @@ from pretrain.metrics.run_record import (
 from pretrain.model import huggingface as model
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.plan.tokenizer import fingerprint_in_use, load_tokenizer
+from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.data import Data
 from pretrain.run.run import Run, best_evaluation
+from pretrain.run.served import served_weights
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -68,6 +72,10 @@ def main(options: argparse.Namespace) -> int:
     if options.out and options.folder:
         raise InputError(f"--out {options.out}: {options.folder} is also given; give one folder")
     source = best_checkpoint(options.source) if options.best else options.source
+    if options.precision and options.dtype:
+        raise InputError(
+            "--dtype: with --precision trained, weights that are not quantized are BF16; omit it"
+        )
     checkpoint, run_dir = checkpoint_of(source)
     out = options.out or options.folder or run_dir / "export"
     if out.exists():
@@ -76,24 +84,59 @@ def main(options: argparse.Namespace) -> int:
         # Create the repository before the export. If the hub refuses the repository, no gigabytes
         # have been written in vain.
         make_repository(options.push)
-    saved_as = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)["identity"]["weights"]
-    stored_as: Weights = options.dtype or ("fp32" if saved_as == "fp32" else "bf16")
+    state = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)
     recipe = load_recipe(run_dir / "config.yaml")
+    stored_as: Weights = options.dtype or "bf16"
+    if state["identity"]["weights"] == "fp32" and not (options.dtype or options.precision):
+        stored_as = "fp32"
     hf = empty_model(recipe, stored_as)
+    facts: dict[str, str] = {}
+    read = tensor_reader(checkpoint, hf, stored_as)
+    if options.merge:
+        merged = checkpoints_to_merge(checkpoint, options.merge)
+        read = merged_reader(merged, hf, stored_as)
+        facts = fact_about_merging(merged)
+    tensors = all_tensors(hf, read)
+    if options.precision:
+        served = served_weights(
+            run_dir, state["precision"], recipe.fp8_config, hf, read, forward_scales(checkpoint)
+        )
+        hf.config.quantization_config = served.config
+        tensors = served.tensors.items()
+        facts |= served.facts
+    remark = write_export(out, run_dir, checkpoint, recipe, hf, tensors, facts)
+    precision = state["precision"] if options.precision else stored_as
+    print(f"{checkpoint} is exported to {out}: weights in {precision}{remark}")
+    for title, fact in facts.items():
+        print(f"  {title}: {fact}")
+    if options.push is not None:
+        push(out, options.push, f"{recipe.name}, {checkpoint.name}")
+    return 0
+
+
+def write_export(
+    out: Path,
+    run_dir: Path,
+    checkpoint: Path,
+    recipe: Recipe,
+    hf: PreTrainedModel,
+    tensors: Iterable[tuple[str, Tensor]],
+    facts: Mapping[str, str],
+) -> str:
+    """Write a model folder with its tokenizer and its card. Return a remark for the user.
+
+    The remark is empty if the folder has a tokenizer. `facts` are further rows of the card.
+    """
     tokenizer, why_not = tokenizer_of(recipe, run_dir)
     further_files = {}
     # Omit the card if the run's records are missing, or if the checkpoint's folder was renamed and
     # so has no step in its name.
     with suppress(InputError, ValueError):
         run = read_run(run_dir, step_of(checkpoint))
-        further_files[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None)
+        further_files[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None, facts=facts)
         further_files[PICTURE] = picture_of_run(run)
-    model.export(hf, tensor_reader(checkpoint, hf, stored_as), tokenizer, out, further_files)
-    remark = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
-    print(f"{checkpoint} is exported to {out}: weights in {stored_as}{remark}")
-    if options.push is not None:
-        push(out, options.push, f"{recipe.name}, {checkpoint.name}")
-    return 0
+    model.export(hf, tensors, tokenizer, out, further_files)
+    return f"; without a tokenizer: {why_not}" if tokenizer is None else ""
 
 
 def make_repository(name: str) -> None:
@@ -201,22 +244,89 @@ def tensor_reader(
     dtype = getattr(torch, WEIGHT_DTYPES[stored_as])
     parameters = {name for name, _ in hf.named_parameters()}
 
-    def load(name: str, entry: TensorEntry) -> Tensor:
-        # Start from zeros. If a forged manifest omits pieces of a tensor, uninitialized memory of
-        # this process must not get into the export.
-        tensor = torch.zeros(entry.shape, dtype=DTYPES[entry.dtype])
-        load_tensors(checkpoint, {name: entry}, {name: tensor})
-        return tensor
-
     def read(name: str) -> Tensor:
-        tensor = load(name, manifest.model[name])
+        tensor = load_tensor(checkpoint, name, manifest.model[name])
         if name not in parameters or tensor.dtype == dtype:
             return tensor
         key = f"remainder/{name}"  # the lower half of an exact BF16 weight
-        remainder = load(key, manifest.optimizer[key]) if key in manifest.optimizer else None
+        remainder = None
+        if key in manifest.optimizer:
+            remainder = load_tensor(checkpoint, key, manifest.optimizer[key])
         return master_of(tensor, remainder).to(dtype)
 
     return read
+
+
+def checkpoints_to_merge(checkpoint: Path, number: int) -> list[Path]:
+    """Return `number` checkpoints of a run, the newest first, from `checkpoint` backwards.
+
+    Raises InputError if the run has fewer checkpoints, or if one of them is damaged.
+    """
+    folders = step_folders(checkpoint.parent)
+    merged = folders[folders.index(checkpoint) :][:number] if checkpoint in folders else []
+    if len(merged) < number:
+        raise InputError(
+            f"--merge {number}: {checkpoint.parent} has {plural(len(merged), 'checkpoint')} up to "
+            f"{checkpoint.name}; either merge fewer, or train with a larger `checkpoint.keep`"
+        )
+    for folder in merged:
+        Checkpoints(folder.parent, keep=1).read_state(folder)
+    return merged
+
+
+def fact_about_merging(checkpoints: Sequence[Path]) -> dict[str, str]:
+    """Return a row of the card about merged checkpoints."""
+    steps = ", ".join(f"{step_of(folder):,}" for folder in checkpoints)
+    text = f"mean weights of the checkpoints of steps {steps}; the losses are those of the run"
+    return {"merged": text}
+
+
+def merged_reader(
+    checkpoints: Sequence[Path], hf: PreTrainedModel, stored_as: Weights
+) -> Callable[[str], Tensor]:
+    """Return a function that maps the name of a tensor to its mean over checkpoints.
+
+    The mean of the FP32 weights is computed in FP64 and rounded to the dtype of `stored_as`.
+    Buffers are those of the first checkpoint. The arguments are as in `tensor_reader`.
+    """
+    readers = [tensor_reader(checkpoint, hf, "fp32") for checkpoint in checkpoints]
+    parameters = {name for name, _ in hf.named_parameters()}
+
+    def read(name: str) -> Tensor:
+        if name not in parameters:
+            return readers[0](name)
+        total = readers[0](name).double()
+        for reader in readers[1:]:
+            total += reader(name)
+        return (total / len(readers)).float().to(getattr(torch, WEIGHT_DTYPES[stored_as]))
+
+    return read
+
+
+def load_tensor(checkpoint: Path, name: str, entry: TensorEntry) -> Tensor:
+    """Return the full tensor `name` of a checkpoint, on the CPU."""
+    # Start from zeros. If a forged manifest omits pieces of a tensor, uninitialized memory of this
+    # process must not get into the export.
+    tensor = torch.zeros(entry.shape, dtype=DTYPES[entry.dtype])
+    load_tensors(checkpoint, {name: entry}, {name: tensor})
+    return tensor
+
+
+def all_tensors(hf: PreTrainedModel, read: Callable[[str], Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Yield the name and the value of each tensor of the model. `read` returns the values."""
+    return ((name, read(name)) for name in model.named_tensors(hf))
+
+
+def forward_scales(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the scales of inputs and weights under delayed scaling, as a checkpoint names them.
+
+    The dict is empty if the run does not use delayed scaling.
+    """
+    return {
+        name: load_tensor(checkpoint, name, entry)
+        for name, entry in read_manifest(checkpoint).optimizer.items()
+        if name.startswith(PREFIX) and name.endswith("/forward/scale")
+    }
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
@@ -257,7 +367,7 @@ def export_trained(run: Run, record: RunRecord) -> None:
     }
     model.export(
         hf,
-        tensor_reader(checkpoint, hf, run.job.recipe.weights),
+        all_tensors(hf, tensor_reader(checkpoint, hf, run.job.recipe.weights)),
         run.job.tokenizer,
         run.folder.final,
         further_files,
@@ -272,7 +382,13 @@ prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_id
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))"""
 
 
-def model_card(run: RunRecord, hf: PreTrainedModel, *, has_tokenizer: bool) -> bytes:
+def model_card(
+    run: RunRecord,
+    hf: PreTrainedModel,
+    *,
+    has_tokenizer: bool,
+    facts: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """Return the model card of an exported model: its size, data, settings and losses.
 
     The card is Markdown with the front matter of the hub, encoded as UTF-8. It links to the file
@@ -281,6 +397,7 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, has_tokenizer: bool) -> b
     run: the record of the run, from which all facts are taken except the size of the model.
     hf: the model, on any device.
     has_tokenizer: True if the folder contains a tokenizer. The card's example then uses it.
+    facts: map titles of further rows of the card's table to their texts.
     """
     recipe = run.config
     source = recipe["model"].get("source")
@@ -296,7 +413,7 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, has_tokenizer: bool) -> b
         datasets=[name for name in datasets if name and _is_on_hub(str(name))] or None,
     )
     parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
-    table = [f"| {key} | {cell(text)} |" for key, text in _rows(run).items()]
+    table = [f"| {key} | {cell(text)} |" for key, text in (_rows(run) | dict(facts)).items()]
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {recipe['name']}",

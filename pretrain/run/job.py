@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,15 +15,22 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from foundation.timeline import START
+from foundation.units import GIB, memory
 from packing.batch import BatchStream
 from packing.order import MixedPacks, order_of
 from packing.store import unprepared
 from packing.stream import StreamedPacks
+from pretrain.checkpoint.checkpoint import free_memory
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.trackers import check_trackers
 from pretrain.model import attention
-from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
+from pretrain.model.distributed import (
+    device_of,
+    gathers_once_a_step,
+    refused_together,
+    replicas_of,
+)
 from pretrain.model.huggingface import (
     build_on_meta,
     check_architecture,
@@ -40,7 +48,7 @@ from pretrain.plan.checks import (
     steps_of,
 )
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan, spend_spare_memory
+from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
 from pretrain.plan.tokenizer import encoded_prompt, fingerprint_at, load_tokenizer, with_tokens
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
@@ -71,7 +79,7 @@ class Job:
     attention: attention.Choice
     # The settings in the config.json of `model.source`, as keys of the run's identity.
     source_config: dict[str, Any]
-    notices: list[str]  # lines about a schedule that is shortened
+    notices: list[str]  # lines about a shortened schedule and about settings without effect
 
     @property
     def recipe(self) -> Recipe:
@@ -236,8 +244,11 @@ def prepare_job(
         )
         for active in plan.precisions
     }
+    plan = spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))
+    if not is_elsewhere:
+        notices = [*notices, *_check_offload(plan, accelerator)]
     return Job(
-        spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator)),
+        plan,
         run_dir,
         model_config,
         shapes,
@@ -325,6 +336,40 @@ def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> N
     check_tokens(data, model_config.vocab_size, fingerprint, most_positions(model_config))
     check_held_out(recipe, len(data.held_out or ()))
     check_labels(data, recipe.data, recipe.evaluate.packs)
+
+
+def _check_offload(plan: Plan, accelerator: Accelerator) -> list[str]:
+    """Return a notice if `optimizer.offload` is set but has no effect.
+
+    All ranks must call this function. Raises InputError if the host has too little free memory for
+    the state of all its processes.
+    """
+    offload = plan.recipe.optimizer.offload
+    if offload == "none":
+        return []
+    if accelerator.device.type != "cuda":
+        return [
+            f"`optimizer.offload: {offload}` has no effect on a CPU, which has host memory only"
+        ]
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    refused_together(lambda: check_host_memory(plan, processes, free_memory()))
+    return []
+
+
+def check_host_memory(plan: Plan, processes: int, free: int) -> None:
+    """Raise InputError if the host has too little memory for `optimizer.offload`.
+
+    processes: number of processes on this host.
+    free: number of free bytes of the host. A small share of them must stay free.
+    """
+    needed = processes * plan.host_memory / (1 - KEPT_FREE)
+    if needed > free:
+        raise InputError(
+            f"`optimizer.offload: {plan.recipe.optimizer.offload}` needs "
+            f"{memory(needed / GIB)} of free memory for the processes on this host, and "
+            f"{memory(free / GIB)} are free; either free host memory, or set "
+            "`optimizer.moments: bf16` or `optimizer.offload: none`"
+        )
 
 
 def _devices_of(accelerator: Accelerator, phases: Sequence[Phase]) -> Devices:

@@ -179,13 +179,14 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
         remark = ": barely fits" if fits else ": does not fit"
     microbatches = -(-plan.packs_per_rank // size)
     shards = " in shards" if plan.devices.sharded else ""
+    host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
     # The peak is not None, because the target has no obstacle.
     peak = cast(float, plan.peak_tflops) * TERA
     speeds = [share * peak / plan.flops_per_token for share in (shares if fits else ())]
     return [
         str(target),
         f"{microbatches} x {plural(size, 'pack')}{shards}{remark}",
-        units.memory(takes / GIB),
+        units.memory(takes / GIB) + host,
         units.memory(target.memory / GIB),
         " to ".join(f"{speed:,.0f}" for speed in speeds) or UNKNOWN,
         " to ".join(units.duration(plan.total_tokens / speed) for speed in speeds) or UNKNOWN,

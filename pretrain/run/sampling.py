@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from foundation.overrides import overridden
+from foundation.reading import as_input_error
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.huggingface import load_config
@@ -168,8 +169,9 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     load_config(ModelSettings(source=str(folder)))
     # Set the attention here, because config.json may choose a kernel that is downloaded from the
     # hub.
-    hf: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", attn_implementation="eager", trust_remote_code=False
-    )
+    with as_input_error((ImportError,), f"{folder}: a package for its weights is missing"):
+        hf: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", attn_implementation="eager", trust_remote_code=False
+        )
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     return hf, tokenizer_in(str(folder))

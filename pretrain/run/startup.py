@@ -303,7 +303,7 @@ def explaining_errors() -> Iterator[None]:
             f"out of memory: {one_line(error)}. To reduce memory, choose one of: "
             f"{TAKES_LESS}; `--plan` prints the memory of a recipe. The checkpoints are intact: to "
             "continue, start the same command with one of these settings. If you change `weights` "
-            "or `optimizer`, also pass --accept-changes"
+            "or `optimizer.moments`, also pass --accept-changes"
         ) from None
 
 

@@ -1,7 +1,8 @@
 """`python -m pretrain train`: choose an Accelerate configuration and train with accelerate launch.
 
 This module does not import torch. accelerate's launcher imports torch when the command line, the
-recipe and the configuration have been checked.
+recipe and the configuration have been checked. A training in one process runs in the process of
+this command, so that torch and accelerate are imported only once.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import argparse
 import ctypes
 import logging
 import os
+import runpy
 import shlex
 import signal
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -23,6 +25,7 @@ from typing import Any
 import psutil
 
 from foundation.errors import InputError
+from foundation.overrides import overridden
 from foundation.reading import as_input_error, load_yaml
 from foundation.signals import IF_NOT_IGNORED, SIGNALS
 from foundation.units import plural
@@ -139,35 +142,69 @@ def _shown(path: Path) -> str:
 
 
 def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
-    """Run `accelerate launch` with `arguments` in this process, and return the training's status.
+    """Train as `accelerate launch` does with `arguments`, and return the training's status.
 
     accelerate would end with a traceback, and with status 1 for every failure. If torchrun's record
     of a failure has no traceback, only its message is printed.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in ("accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.api"):
         logging.getLogger(name).addFilter(lambda line: not str(line.msg).startswith(_OMITTED))
-    for number in PASSED_ON:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _pass_on)
+    # The options with which accelerate would start a single process.
+    single: list[argparse.Namespace] = []
     try:
-        with as_input_error(
-            _REFUSED,
-            f"{configuration}: accelerate does not accept this configuration",
-            "correct the file, or choose another --config (bf16 and cpu need no FP8 library; "
-            "`--config cpu precision=nvfp4 fp8_config.on_unsupported=emulate` emulates nvfp4)",
+        with (
+            _passing_on_signals(),
+            overridden(launch, simple_launcher=single.append),
+            as_input_error(
+                _REFUSED,
+                f"{configuration}: accelerate does not accept this configuration",
+                "correct the file, or choose another --config (bf16 and cpu need no FP8 library; "
+                "`--config cpu precision=nvfp4 fp8_config.on_unsupported=emulate` emulates nvfp4)",
+            ),
         ):
-            launch_command(launch_command_parser().parse_args(arguments))
-    except subprocess.CalledProcessError as error:
-        return _status(error.returncode)
+            launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+            started = [launch.prepare_simple_launcher_cmd_env(options) for options in single]
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:
         return _report(error)
+    for command, environment in started:
+        _train_here(command, environment)
     return 0
+
+
+def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
+    """Run a training in this process, and end this process with its exit status.
+
+    command: interpreter, script and arguments.
+    environment: environment variables of the training.
+    """
+    import torch
+
+    os.environ.update(environment)
+    # torch has read this variable when it was imported.
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.argv = list(command[1:])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+@contextmanager
+def _passing_on_signals() -> Iterator[None]:
+    """Pass on signals to the training processes in the caller's `with` statement."""
+    before = {
+        number: signal.signal(number, _pass_on)
+        for number in PASSED_ON
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

@@ -114,6 +114,13 @@ def evaluate(add: Callable) -> None:
         metavar="CHECKPOINT",
         help="checkpoint to evaluate; default: the newest intact checkpoint of the run",
     )
+    add(
+        "--precisions",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="evaluate in these precisions and in BF16, or in `all`; precisions that the device "
+        "does not support are emulated; default: the precisions of the recipe",
+    )
 
 
 def doctor(add: Callable) -> None:
@@ -159,6 +166,18 @@ def export(add: Callable) -> None:
         choices=["bf16", "fp32"],
         help="dtype of the exported weights; default: the dtype in which the run stores them. If "
         "the run has `weights: bf16_exact`, fp32 restores all 32 bits of each weight",
+    )
+    add(
+        "--precision",
+        choices=["trained"],
+        help="trained: export the codes and scales that the forward products of training multiply, "
+        "in the layout that servers read (docs/serving.md)",
+    )
+    add(
+        "--merge",
+        type=count,
+        metavar="N",
+        help="export the mean weights of the last N checkpoints, summed in FP64",
     )
     add(
         "--push",

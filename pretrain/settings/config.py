@@ -52,6 +52,7 @@ _NOT_IDENTITY = (
     "model.compile",
     "model.fused",
     "model.gradient_checkpointing",
+    "optimizer.offload",
     # These two keys choose the engine that runs the quantized GEMMs. Emulation computes the same
     # numbers as the hardware, except for the order of sums.
     "fp8_config.backend",

@@ -141,6 +141,10 @@ class OptimizerSettings(Settings):
     # Dtype of AdamW's moments. null: bf16 if the recipe sets `weights: bf16`, as in torch, and fp32
     # otherwise.
     moments: Literal["fp32", "bf16"] | None = None
+    # Part of AdamW's state in pinned host memory instead of GPU memory. moments: both moments.
+    # state: also the 16 bits per weight of `weights: bf16_exact`. none: nothing. Each update copies
+    # this part to the GPU and back, with the same results. No effect on a CPU.
+    offload: Literal["none", "moments", "state"] = "none"
     # Dtype in which the gradients of the microbatches are accumulated. null: bf16 if the recipe
     # sets `weights: bf16`, and fp32 otherwise. Gradients of several processes are always summed in
     # FP32.

@@ -6,8 +6,10 @@ MXFP8 and NVFP4 need a B200.
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 # Deterministic GEMMs need this variable. It is read when CUDA starts.
@@ -34,6 +36,7 @@ from pretrain.precision.settings import (
     LowPrecisionSettings,
     precision_called,
 )
+from pretrain.run.served import served_weights
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.gpu.conftest import needs
 from tests.pretrain.model.fused.fused_models import (
@@ -253,3 +256,40 @@ def test_low_precision_evaluation_equals_training_and_keeps_the_state(recipe: st
     # Evaluation quantized the weights with the current scales, so training quantizes them again.
     packed.context.first_microbatch = True
     assert packed.train()(**batch).item() == pytest.approx(evaluated, rel=1e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("recipe", [name for name in ON_TE if PLAIN_FORWARD not in name])
+def test_served_codes_are_those_of_the_forward_products(
+    recipe: str, fused: bool, tmp_path: Path
+) -> None:
+    packed = assemble(larger("qwen3"), recipe, fused=fused)
+    # Fill the histories of delayed scaling.
+    train(packed)
+    operands = {}
+    packed.context.weight_observers.append(
+        lambda gemm, operand, _: operands.update({gemm.members: gemm.codes(operand)})
+    )
+    with torch.no_grad():
+        packed(**inputs(packs=4, device="cuda", length=LENGTH))
+    module = "fused Linear" if fused else "LowPrecisionLinear"
+    products = [
+        {"name": member, "module": module, "products": {"forward": ""}}
+        for members in operands
+        for member in members
+        if "layers" in member
+    ]
+    (tmp_path / "audit.json").write_text(json.dumps({"effective": recipe, "products": products}))
+    tensors = served_weights(
+        tmp_path,
+        recipe,
+        settings_of(recipe),
+        build(larger("qwen3")),
+        packed.hf.get_parameter,
+        packed.context.state(),
+    ).tensors
+    assert len(products) == 14
+    for members in {members for members in operands if "layers" in members[0]}:
+        key = "weight_packed" if recipe == "nvfp4" else "weight"
+        served = torch.cat([tensors[f"{member}.{key}"].view(torch.uint8) for member in members])
+        assert torch.equal(served, operands[members].view(torch.uint8)), members

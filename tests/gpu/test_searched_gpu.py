@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 # Deterministic GEMMs need this variable. It is read when CUDA starts.
@@ -31,8 +33,9 @@ ROUNDING = 0.01
 
 
 @pytest.fixture(autouse=True)
-def forget_searched_algorithms() -> None:
+def forget_searched_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the searched algorithms. The GEMM makes torch load cuBLASLt."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     products_on.cache_clear()
     torch.ones(16, 16, device="cuda", dtype=BF16) @ torch.ones(16, 16, device="cuda", dtype=BF16)
 
@@ -99,6 +102,27 @@ def test_a_transposed_view_is_multiplied_as_it_is_stored():
         add_product_(total.t(), dy.t(), x)
     assert relative_error(total.double(), 2 * x.double().t() @ dy.double()) < 1e-5
     assert len(products_of_this_gpu().chosen) == 3
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_cached_algorithm_is_used_without_trials(
+    biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = draw(M, K), draw(N, K, seed=1)
+    multiply = partial(searched.multiply, left, right, bias=draw(M, seed=2) if biased else None)
+    searched_y = multiply()
+    (cached,) = filter(Path.is_file, tmp_path.rglob("*"))
+    assert len(cached.read_bytes()) == 64
+    products_on.cache_clear()
+    monkeypatch.setattr(searched, "same_as_first", None)
+    assert torch.equal(multiply(), searched_y)
+    # A file that was not written completely is ignored.
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached.write_bytes(b"")
+    products_on.cache_clear()
+    assert torch.equal(multiply(), searched_y)
+    assert len(cached.read_bytes()) == 64
 
 
 @pytest.mark.parametrize("biased", [False, True])

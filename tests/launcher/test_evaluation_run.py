@@ -118,6 +118,30 @@ def test_evaluate_prints_both_losses_and_writes_nothing(
     assert 0 < abs(printed["bf16"] - printed["current"]) < 0.02
 
 
+def test_evaluate_prints_the_loss_in_every_precision(
+    train_here: Callable, low_precision_recipe: dict[str, Any]
+) -> None:
+    recipe = low_precision_recipe | {"train": {"steps": 9}, "precision": "nvfp4", "log": {}}
+    run = train_here("parity=off", recipe=recipe)
+    assert run.status == 0, run.output
+    before = contents(run.run_dir)
+    alone = losses_printed(train_here("evaluate", recipe=recipe))
+    evaluated = train_here("evaluate", "--precisions", "all", recipe=recipe)
+    assert evaluated.status == 0, evaluated.output
+    assert contents(run.run_dir) == before
+    printed = losses_printed(evaluated)
+    assert [*printed] == ["delayed", "current", "block", "mxfp8", "nvfp4", "mxfp4", "bf16"]
+    assert {name: printed[name] for name in ("nvfp4", "bf16")} == alone
+    assert len({*printed.values()}) == len(printed)
+    some = train_here("evaluate", "--precisions", "delayed,mxfp8", recipe=recipe)
+    assert losses_printed(some) == {name: printed[name] for name in ("delayed", "mxfp8", "bf16")}
+    # Other precisions do not accept the options of the recipe.
+    recipe |= {"precision": "delayed", "fp8_config": {"margin": 1}}
+    one = train_here("evaluate", "--precisions", "block", recipe=recipe)
+    assert losses_printed(one) == {name: printed[name] for name in ("block", "bf16")}
+    assert "'mxfp9'" in train_here("evaluate", "--precisions", "mxfp9", recipe=recipe).refusal
+
+
 def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     train_here: Callable, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

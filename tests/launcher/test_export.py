@@ -91,6 +91,32 @@ def test_fp32_of_exact_weights_rounds_to_them(exact: Path, tmp_path: Path, capsy
     assert any((weight != weight.bfloat16()).any() for weight in fp32.values())
 
 
+def test_merge_exports_the_mean_of_the_last_checkpoints(
+    exact: Path, tmp_path: Path, capsys: Any
+) -> None:
+    checkpoints = exact / "checkpoints"
+    for step in (4, 8):
+        source = checkpoints / f"step-{step:08}"
+        assert command(capsys, "export", source, tmp_path / str(step), "--dtype", "fp32")[0] == 0
+    four, eight = (loaded(tmp_path / name) for name in ("4", "8"))
+    for dtype in (torch.float32, torch.bfloat16):
+        options = ("--dtype", "fp32") if dtype == torch.float32 else ()
+        out = tmp_path / str(dtype)
+        status, output = command(capsys, "export", exact, out, "--merge", 2, *options)
+        assert status == 0, output
+        for name, weight in loaded(out).items():
+            mean = (four[name].double() + eight[name].double()) / 2
+            assert torch.equal(weight, mean.float().to(dtype)), name
+    text = "mean weights of the checkpoints of steps 8, 4; the losses are those of the run"
+    assert text in output
+    assert f"| merged | {text} |" in (out / "README.md").read_text()
+    for source, number in ((exact, 3), (checkpoints / "step-00000004", 2)):
+        status, output = command(capsys, "export", source, tmp_path / "none", "--merge", number)
+        assert status == 2
+        assert f"--merge {number}" in output and "checkpoint.keep" in output
+        assert not (tmp_path / "none").exists()
+
+
 def test_what_exists_is_not_written_over_and_damage_is_named(
     exact: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -230,6 +230,17 @@ def test_a_run_resumes_before_a_damaged_checkpoint_and_names_it(
     assert outcome(finished) == outcome(alone)
 
 
+def test_a_run_resumes_exactly_with_another_place_of_its_state(
+    alone: Finished, copied: Callable, run: Callable
+) -> None:
+    copied(STEPS)
+    finished = run("optimizer.offload=state")
+    assert finished.status == 0, finished.output
+    assert "`optimizer.offload: state` has no effect on a CPU" in finished.out
+    assert "at step 8" in finished.out
+    assert outcome(finished) == outcome(alone)
+
+
 def test_where_every_checkpoint_is_damaged_no_run_begins_anew(
     copied: Callable, run: Callable
 ) -> None:

@@ -85,6 +85,20 @@ _FUSED = {
 }
 
 
+def stack_of(linear: str) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the product that computes a linear of a fused layer, and its linears.
+
+    `linear` and the returned names are names in the model. Checkpoints store the histories of the
+    product under its name.
+    """
+    for product, members in [stack for names in _FUSED.values() for stack in names.stacks.items()]:
+        for member in members:
+            if linear.endswith(f".{member}"):
+                layer = linear.removesuffix(member)
+                return f"{layer}{product}", tuple(f"{layer}{name}" for name in members)
+    raise ValueError(f"{linear} is no linear of a fused layer")
+
+
 # ── The choice of layers ──
 
 

@@ -19,6 +19,7 @@ PRECISION = QuantizedPrecision(
     quantize=lambda x, given: quantizers.blocks.quantize_fp8(
         x, given.grid, two_dimensional=given.square
     ),
+    served_as="FP8 blocks",
     te_recipe="Float8BlockScaling",
     te_available="is_fp8_block_scaling_available",
     operand_bytes=1 + 4 / 128,

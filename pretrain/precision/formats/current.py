@@ -15,6 +15,7 @@ PRECISION = QuantizedPrecision(
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),
     scales=Scaling("FP32", 0.85),
     quantize=lambda x, given: quantizers.tensor.quantize_by_amax(x, given.amax, given.grid),
+    served_as="FP8",
     te_recipe="Float8CurrentScaling",
     te_available="is_fp8_available",
 )

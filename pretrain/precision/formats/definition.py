@@ -171,6 +171,9 @@ class QuantizedPrecision(Precision):
     te_recipe: str = ""
     # The function of Transformer Engine that checks whether the device supports the precision.
     te_available: str = ""
+    # The layout in which servers read its weights: a key of LAYOUTS in pretrain/run/served.py. No
+    # server reads them if it is empty.
+    served_as: str = ""
     # Bytes per value of an operand in one layout, including its share of the scales.
     operand_bytes: float = 1.0
     # Bytes per value of a weight in one layout. None: the same as `operand_bytes`.

@@ -12,6 +12,7 @@ PRECISION = QuantizedPrecision(
     hardware=Hardware((10, 0), "B200, GB200", below=(12, 0)),
     scales=Scaling("power of two", 0.5, 32),
     quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid),
+    served_as="MXFP8",
     te_recipe="MXFP8BlockScaling",
     te_available="is_mxfp8_available",
     operand_bytes=1 + 1 / 32,

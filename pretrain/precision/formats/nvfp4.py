@@ -25,6 +25,7 @@ PRECISION = QuantizedPrecision(
     quantize=lambda x, given: quantizers.blocks.quantize_nvfp4(
         x, two_dimensional=given.square, uniform=given.uniform, amax=given.amax
     ),
+    served_as="NVFP4",
     te_recipe="NVFP4BlockScaling",
     te_available="is_nvfp4_available",
     operand_bytes=1 / 2 + 1 / 16,

@@ -66,7 +66,7 @@ def test_fp32_and_exact_bf16_have_the_bits_of_torchs_adamw() -> None:
     plain = ExactAdamW(fp32, **HYPER)
     exact = ExactAdamW(bf16, **HYPER)
     for step in range(1000):
-        working_copies = [split(master.detach())[0] for master in masters]
+        working_copies = [split(values.detach())[0] for values in masters]
         set_gradients(masters, loss_gradients(working_copies, step))
         set_gradients(fp32, loss_gradients([split(p.detach())[0] for p in fp32], step))
         set_gradients(bf16, loss_gradients([p.detach() for p in bf16], step))

@@ -172,6 +172,27 @@ def test_weights_moments_and_gradients_are_exact(
     assert parts.get("remainder bits", 0) == (2 * PARAMETERS if weights == "bf16_exact" else 0)
 
 
+@pytest.mark.parametrize(
+    ("offload", "name", "devices_with_state", "host_bytes"),
+    [
+        ("none", "NVIDIA H100", {"optimizer moments", "remainder bits"}, 0),
+        ("moments", "NVIDIA H100", {"remainder bits"}, 8),
+        ("state", "NVIDIA H100", set(), 10),
+        ("state", "CPU", {"optimizer moments", "remainder bits"}, 0),
+    ],
+)
+def test_offloaded_state_is_in_host_memory_and_not_on_the_device(
+    offload: str, name: str, devices_with_state: set[str], host_bytes: int, qwen3: PreTrainedModel
+) -> None:
+    for devices in (Devices(name=name), replace(ZERO, name=name)):
+        with_state = plan(qwen3, "bf16", devices, **EXACT)
+        offloaded = plan(qwen3, "bf16", devices, **EXACT, optimizer={"offload": offload})
+        parts = offloaded.memory(1)
+        assert parts.keys() & {"optimizer moments", "remainder bits"} == devices_with_state
+        assert offloaded.host_memory == host_bytes * PARAMETERS // devices.shards
+        assert with_state.takes(1) - offloaded.takes(1) == offloaded.host_memory
+
+
 def test_sharding_divides_weights_and_moments_and_adds_gathered_parts(
     qwen3: PreTrainedModel,
 ) -> None:

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from foundation.errors import InputError
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, spend_spare_memory
 from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.run.job import check_host_memory
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.conftest import active_in
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
@@ -176,6 +178,27 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
     ):
         assert fact in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_plan_that_does_not_fit_names_offloading_and_its_host_memory(
+    qwen3: PreTrainedModel,
+) -> None:
+    small = Devices(name="NVIDIA L40S", memory=45 * GIB)
+    assert "optimizer.offload=moments" in " ".join(plan(qwen3, devices=small).warnings)
+    text = " ".join(render(plan(qwen3, recipe(optimizer={"offload": "moments"}))).split())
+    assert ", and 12.8 GiB of host memory (optimizer.offload) " in text
+
+
+@pytest.mark.parametrize(("processes", "free", "needed"), [(1, 14, "13.9"), (2, 28, "27.9")])
+def test_a_host_needs_memory_for_the_state_of_all_its_processes(
+    processes: int, free: int, needed: str, qwen3: PreTrainedModel
+) -> None:
+    offloaded = plan(qwen3, recipe(optimizer={"offload": "moments"}))
+    check_host_memory(offloaded, processes, free * GIB)
+    with pytest.raises(
+        InputError, match=f"`optimizer.offload: moments` needs {needed} GiB of free"
+    ):
+        check_host_memory(offloaded, processes, (free - 1) * GIB)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: RunPlan) -> Non
         ("2xH200", "precision=delayed", False),
         ("2xH200", "precision=delayed optimizer.moments=bf16", True),
         ("4xH200", "precision=delayed", True),
+        ("1xH200", "precision=delayed batch.tokens=524288", False),
+        ("1xH200", "precision=delayed optimizer.offload=moments batch.tokens=524288", True),
     ],
 )
 def test_qwen2_5_14b_fits_where_its_recipe_says(
@@ -78,8 +80,9 @@ def test_qwen2_5_14b_fits_where_its_recipe_says(
     values = [f"{key}={value}" for key, value in overrides.items()] + ["data.packs=/no/such"]
     values += [f"model.config={json.dumps(shape)}", "batch.microbatch=auto", *settings.split()]
     _, out, err = plan(*values, "--on", on)
-    microbatch = row(out, on.replace("x", " x "))["microbatch"]
-    assert err == "" and ("does not fit" not in microbatch) == fits
+    shown = row(out, on.replace("x", " x "))
+    assert err == "" and ("does not fit" not in shown["microbatch"]) == fits
+    assert shown["takes"].endswith(" + 110.0 GiB host") == ("offload" in settings)
 
 
 def test_a_plan_that_does_not_fit_shows_no_speed(plan: RunPlan) -> None:

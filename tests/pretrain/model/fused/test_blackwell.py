@@ -6,10 +6,12 @@ No Blackwell GPU was available. The library's kernels are replaced by emulation
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,17 +24,20 @@ from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse
-from pretrain.observe.audit import is_expected
+from pretrain.observe.audit import audit_products, is_expected
 from pretrain.observe.product_observer import ProductObserver
+from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision
+from pretrain.run.served import served_weights
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import active_in, to_nearest
 from tests.pretrain.model.fused.fused_models import (
     ARCHITECTURES,
     build,
+    inputs,
     losses_and_gradients,
     significant_parameters,
 )
@@ -197,3 +202,55 @@ def test_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
             errors[2] <= errors[0] <= 1.1 * errors[1] or errors[1] < 0.01 * exact[1][name].norm()
         ), name
     assert train(packed)[0] == low[0], "low precision is unchanged afterwards"
+
+
+@pytest.mark.parametrize("precision", ON_BLACKWELL)
+def test_served_weights_are_the_operands_of_stacked_products(
+    precision: str, tmp_path: Path
+) -> None:
+    """Queries, keys and values share a tensor scale, as gate and up do."""
+    active = active_everywhere(precision, "transformer_engine", ("lm_head", "layers.1.*"))
+    packed = assemble(active, fused=True)
+    layers = list(decoder_layers(packed.hf).values())
+    decisions = decide(packed.hf, layers, active)
+    operands = {}
+
+    def record(gemm: Gemm, operand: Any, matrix: Tensor) -> None:
+        operands[gemm.members] = operand
+
+    packed.context.weight_observers.append(record)
+    products = audit_products(
+        packed,
+        lambda: packed(**inputs()),
+        active,
+        decisions,
+        torch.optim.SGD(packed.parameters()),
+    )
+    audit = {"effective": precision, "products": products}
+    (tmp_path / "audit.json").write_text(json.dumps(audit))
+    hf = build(ARCHITECTURES["qwen3"] | SIZES)
+    tensors = served_weights(
+        tmp_path, precision, active.settings, hf, packed.hf.get_parameter, {}
+    ).tensors
+    stacks = [members for members in operands if members[0].startswith("model.layers.0")]
+    assert [len(members) for members in stacks] == [3, 1, 2, 1]
+    for members in stacks:
+        # The replacement of the kernels stores codes times block scales as the codes.
+        operand = operands[members]
+        values = operand._rowwise_data.split(
+            [len(hf.get_parameter(f"{m}.weight")) for m in members]
+        )
+        for member, expected in zip(members, values, strict=True):
+            scale = tensors[f"{member}.weight_scale"]
+            if precision == "nvfp4":
+                packed_codes = tensors[f"{member}.weight_packed"]
+                codes = torch.stack([packed_codes & 15, packed_codes >> 4], -1).flatten(1)
+                magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes.long() & 7]
+                served = torch.where(codes > 7, -magnitude, magnitude)
+                served *= scale.float().repeat_interleave(16, 1)
+                assert tensors[f"{member}.weight_global_scale"] == 1 / operand._amax_rowwise
+            else:
+                exponents = scale.float() - 127
+                served = tensors[f"{member}.weight"].float()
+                served *= exponents.exp2().repeat_interleave(32, 1)
+            assert torch.equal(served, expected)

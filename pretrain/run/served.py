@@ -1,0 +1,322 @@
+"""Quantize the weights of a checkpoint as training does, in the layouts that servers read.
+
+A served weight has the codes and scales that the forward products of training multiply. The formats
+of `pretrain.precision.formats` quantize it. This file only packs codes and scales into the tensors
+of a layout, and describes the layout in the config.json of the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foundation.errors import InputError
+from foundation.reading import load_object
+from pretrain.model.fused.layers import stack_of
+from pretrain.model.huggingface import is_mixture, named_tensors
+from pretrain.precision.delayed_state import of_operand
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.quantizers import Quantized
+from pretrain.precision.quantizers.blocks import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK
+from pretrain.precision.quantizers.tensor import (
+    FP32_MANTISSA_BITS,
+    absolute_maximum,
+    decode_scale,
+)
+from pretrain.precision.settings import LowPrecisionSettings, precision_called
+
+# The magnitudes of E2M1, in the order of their codes.
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+# ── Layouts ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of quantized weights in a model folder, and its description in config.json."""
+
+    # Map a quantized weight [out, in] to its tensors. A key is the last part of a tensor's name.
+    tensors: Callable[[Quantized], dict[str, Tensor]]
+    # The value of `quantization_config` without the names of the linears that stay in BF16.
+    config: dict[str, Any]
+    # The quantization of activations by a server, compared with training, for users.
+    activations: str
+    # The key of `config` with the names of the linears that stay in BF16.
+    kept_key: str = "ignore"
+
+
+def _fp8_tensor(weight: Quantized) -> dict[str, Tensor]:
+    return {"weight": _fp8(weight.codes), "weight_scale": weight.tensor_scale.reshape(1)}
+
+
+def _fp8_blocks(weight: Any) -> dict[str, Tensor]:
+    return {"weight": _fp8(weight.codes), "weight_scale_inv": weight.scales.contiguous()}
+
+
+def _mxfp8(weight: Any) -> dict[str, Tensor]:
+    return {"weight": _fp8(weight.codes), "weight_scale": _e8m0(weight.scales)}
+
+
+def _mxfp4(weight: Any) -> dict[str, Tensor]:
+    return {"weight_packed": _packed_e2m1(weight.codes), "weight_scale": _e8m0(weight.scales)}
+
+
+def _nvfp4(weight: Quantized) -> dict[str, Tensor]:
+    # The layout has a scale for every 16 values of a row. The scale of a square is repeated.
+    scales = weight.block_scale[:, ::NVFP4_BLOCK]
+    return {
+        "weight_packed": _packed_e2m1(weight.codes),
+        "weight_scale": scales.to(torch.float8_e4m3fn).contiguous(),
+        "weight_global_scale": decode_scale(weight.tensor_scale).reshape(1),
+    }
+
+
+def _fp8(codes: Tensor) -> Tensor:
+    """Return E4M3 codes in torch's FP8 dtype. The cast is exact, because they are E4M3 values."""
+    return codes.to(torch.float8_e4m3fn).contiguous()
+
+
+def _e8m0(scales: Tensor) -> Tensor:
+    """Return the biased exponents of FP32 powers of two as uint8."""
+    return (scales.contiguous().view(torch.int32) >> FP32_MANTISSA_BITS).to(torch.uint8)
+
+
+def _packed_e2m1(codes: Tensor) -> Tensor:
+    """Return E2M1 codes [out, in] as bytes [out, in / 2], the first code in the lower four bits."""
+    magnitudes = torch.tensor(_E2M1_MAGNITUDES, device=codes.device)
+    bits = torch.searchsorted(magnitudes, codes.abs().contiguous()) | codes.signbit().long() << 3
+    return (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8)
+
+
+def _compressed_tensors(
+    file_format: str, weights: dict[str, Any], activations: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the `quantization_config` of a layout of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": file_format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"output_activations": None}},
+    }
+
+
+def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    """Return the description of an operand in compressed-tensors."""
+    arguments = {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True}
+    return arguments | {"dynamic": False} | more
+
+
+_MX = {"group_size": MX_BLOCK, "scale_dtype": "torch.uint8"}
+_TENSOR = _arguments(8, "tensor")
+_MX_ACTIVATIONS = (
+    "quantized by the server, whose power-of-two scales may be smaller than those of training, "
+    "with which no value saturates"
+)
+# Map each value of `QuantizedPrecision.served_as` to its layout.
+LAYOUTS = {
+    "static FP8": Layout(
+        _fp8_tensor,
+        _compressed_tensors("float-quantized", _TENSOR, _TENSOR),
+        "quantized with the scales in the checkpoint (`input_scale`)",
+    ),
+    "FP8": Layout(
+        _fp8_tensor,
+        _compressed_tensors("float-quantized", _TENSOR, _TENSOR | {"dynamic": True}),
+        "quantized by the server, with one scale per tensor as in training, or with one per token",
+    ),
+    "FP8 blocks": Layout(
+        _fp8_blocks,
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            # Request powers of two as scales of activations, as in training.
+            "scale_fmt": "ue8m0",
+        },
+        "quantized by the server, with power-of-two scales as in training if it honours "
+        "`scale_fmt: ue8m0`, else with FP32 scales",
+        "modules_to_not_convert",
+    ),
+    "MXFP8": Layout(
+        _mxfp8,
+        _compressed_tensors(
+            "mxfp8-quantized",
+            _arguments(8, "group", **_MX),
+            _arguments(8, "group", **_MX, dynamic=True),
+        ),
+        _MX_ACTIVATIONS,
+    ),
+    "MXFP4": Layout(
+        _mxfp4,
+        _compressed_tensors(
+            "mxfp4-pack-quantized",
+            _arguments(4, "group", **_MX),
+            _arguments(4, "group", **_MX, dynamic=True),
+        ),
+        _MX_ACTIVATIONS,
+    ),
+    "NVFP4": Layout(
+        _nvfp4,
+        _compressed_tensors(
+            "nvfp4-pack-quantized", _arguments(4, "tensor_group", group_size=NVFP4_BLOCK), None
+        ),
+        "in BF16, because the layout needs a fixed tensor scale of activations, and training "
+        "computes a new one for each microbatch",
+    ),
+}
+
+
+# ── The weights of a checkpoint ───────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class ServedWeights:
+    """An export in the trained precision."""
+
+    # All tensors of the model folder by name: codes and scales of the quantized linears, and all
+    # other parameters in BF16.
+    tensors: dict[str, Tensor]
+    # The value of `quantization_config` in config.json.
+    config: dict[str, Any]
+    # Map titles to facts about the export, for the console and the model card.
+    facts: dict[str, str]
+
+
+def served_weights(
+    run_dir: Path,
+    precision_name: str,
+    settings: LowPrecisionSettings,
+    hf: PreTrainedModel,
+    read: Callable[[str], Tensor],
+    histories: Mapping[str, Tensor],
+) -> ServedWeights:
+    """Quantize the weights of a checkpoint as the forward of its next training step would.
+
+    run_dir: the run folder. Its audit.json has the linears that training quantizes and stacks.
+    precision_name: the precision in which the checkpoint was saved.
+    settings: `fp8_config` of the run.
+    hf: the model on the meta device, in BF16.
+    read: maps the name of a parameter to its BF16 value. Training casts FP32 weights to BF16 before
+        it quantizes them, so they are read in BF16 too.
+    histories: the scales of delayed scaling in the checkpoint, as `GemmEngine.state` names them.
+
+    Raises InputError if training multiplies in BF16 or FP32, or if no layout holds the weights.
+    """
+    precision = precision_called(precision_name)
+    if not isinstance(precision, QuantizedPrecision) or precision.plain_forward:
+        raise InputError(
+            "--precision trained: the forward products of this checkpoint are not quantized "
+            f"({precision_name}); omit --precision"
+        )
+    stacks = _trained_stacks(run_dir, precision_name)
+    linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
+    _check_supported(precision, hf, linears, stacks)
+    layout = LAYOUTS[precision.served_as]
+    quantize = precision.quantizer(settings.resolved(precision_name), "weight", "features")
+    tensors: dict[str, Tensor] = {}
+    values = moved = 0
+    for parameter in named_tensors(hf):
+        name = parameter.removesuffix(".weight")
+        if name not in stacks or name == parameter:
+            tensors[parameter] = read(parameter)
+            continue
+        stack, members = stacks[name]
+        scale = amax = None
+        if precision.keeps_history:
+            scale = of_operand(histories, stack, "weight", "scale")
+            of_input = decode_scale(of_operand(histories, stack, "input", "scale"))
+            tensors[f"{name}.input_scale"] = of_input.reshape(1)
+        elif precision.tensor_scaled:
+            amax = max(absolute_maximum(read(f"{member}.weight")) for member in members)
+        weight = quantize(read(parameter), scale, amax)
+        packed = layout.tensors(weight)
+        tensors |= {f"{name}.{key}": tensor for key, tensor in packed.items()}
+        values += weight.codes.numel()
+        moved += _moved(weight, packed)
+    facts = {"weights exact in": f"{precision_name} ({values:,}); all others are in BF16"}
+    facts |= _facts_about(layout, moved)
+    if all(name == stack for name, (stack, _) in stacks.items()) and precision.tensor_scaled:
+        facts["tensor scales"] = (
+            "one for each linear, as in training; a server that takes one for q, k and v, or for "
+            "gate and up, computes other products"
+        )
+    kept = [name for name in linears if name not in stacks]
+    return ServedWeights(tensors, layout.config | {layout.kept_key: kept}, facts)
+
+
+def _facts_about(layout: Layout, moved: int) -> dict[str, str]:
+    """Return facts about the layout of an export. `moved` is the sum of `_moved`."""
+    kind = layout.config.get("format", "blocks of 128 x 128")
+    facts = {
+        "layout": f"{layout.config['quant_method']} ({kind}), with the codes and scales of the "
+        "training forward",
+        "activations": layout.activations,
+    }
+    if layout.tensors is _nvfp4:
+        facts["reciprocals"] = (
+            "the layout stores the reciprocal of each tensor scale; dividing by it moves "
+            f"{moved:,} weights by one unit in the last place of BF16"
+        )
+    return facts
+
+
+def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, Collection[str]]]:
+    """Map each linear that training quantizes to the name of its product and the linears in it.
+
+    A product of a fused layer has several linears, whose stacked weights share one tensor scale.
+    Raises InputError if audit.json has no record of the precision.
+    """
+    audit = load_object(run_dir / "audit.json", "start the run again to write it")
+    audit = audit.get("precisions", {}).get(precision_name, audit)
+    if audit["effective"] != precision_name:
+        raise InputError(
+            f"{run_dir / 'audit.json'}: the last start of the run computes in "
+            f"{audit['effective']}, and the checkpoint was saved in {precision_name}; choose a "
+            "checkpoint of the last start"
+        )
+    return {
+        entry["name"]: stack_of(entry["name"])
+        if entry["module"].startswith("fused ")
+        else (entry["name"], (entry["name"],))
+        for entry in audit["products"]
+        if entry["products"]
+    }
+
+
+def _check_supported(
+    precision: QuantizedPrecision,
+    hf: PreTrainedModel,
+    linears: Collection[str],
+    quantized: Collection[str],
+) -> None:
+    """Raise InputError if no layout can hold one of the quantized weights of `hf`."""
+    stored = named_tensors(hf).keys()
+    reasons = {
+        f"no server reads weights in {precision.name}": precision.served_as not in LAYOUTS,
+        "the layouts have no place for the experts of a mixture": is_mixture(hf),
+        "a Conv1D stores its weight transposed": not {*quantized} <= {*linears},
+        "the head is quantized, and it is tied to the embedding, which is not": any(
+            f"{name}.weight" not in stored for name in quantized
+        ),
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if reason:
+        raise InputError(f"--precision trained: {reason}; omit --precision to export in BF16")
+
+
+def _moved(weight: Quantized, packed: Mapping[str, Tensor]) -> int:
+    """Return the number of values that a server reads from `packed` as another BF16 number."""
+    if "weight_global_scale" not in packed:
+        return 0
+    # compressed-tensors divides by the reciprocal of the tensor scale in this order.
+    read_back = weight.codes * (weight.block_scale / packed["weight_global_scale"])
+    return int((read_back.bfloat16() != weight.dequantize().bfloat16()).sum())

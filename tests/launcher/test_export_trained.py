@@ -1,0 +1,473 @@
+"""Test `python -m pretrain export --precision trained` with independent readers of its layouts.
+
+A reader in NumPy decodes the files. It shares no code with the export. transformers also reads
+block FP8. compressed-tensors reads the other layouts, if it is installed with the references.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+
+from pretrain.__main__ import main
+from pretrain.model import attention
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.precision.emulation import EmulatedGemm
+from pretrain.settings.recipe import LossSettings
+from tests.conftest import BLOCK_LENGTH, ROOT, VOCABULARY
+
+PRECISIONS = ("delayed", "current", "block", "mxfp8", "mxfp4", "nvfp4")
+
+
+# ── A reader in NumPy ──
+
+
+def e4m3(codes: np.ndarray) -> np.ndarray:
+    """Decode bytes in E4M3, from the definition in the OCP specification."""
+    exponent = (codes >> 3 & 15).astype(np.int32)
+    mantissa = (codes & 7).astype(np.float32)
+    magnitude = np.where(
+        exponent == 0,
+        np.ldexp(mantissa, -9),
+        np.ldexp(1 + mantissa / 8, exponent - 7),
+    )
+    return np.where(codes >> 7, -magnitude, magnitude).astype(np.float32)
+
+
+def e2m1(packed: np.ndarray) -> np.ndarray:
+    """Decode bytes [out, in / 2] with two E2M1 codes each, the lower four bits first."""
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    exponent = (codes >> 1 & 3).astype(np.int32)
+    mantissa = (codes & 1).astype(np.float32)
+    magnitude = np.where(exponent == 0, mantissa / 2, np.ldexp(1 + mantissa / 2, exponent - 1))
+    return np.where(codes >> 3, -magnitude, magnitude).astype(np.float32)
+
+
+def tensors_in(folder: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """Return the dtype of each tensor in a safetensors file, and its bytes or numbers."""
+    data = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name == "__metadata__":
+            continue
+        first, last = (8 + length + offset for offset in entry["data_offsets"])
+        kinds = {"F32": np.float32, "BF16": np.uint16}
+        values = np.frombuffer(data[first:last], kinds.get(entry["dtype"], np.uint8))
+        tensors[name] = (entry["dtype"], values.reshape(entry["shape"]))
+    return tensors
+
+
+@dataclass
+class Decoded:
+    """A quantized weight: codes times the scales of their blocks, and the scale of the tensor."""
+
+    values: np.ndarray
+    scale: np.ndarray | None
+
+
+def decode(folder: Path, linear: str) -> Decoded:
+    """Decode the weight of a linear by the layout that config.json declares."""
+    tensors = tensors_in(folder)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    part = {
+        name.removeprefix(f"{linear}."): values
+        for name, (_, values) in tensors.items()
+        if name.startswith(f"{linear}.")
+    }
+    if config["quant_method"] == "fp8":
+        rows, columns = config["weight_block_size"]
+        scale = part["weight_scale_inv"].repeat(rows, 0).repeat(columns, 1)
+        return Decoded(e4m3(part["weight"]) * scale, None)
+    (group,) = config["config_groups"].values()
+    size = group["weights"].get("group_size")
+    if config["format"] == "float-quantized":
+        return Decoded(e4m3(part["weight"]), part["weight_scale"])
+    if config["format"] == "nvfp4-pack-quantized":
+        scale = e4m3(part["weight_scale"]).repeat(size, 1)
+        return Decoded(e2m1(part["weight_packed"]) * scale, part["weight_global_scale"])
+    codes = e2m1(part["weight_packed"]) if "weight_packed" in part else e4m3(part["weight"])
+    exponents = part["weight_scale"].astype(np.int32) - 127
+    return Decoded(codes * np.ldexp(np.float32(1), exponents).repeat(size, 1), None)
+
+
+# ── Runs and their exports ──
+
+
+@dataclass
+class Exported:
+    """A short run, its export in the trained precision, and the output of the export."""
+
+    run_dir: Path
+    folder: Path
+    output: str
+    # Map (linear, role) to the operand of the forward product with the weights of the checkpoint.
+    operands: dict[tuple[str, str], Any]
+
+    @property
+    def linears(self) -> list[str]:
+        return [name for name, role in self.operands if role == "weight"]
+
+    def dequantized(self) -> dict[str, Tensor]:
+        """Return the quantized weights as the products of the run multiply them, in FP32."""
+        weights = {}
+        for linear in self.linears:
+            operand = self.operands[linear, "weight"]
+            scale = 1 if operand.scale is None else operand.scale
+            weights[f"{linear}.weight"] = operand.values * scale
+        return weights
+
+
+def recipe_of(recipe_for: Callable, packs: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    recipe = recipe_for(run_dir)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": BLOCK_LENGTH,
+    }
+    return recipe | {
+        "model": {"config": recipe["model"]["config"] | sizes},
+        "data": {"packs": str(packs), "length": BLOCK_LENGTH},
+        "batch": {"tokens": 4 * BLOCK_LENGTH, "microbatch": 2},
+        "train": {"steps": 3},
+        "evaluate": {},
+        "fp8_config": {"on_unsupported": "emulate"},
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def exported(
+    start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path_factory: Any
+) -> Callable[..., Exported]:
+    """Function that trains three steps in a precision and exports them, once for each argument."""
+    made: dict[tuple[str, str, str], Exported] = {}
+
+    def export(precision: str, weights: str = "bf16_exact", scope: str = "linear") -> Exported:
+        key = (precision, weights, scope)
+        if key not in made:
+            made[key] = train_and_export(*key)
+        return made[key]
+
+    def train_and_export(precision: str, weights: str, scope: str) -> Exported:
+        folder = tmp_path_factory.mktemp(precision)
+        recipe = recipe_of(
+            recipe_for, block_packs, folder / "run", precision=precision, weights=weights
+        )
+        recipe["fp8_config"]["scope"] = scope
+        recipe["model"]["config"]["tie_word_embeddings"] = scope == "linear"
+        run = start_here(recipe, folder)
+        assert run.status == 0, run.output
+        operands: dict[tuple[str, str], Any] = {}
+        quantize = EmulatedGemm.quantize
+
+        def recorded(gemm: EmulatedGemm, role: Any, x: Tensor, **options: Any) -> Any:
+            operand = quantize(gemm, role, x, **options)
+            operands[gemm.name, role] = operand.features
+            return operand
+
+        lines: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            # An evaluation in the precision of the run quantizes the weights as training does.
+            patch.setattr(EmulatedGemm, "quantize", recorded)
+            evaluated = start_here(recipe, folder, "evaluate")
+            assert evaluated.status == 0, evaluated.output
+            patch.setattr("builtins.print", lambda *parts, **_: lines.append(" ".join(parts)))
+            status = main(
+                ["export", str(run.run_dir), "--precision", "trained", "--out", f"{folder}/out"]
+            )
+        assert status == 0
+        return Exported(run.run_dir, folder / "out", "\n".join(lines), operands)
+
+    return export
+
+
+# ── Codes and scales ──
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("weights", ["bf16_exact", "fp32"])
+def test_codes_and_scales_are_those_of_the_training_forward(
+    exported: Callable[..., Exported], precision: str, weights: str
+) -> None:
+    run = exported(precision, weights)
+    assert len(run.linears) == (7 if precision == "nvfp4" else 14)
+    moved = 0
+    for linear in run.linears:
+        weight = decode(run.folder, linear)
+        operand = run.operands[linear, "weight"]
+        assert weight.values.tobytes() == operand.values.numpy().tobytes()
+        assert (weight.scale is None) == (operand.scale is None)
+        if weight.scale is None:
+            continue
+        scale = operand.scale.numpy()
+        if precision == "nvfp4":
+            served = torch.from_numpy(weight.values / weight.scale).bfloat16()
+            moved += int((served != (operand.values * operand.scale).bfloat16()).sum())
+            scale = np.float32(1) / scale
+        assert weight.scale == scale.reshape(1)
+    assert f"moves {moved:,} weights" in run.output or precision != "nvfp4"
+
+
+@pytest.mark.parametrize("precision", ["delayed", "block"])
+def test_a_quantized_head_is_served_if_it_is_not_tied(
+    exported: Callable[..., Exported], precision: str
+) -> None:
+    run = exported(precision, scope="linear+head")
+    head = decode(run.folder, "lm_head")
+    assert head.values.tobytes() == run.operands["lm_head", "weight"].values.numpy().tobytes()
+    assert tensors_in(run.folder)["model.embed_tokens.weight"][0] == "BF16"
+
+
+def test_other_tensors_are_the_bf16_weights_of_the_checkpoint(
+    exported: Callable[..., Exported],
+) -> None:
+    run = exported("nvfp4")
+    final = load_file(run.run_dir / "final" / "model.safetensors")
+    served = load_file(run.folder / "model.safetensors")
+    replaced = {f"{linear}.weight" for linear in run.linears}
+    assert served.keys() - final.keys() == {
+        f"{linear}.{kind}"
+        for linear in run.linears
+        for kind in ("weight_packed", "weight_scale", "weight_global_scale")
+    }
+    assert final.keys() - served.keys() == replaced
+    assert all(torch.equal(served[name], final[name]) for name in final.keys() - replaced)
+    config = json.loads((run.folder / "config.json").read_text())
+    (ignored,) = (config["quantization_config"][key] for key in ("ignore",))
+    assert sorted({name.split(".")[2] for name in ignored if "layers" in name}) == ["1"]
+    assert "lm_head" in ignored
+
+
+def test_delayed_scaling_serves_the_input_scales_of_the_checkpoint(
+    exported: Callable[..., Exported],
+) -> None:
+    run = exported("delayed")
+    served = load_file(run.folder / "model.safetensors")
+    for linear in run.linears:
+        expected = run.operands[linear, "input"].scale
+        assert torch.equal(served[f"{linear}.input_scale"], expected.reshape(1))
+
+
+def test_the_card_names_the_precision_of_the_weights_and_what_servers_do(
+    exported: Callable[..., Exported],
+) -> None:
+    card = (exported("delayed").folder / "README.md").read_text()
+    assert "| weights exact in | delayed (327,680); all others are in BF16 |" in card
+    assert "| layout | compressed-tensors (float-quantized), with the codes" in card
+    assert "| activations | quantized with the scales in the checkpoint" in card
+    assert (
+        "| activations | in BF16, because" in (exported("nvfp4").folder / "README.md").read_text()
+    )
+
+
+# ── Logits ──
+
+
+def documents() -> list[Tensor]:
+    """Return 1,024 tokens in documents that count upwards, eight packs of one or two documents."""
+    lengths = [128, 8, 120, 64, 64, 128, 96, 32, 72, 56, 128, 128]
+    return [
+        (7 * number + torch.arange(length)) % VOCABULARY for number, length in enumerate(lengths)
+    ]
+
+
+@torch.no_grad()
+def our_logits(run: Exported, dtype: torch.dtype, weights: dict[str, Tensor]) -> Tensor:
+    """Return the logits of packed documents, with `weights` in place of those of `final/`."""
+    folder = run.run_dir / "final"
+    attention.admit_packed_sdpa(AutoConfig.from_pretrained(folder))
+    hf = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="packed_sdpa"
+    )
+    for name, weight in weights.items():
+        hf.get_parameter(name).copy_(weight)
+    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings()).eval()
+    lengths = [len(document) for document in documents()]
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    states = packed.hf.base_model(
+        input_ids=torch.cat(documents())[None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        use_cache=False,
+        cu_seqlens=ends,
+        max_seqlen=BLOCK_LENGTH,
+        document_mask=attention.document_mask(ends, BLOCK_LENGTH, sum(lengths)),
+    ).last_hidden_state
+    return packed.hf.get_output_embeddings()(states)[0].float()
+
+
+@torch.no_grad()
+def plain_logits(model: Any) -> Tensor:
+    return torch.cat([model(document[None]).logits[0] for document in documents()]).float()
+
+
+def divergence(expected: Tensor, logits: Tensor) -> float:
+    """Return the mean KL divergence of `logits` from `expected`, in nats a token."""
+    log_p, log_q = (values.double().log_softmax(-1) for values in (expected, logits))
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+
+
+def check_logits(
+    run: Exported, weights: dict[str, Tensor], in_fp32: Tensor, in_bf16: Tensor
+) -> None:
+    """Compare logits of an export with those of our model with the dequantized `weights`."""
+    ours = our_logits(run, torch.float32, weights)
+    torch.testing.assert_close(in_fp32, ours, rtol=0, atol=1e-5)
+    final = our_logits(run, torch.float32, {})
+    assert not torch.allclose(final, ours, rtol=0, atol=1e-3), "quantization changes the logits"
+    of_bf16 = divergence(final, our_logits(run, torch.bfloat16, {}))
+    assert 0 < divergence(ours, in_bf16) < 2 * of_bf16
+
+
+def test_transformers_dequantizes_block_fp8_to_our_weights_and_logits(
+    exported: Callable[..., Exported],
+) -> None:
+    run = exported("block")
+    model = AutoModelForCausalLM.from_pretrained(
+        run.folder, dtype="auto", quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    expected = run.dequantized()
+    for name, weight in expected.items():
+        assert torch.equal(model.get_parameter(name).float(), weight), name
+    in_bf16 = plain_logits(model)
+    # The dequantized weights have at most four significant bits, so that BF16 holds them.
+    check_logits(run, expected, plain_logits(model.float()), in_bf16)
+
+
+READ = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from tests.launcher.test_export_trained import plain_logits
+for folder, out in json.loads(sys.argv[1]).items():
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        options = {"dtype": dtype, "quantization_config": CompressedTensorsConfig(dequantize=True)}
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        results.append((dict(model.named_parameters()), plain_logits(model)))
+    torch.save(results, out)
+"""
+
+
+def test_compressed_tensors_decompresses_our_weights_and_logits(
+    exported: Callable[..., Exported], references: Path, tmp_path: Path
+) -> None:
+    """The package runs in another process, because transformers would load it into every run."""
+    packages = [*references.glob("compressed_tensors*"), *references.glob("loguru*")]
+    if not packages:
+        pytest.skip(f"needs compressed-tensors in {references}; `make test` installs it")
+    for package in packages:
+        (tmp_path / package.name).symlink_to(package.absolute())
+    names = [precision for precision in PRECISIONS if precision != "block"]
+    outputs = {str(exported(name).folder): str(tmp_path / f"{name}.pt") for name in names}
+    done = subprocess.run(
+        [sys.executable, "-c", READ, json.dumps(outputs)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        run = exported(name)
+        (in_fp32, logits), (_, in_bf16) = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        expected = run.dequantized()
+        if name == "nvfp4":
+            for linear in run.linears:
+                weight = decode(run.folder, linear)
+                # The package rounds dequantized weights to BF16.
+                read_back = torch.from_numpy(weight.values / weight.scale).bfloat16().float()
+                expected[f"{linear}.weight"] = read_back
+        for key, weight in expected.items():
+            assert torch.equal(in_fp32[key], weight), (name, key)
+        check_logits(run, expected, logits, in_bf16)
+
+
+def test_sample_reads_block_fp8_and_names_the_package_of_other_layouts(
+    exported: Callable[..., Exported], words: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for name in ("block", "nvfp4"):
+        shutil.copytree(exported(name).folder, tmp_path / name)
+        shutil.copytree(words, tmp_path / name, dirs_exist_ok=True)
+    assert main(["sample", str(tmp_path / "block"), "w1 w2", "--tokens", "4"]) == 0
+    capsys.readouterr()
+    assert main(["sample", str(tmp_path / "nvfp4"), "w1 w2"]) == 2
+    assert "compressed-tensors" in capsys.readouterr().err
+
+
+# ── Refusals ──
+
+
+def refusal(capsys: pytest.CaptureFixture[str], source: Path, *options: object) -> str:
+    status = main(["export", str(source), "--precision", "trained", *map(str, options)])
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.err.startswith("error: --")
+    return captured.err
+
+
+def test_a_phase_in_bf16_is_refused_and_the_phase_before_is_exported(
+    start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path: Path, capsys: Any
+) -> None:
+    phases = [{"until": 2, "use": "current"}, {"use": "bf16"}]
+    recipe = recipe_of(
+        recipe_for,
+        block_packs,
+        tmp_path / "run",
+        precision=phases,
+        checkpoint={"every": 1, "keep": 3},
+    )
+    assert start_here(recipe, tmp_path).status == 0
+    capsys.readouterr()
+    out = tmp_path / "out"
+    assert "are not quantized (bf16); omit --precision" in refusal(
+        capsys, tmp_path / "run", "--out", out
+    )
+    assert not out.exists()
+    low = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert "--dtype" in refusal(capsys, low, "--out", out, "--dtype", "fp32")
+    assert main(["export", str(low), str(out), "--precision", "trained"]) == 0
+    assert decode(out, "model.layers.1.mlp.up_proj").scale is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fp8_config": {"on_unsupported": "emulate", "scope": "linear+head"}}, "tied"),
+        ({"precision": [{"use": "current", "forward": "bf16"}]}, "current_bf16_forward"),
+    ],
+)
+def test_a_model_that_no_layout_holds_is_refused(
+    start_here: Callable,
+    recipe_for: Callable,
+    block_packs: Path,
+    tmp_path: Path,
+    capsys: Any,
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    changes = {"precision": "current"} | changes
+    recipe = recipe_of(recipe_for, block_packs, tmp_path / "run", **changes)
+    run = start_here(recipe, tmp_path)
+    assert run.status == 0, run.output
+    capsys.readouterr()
+    assert reason in refusal(capsys, tmp_path / "run", "--out", tmp_path / "out")
