@@ -164,7 +164,7 @@ class _Extension(ModuleType):
     def rmsnorm_bwd_add(
         self, dy: Tensor, x: Tensor, residual: Tensor, rstd: Tensor, weight: Tensor, *_: Any
     ) -> tuple[Tensor, Tensor]:
-        dx, sums = formulas.norm_backward(dy, x, rstd, None, weight, residual)
+        dx, sums = formulas.norm_backward(dy, x, rstd, None, weight, residual, summed=False)
         return dx, sums[0].to(weight.dtype)
 
     def swiglu(self, hidden: Tensor, quantizer: Any) -> Any:

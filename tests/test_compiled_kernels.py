@@ -141,7 +141,8 @@ def norm(kernel: Any) -> None:
         weight = bf16(width)
         for bias in (None, weight):
             _, rstd, mean = kernel.norm(x, weight, bias, 1e-6)
-            kernel.norm_backward(x, x, rstd, mean, weight, x)
+            for summed in (False, True):
+                kernel.norm_backward(x, x, rstd, mean, weight, x, summed=summed)
 
 
 def rotation(kernel: Any) -> None:

@@ -38,15 +38,18 @@ def test_norm_and_gradient_are_those_of_the_formula(
         expected = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPS) * parameters[0]
     expected.backward(dy.double())
     y, rstd, mean = norm(x, weight, bias, EPS)
-    dx, sums = norm_backward(dy, x, rstd, mean, weight, residual)
+    dx, sums = norm_backward(dy, x, rstd, mean, weight, residual, summed=True)
     assert (y.double() - expected).abs().le(ROUNDED * expected.abs() + 1e-6).all()
     expected_dx = exact.grad + residual.double()
     assert (dx.double() - expected_dx).abs().le(ROUNDED * expected_dx.abs() + 1e-5).all()
     expected_sums = [parameter.grad for parameter in parameters]
-    expected_sums += [expected_dx.sum(0)] if centered else []
+    expected_sums += [expected_dx.sum(0), residual.double().sum(0)] if centered else []
     assert sums.dtype == torch.float32
     for total, reference in zip(sums, expected_sums, strict=True):
         assert (total.double() - reference).norm() < 1e-5 * reference.norm()
+    unsummed = norm_backward(dy, x, rstd, mean, weight, residual, summed=False)
+    assert torch.equal(unsummed[0], dx)
+    assert torch.equal(unsummed[1], sums[: len(parameters)])
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -55,5 +58,5 @@ def test_backward_repeats_its_bits(centered: bool) -> None:
     dy = normal(TOKENS, 64, seed=2)
     weight = normal(64, seed=3)
     _, rstd, mean = norm(x, weight, weight if centered else None, EPS)
-    first, second = (norm_backward(dy, x, rstd, mean, weight, x) for _ in range(2))
+    first, second = (norm_backward(dy, x, rstd, mean, weight, x, summed=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -213,6 +213,28 @@ class StackedPass(LinearPass):
         )
 
 
+def add_to_main_gradients(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Add gradients to the main gradients of their parameters, and return those that remain.
+
+    One kernel adds all of them, because a layer has many small parameters. A returned gradient is
+    None if it has been added. Gradients of parameters without a main gradient remain.
+    """
+    remaining = list(gradients)
+    sums = []
+    added = []
+    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        total = getattr(parameter, "main_grad", None)
+        if total is not None and gradient is not None:
+            sums.append(total)
+            added.append(gradient)
+            remaining[index] = None
+    if sums:
+        torch._foreach_add_(sums, added)
+    return remaining
+
+
 def parameters_of(norm: nn.Module) -> list[nn.Parameter]:
     """Return the weight of an RMSNorm, or the weight and the bias of an nn.LayerNorm."""
     return list(norm.parameters(recurse=False))
@@ -290,24 +312,27 @@ class Arithmetic:
         rstd: Tensor,
         mean: Tensor | None,
         norm: Any,
+        *,
         residual: Tensor,
-    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        summed: bool = False,
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
         """Return the gradient of x plus `residual` [tokens, hidden], and sums of gradients.
 
-        The second result has the gradients of the norm's parameters. The third result is the sum of
-        the first one over tokens, FP32 [hidden], or None if no kernel has computed it. `dy` is the
-        gradient of the norm's output, and `rstd` and `mean` are statistics from `norm`.
+        The second result has the gradients of the norm's parameters. The third result has the sums
+        of the first one and of `residual` over tokens, FP32 [hidden]. They are None if no kernel
+        has computed them, and always unless `summed` is set. `dy` is the gradient of the norm's
+        output, and `rstd` and `mean` are statistics from `norm`.
         """
         weight, _ = self._parameters_of(norm)
         if mean is None and self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
             dx, d_weight = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
-            return dx, [d_weight], None
-        dx, sums = self.kernels.norm.norm_backward(dy, x, rstd, mean, weight, residual)
-        if mean is None:
-            return dx, [sums[0]], None
-        return dx, [sums[0], sums[1]], sums[2]
+            return dx, [d_weight], (None, None)
+        inputs = (dy, x, rstd, mean, weight, residual)
+        dx, sums = self.kernels.norm.norm_backward(*inputs, summed=summed)
+        count = 1 if mean is None else 2
+        return dx, sums[:count].unbind(), sums[count:].unbind() or (None, None)
 
     def _parameters_of(self, norm: Any) -> tuple[Tensor, Tensor | None]:
         """Return the weight and the bias of a norm, cast to the compute dtype as in unfused layers.

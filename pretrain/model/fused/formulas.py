@@ -77,12 +77,20 @@ def norm(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None, weight: Tensor, residual: Tensor
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+    weight: Tensor,
+    residual: Tensor,
+    *,
+    summed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x plus `residual`, and sums over tokens, FP32 [1 or 3, width].
+    """Return the gradient of x plus `residual`, and sums over tokens, FP32 [1, 2 or 4, width].
 
     For an RMSNorm, the sum is the gradient of `weight`. For a LayerNorm, the sums are the gradients
-    of `weight` and of the bias, and the sum of the first result.
+    of `weight` and of the bias. If `summed` is set, the sums of the first result and of `residual`
+    follow.
 
     `dy` is the gradient of the norm's output, and `rstd` and `mean` are results of `norm`.
     `residual` is the gradient of x from the residual branch.
@@ -97,7 +105,9 @@ def norm_backward(
         dx = dx - weighted.mean(-1, keepdim=True)
     dx = dx * rstd[:, None] + residual
     if mean is not None:
-        sums += [dy.sum(0), dx.float().sum(0)]
+        sums.append(dy.sum(0))
+        if summed:
+            sums += [dx.float().sum(0), residual.float().sum(0)]
     return dx.to(x.dtype), torch.stack(sums)
 
 

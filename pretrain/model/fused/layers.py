@@ -7,8 +7,8 @@ calls the original forward.
 
 A fused layer has two autograd nodes instead of many. Each norm writes its output once, in the
 format that the next matrix product reads. The kernel that computes the gradient of a norm also adds
-the gradient of the residual branch. Weight gradients are added directly to the main gradients of
-the step (`pretrain.model.gradients`).
+the gradient of the residual branch. Gradients of parameters are added directly to the main
+gradients of the step (`pretrain.model.gradients`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from pretrain.model.attention import flash_backward_in_parts, flash_forward
-from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear, parameters_of
+from pretrain.model.fused.arithmetic import (
+    Arithmetic,
+    StackedLinear,
+    add_to_main_gradients,
+    parameters_of,
+)
 from pretrain.model.fused.formulas import NAMES, Activation
 from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.gemm import GemmEngine
@@ -306,10 +311,21 @@ class FusedLayer:
         # autograd.Function.
         self.arithmetic.differentiable = torch.is_grad_enabled()
         attended, x = self._attend(x, **kwargs)
+        return OutputAndMLP.apply(self, attended, x, *self.mlp_parameters)[None]
+
+    @property
+    def attention_parameters(self) -> list[Tensor]:
+        """List of the parameters of `NormedAttention`."""
+        in_norms = [*parameters_of(self.norms[0]), *(norm.weight for norm in self.head_norms)]
+        return [*in_norms, *self.qkv.weights, *self.qkv.biases]
+
+    @property
+    def mlp_parameters(self) -> list[Tensor]:
+        """List of the parameters of `OutputAndMLP`."""
         parameters: list[Tensor] = [*parameters_of(self.norms[1])]
         for product in (self.output, self.gate_up, self.down):
             parameters += [*product.weights, *product.biases]
-        return OutputAndMLP.apply(self, attended, x, *parameters)[None]
+        return parameters
 
     def _attend(
         self,
@@ -332,14 +348,7 @@ class FusedLayer:
         tables: Sequence[Tensor | None] = (None, None)
         if position_embeddings is not None:
             tables = [table.flatten(0, -2) for table in position_embeddings]
-        inputs = (
-            x,
-            *tables,
-            *parameters_of(self.norms[0]),
-            *(norm.weight for norm in self.head_norms),
-            *self.qkv.weights,
-            *self.qkv.biases,
-        )
+        inputs = (x, *tables, *self.attention_parameters)
         name = attention.config._attn_implementation
         # In some models, each layer has the attribute `sliding_window`. In other models, only the
         # configuration has it, for all layers.
@@ -380,7 +389,8 @@ class FusedLayer:
 # ── The autograd nodes of a layer ──
 #
 # Parameters are arguments of the nodes only to make them inputs of the autograd graph, as FSDP2 and
-# `RankSums` require. Products and norms read the parameters from the layer.
+# `RankSums` require. Products and norms read the parameters from the layer. Backward adds gradients
+# of parameters to their main gradients, if they have any, and returns only the other gradients.
 
 
 class NormedAttention(torch.autograd.Function):
@@ -436,19 +446,25 @@ class NormedAttention(torch.autograd.Function):
         # `saved` has x and the statistics of the norm, then qkv, cos and sin. If this node has
         # computed attention, the inputs and results of attention follow.
         normed, *saved = arithmetic.saved(ctx)
-        in_norm = saved[:3]
         inputs = (*saved[3:6], layer.heads, layer.head_norms_in(residual.dtype))
         if documents is not None:
             gradients = _flash_backward(layer, gradients.pop(), saved[6:], inputs, documents)
-        del saved
+        del saved[3:]
         dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, product)
         d_normed = product.input_gradient(dqkv)
         d_weights = product.weight_gradients(dqkv, normed)
-        dx, d_norm, _ = arithmetic.norm_backward(d_normed, *in_norm, layer.norms[0], residual)
+        dx, d_norm, _ = arithmetic.norm_backward(
+            d_normed, *saved[:3], layer.norms[0], residual=residual
+        )
         if is_first_in_forward:
             arithmetic.gemm_class.finish_backward()
-        d_head_norms = d_head_norms[: len(layer.head_norms)]
-        return None, None, dx, None, None, *d_norm, *d_head_norms, *d_weights, *d_biases
+        return (
+            *(None, None, dx, None, None),
+            *add_to_main_gradients(
+                layer.attention_parameters,
+                [*d_norm, *d_head_norms[: len(layer.head_norms)], *d_weights, *d_biases],
+            ),
+        )
 
 
 def _flash_backward(
@@ -510,23 +526,26 @@ class OutputAndMLP(torch.autograd.Function):
         arithmetic = layer.arithmetic
         operand, x, normed, hidden, kept, *statistics = arithmetic.saved(ctx)
         quantized = down.quantize("grad_output", dy)
-        d_down_biases = down.stack.bias_gradients(dy)
         d_activated = down.input_gradient(quantized)
         d_hidden, activated, d_biases = arithmetic.activate_backward(
             d_activated, hidden, layer.activation, kept, gate_up, down
         )
         del d_activated, hidden, kept
-        d_down = [*down.weight_gradients(quantized, activated), *d_down_biases]
+        d_down = down.weight_gradients(quantized, activated)
         del quantized, activated
         d_normed = gate_up.input_gradient(d_hidden)
         d_gate_up = [*gate_up.weight_gradients(d_hidden, normed), *d_biases]
         del d_hidden, normed
-        dx, d_norm, d_bias = arithmetic.norm_backward(
-            d_normed, x, *statistics, layer.norms[1], residual=dy
+        dx, d_norm, (d_output_bias, d_down_bias) = arithmetic.norm_backward(
+            d_normed, x, *statistics, layer.norms[1], residual=dy, summed=True
         )
+        d_down += down.stack.bias_gradients(dy, d_down_bias)
         del d_normed, x
         quantized = output.quantize("grad_output", dx)
         d_attended = output.input_gradient(quantized)
         d_output = output.weight_gradients(quantized, operand)
-        d_output += output.stack.bias_gradients(dx, d_bias)
-        return None, d_attended, dx, *d_norm, *d_output, *d_gate_up, *d_down
+        d_output += output.stack.bias_gradients(dx, d_output_bias)
+        d_parameters = add_to_main_gradients(
+            layer.mlp_parameters, [*d_norm, *d_output, *d_gate_up, *d_down]
+        )
+        return None, d_attended, dx, *d_parameters

@@ -7,8 +7,8 @@
     dweight = sum over tokens of dy * rstd * x                                   FP32
 
 This is an RMSNorm. In a LayerNorm, x - mean(x) takes the place of x, y = ... + bias, and
-rstd * mean(weight * dy) is subtracted from dx. Its bias has the gradient sum of dy. The sum of dx
-is computed too: it is the gradient of the bias of the linear that wrote x.
+rstd * mean(weight * dy) is subtracted from dx. Its bias has the gradient sum of dy. Where the sums
+of dx and of `residual` are needed for biases of linears, they are computed too.
 
 The residual branch of the layer has the same input x as the norm. `residual` is the gradient of x
 from the residual branch. The kernels read each input value once and write each result once, so only
@@ -76,17 +76,18 @@ def _norm_backward(
     weight,  # [width]
     residual,  # BF16 [tokens, width]
     dx,  # BF16 [tokens, width], written
-    sums,  # FP32 [programs, 1 or 3, width], written
+    sums,  # FP32 [programs, count, width], written
     tokens,
     rows,
     width: tl.constexpr,
     height: tl.constexpr,
     step: tl.constexpr,
+    count: tl.constexpr,
 ):
     """Compute dx for the `rows` rows of a program, and sums over these rows.
 
-    For an RMSNorm, it is the sum of dweight. For a LayerNorm, these are the sums of dweight, dy and
-    dx.
+    `count` is the number of sums. One is the sum of dweight, for an RMSNorm. Two are the sums of
+    dweight and dy, for a LayerNorm. Four are also the sums of dx and `residual`.
 
     `height` rows are computed at a time. `step` is `width` rounded up to a power of two.
     """
@@ -96,6 +97,7 @@ def _norm_backward(
     total = tl.zeros([height, step], tl.float32)
     total_dy = total
     total_dx = total
+    total_residual = total
     for start in tl.range(0, rows, height):
         row = tl.program_id(0) * rows + start + tl.arange(0, height)
         inside = (row < tokens)[:, None] & in_row[None, :]
@@ -116,17 +118,19 @@ def _norm_backward(
         if mean is not None:
             values -= (tl.sum(gradient, axis=1) * (1.0 / width))[:, None]
         values = factor * values
-        values += tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
-        if mean is not None:
+        added = tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
+        values += added
+        if count == 4:
             total_dx += tl.where(inside, values, 0.0)
+            total_residual += added
         tl.store(dx + index, values.to(tl.bfloat16), mask=inside)
-    if mean is None:
-        tl.store(sums + tl.program_id(0) * width + column, tl.sum(total, axis=0), mask=in_row)
-    else:
-        sum_at = sums + tl.program_id(0) * 3 * width + column
-        tl.store(sum_at, tl.sum(total, axis=0), mask=in_row)
+    sum_at = sums + tl.program_id(0) * count * width + column
+    tl.store(sum_at, tl.sum(total, axis=0), mask=in_row)
+    if mean is not None:
         tl.store(sum_at + width, tl.sum(total_dy, axis=0), mask=in_row)
+    if count == 4:
         tl.store(sum_at + 2 * width, tl.sum(total_dx, axis=0), mask=in_row)
+        tl.store(sum_at + 3 * width, tl.sum(total_residual, axis=0), mask=in_row)
 
 
 def norm(
@@ -147,7 +151,14 @@ def norm(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None, weight: Tensor, residual: Tensor
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+    weight: Tensor,
+    residual: Tensor,
+    *,
+    summed: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute `pretrain.model.fused.formulas.norm_backward` for BF16.
 
@@ -158,10 +169,16 @@ def norm_backward(
     rows = height * triton.cdiv(tokens, height * PROGRAMS)
     programs = triton.cdiv(tokens, rows)
     dx = torch.empty_like(x)
-    count = 1 if mean is None else 3
+    count = 1
+    if mean is not None:
+        count = 4 if summed else 2
     sums = torch.empty(programs, count, width, dtype=torch.float32, device=x.device)
-    arguments = (dy, x, rstd, mean, weight, residual, dx, sums, tokens, rows, width, height, step)
-    _norm_backward[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
+    tensors = (dy, x, rstd, mean, weight, residual, dx, sums)
+    _norm_backward[(programs,)](
+        *(*tensors, tokens, rows, width, height, step, count),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
     return dx, sums.sum(dim=0)
 
 

@@ -312,11 +312,9 @@ def norms_swapped(run: SmallRun, patch: Patch) -> None:
 
 @fault("the residual's gradient is lost in backward", in_torch)
 def residual_lost(run: SmallRun, patch: Patch) -> None:
-    def without_residual(
-        arithmetic: Any, d_normed: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor
-    ) -> Any:
-        is_last = norm is list(run.packed.fused.layers.values())[-1].norms[1]
-        return norm_backward(arithmetic, d_normed, x, statistics, norm, residual * (not is_last))
+    def without_residual(arithmetic: Any, *inputs: Any, residual: Tensor, **options: Any) -> Any:
+        is_last = inputs[-1] is list(run.packed.fused.layers.values())[-1].norms[1]
+        return norm_backward(arithmetic, *inputs, residual=residual * (not is_last), **options)
 
     norm_backward = arithmetic.Arithmetic.norm_backward
     patch.setattr(arithmetic.Arithmetic, "norm_backward", without_residual)
