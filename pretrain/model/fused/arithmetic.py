@@ -323,7 +323,7 @@ class Arithmetic:
         has computed them, and always unless `summed` is set. `dy` is the gradient of the norm's
         output, and `rstd` and `mean` are statistics from `norm`.
         """
-        weight, _ = self._parameters_of(norm)
+        weight = norm.weight.detach().to(self.context.compute_dtype)
         if mean is None and self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
