@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +77,32 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
                 time.sleep(_POLL_SECONDS)
 
 
-@dataclass
 class ReadingRun:
-    """State of the run that reads a stream, as its packer observes it."""
+    """The run that reads a stream, as its packer observes it.
 
-    packs: Path
-    parent: int | None = None  # id of the run's process if the run has started the packer
-    was_seen: bool = False  # True if the run's lock was held at an earlier call of `has_ended`
+    packs: folder of the stream.
+    parent: id of the run's process if the run has started the packer, else None.
+    """
+
+    def __init__(self, packs: Path, parent: int | None = None) -> None:
+        self._parent = parent
+        self._lock = packs / RUN_LOCK
+        # Time at which an earlier run has locked the stream, or None if a run holds the lock.
+        self._earlier = None if is_locked(self._lock) else self._locked_at()
 
     def has_ended(self) -> bool:
         """Return True if the run has ended.
 
         If the user has started the packer, the run may start later. Until then, return False.
         """
-        if self.parent is not None:
-            return os.getppid() != self.parent
-        is_running = is_locked(self.packs / RUN_LOCK)
-        self.was_seen = self.was_seen or is_running
-        return self.was_seen and not is_running
+        if self._parent is not None:
+            return os.getppid() != self._parent
+        # A short run may start and end between two calls, so its lock may never be seen.
+        return self._locked_at() != self._earlier and not is_locked(self._lock)
+
+    def _locked_at(self) -> int:
+        """Return the time of the newest lock in nanoseconds, or 0 if there was none."""
+        return self._lock.stat().st_mtime_ns if self._lock.exists() else 0
 
 
 def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Iterator[bool]:

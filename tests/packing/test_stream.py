@@ -362,6 +362,16 @@ def test_a_packer_of_a_run_ends_with_its_parent(tmp_path: Path) -> None:
     assert ReadingRun(tmp_path, os.getpid()).has_ended()
 
 
+def test_a_run_between_two_checks_of_a_packer_has_ended(tmp_path: Path) -> None:
+    with locked(tmp_path / RUN_LOCK, pytest.fail):
+        pass
+    run = ReadingRun(tmp_path)
+    assert not run.has_ended()  # A run of the past is not waited for.
+    with locked(tmp_path / RUN_LOCK, pytest.fail):
+        assert not ReadingRun(tmp_path).has_ended()
+    assert run.has_ended()
+
+
 def test_a_position_of_other_sources_is_the_start_of_the_stream(tmp_path: Path) -> None:
     start = asdict(PartStart())
     position = {"starts": {"web": start | {"number": 3}}, "ends": {"web": 95}}
