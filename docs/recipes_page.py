@@ -22,7 +22,7 @@ at the top of each file describes how to start the training, and the source of i
   override ([settings.md](settings.md)).
 * `--plan` at the end of the command predicts time and memory ([planning.md](planning.md)).
 * `source` is the title of the published document from which the recipe's figures are taken. If a
-  comment calls a figure of the document wrong, we have checked the figure by arithmetic.
+  comment says that a number in the document is wrong, we have calculated the number again.
 * Tests load each recipe, and train a tiny model of each kind. We have trained only `smoke` and
   `tinyshakespeare` to their end. Most other recipes need datasets or models from the hub.
 * Gated models, such as Llama, need `hf auth login` and their licence.

@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
         arguments = list(itertools.takewhile("--".__ne__, given))
         for text, after in zip(arguments, [*arguments, ""][1:], strict=True):
             name, _, value = text.partition("=")
-            # argparse reads abbreviations of options, and reads texts with spaces as values.
+            # As argparse does, accept abbreviated options, and take a text with spaces as a value.
             is_known = any(option.startswith(name) for option in self._option_string_actions)
             if name.startswith("--") and not is_known and " " not in text and not self._subparsers:
                 meant = self.suggest(name.removeprefix("--").replace("-", "_"), value or after)

@@ -226,9 +226,9 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
         is_data = kind_of(path) not in (None, "text") and path.suffix not in _RECIPE_SUFFIXES
         if is_data or path.is_dir():
             raise InputError(
-                f"{recipe}: this file is data and not a recipe; either add data.source={recipe} to "
-                f"the path of a recipe, or set data.source={recipe} data.tokenizer=TOKENIZER "
-                "data.packs=FOLDER"
+                f"{recipe}: this file is data and not a recipe; either give a recipe, followed by "
+                f"data.source={recipe}, or give no recipe, but data.source={recipe} "
+                "data.tokenizer=TOKENIZER data.packs=FOLDER"
             )
         for path, content in load_with_bases(recipe):
             section = content.get("data") or {}

@@ -264,7 +264,7 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
 
 
 def column_names(chunk: Chunk) -> set[str]:
-    """Return the names of all columns in the records of `chunk`, as far as these are readable."""
+    """Return the names of all columns in the records of `chunk`. Skip unreadable records."""
     names = set(chunk.columns)
     for _, record in _records(chunk):
         with suppress(ValueError):

@@ -112,8 +112,8 @@ class Shard(Packs):
         self.samples: int = entry["samples"]
         raw = entry["raw_data"]
         self.hashes: dict[str, str] = raw["hashes"]
-        self.is_compressed = bool(entry["zip_data"]) and not (folder / raw["basename"]).exists()
-        file = entry["zip_data"] if self.is_compressed else raw
+        self.reads_compressed = bool(entry["zip_data"]) and not (folder / raw["basename"]).exists()
+        file = entry["zip_data"] if self.reads_compressed else raw
         name = Path(file["basename"])
         if name.is_absolute() or ".." in name.parts:
             raise InputError(
@@ -140,7 +140,7 @@ class Shard(Packs):
         """
         # Unlike Python's memory map, Arrow's memory map does not keep the file open. A terabyte of
         # data is 16,000 shards, and many systems limit a process to 1,024 open files.
-        file = self._decompressed() if self.is_compressed else pa.memory_map(str(self.path))
+        file = self._decompressed() if self.reads_compressed else pa.memory_map(str(self.path))
         data = memoryview(file.read_buffer())
         fits = data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(data)
         offsets = np.frombuffer(data, "<u4", self.samples + 1 if fits else 0, offset=4)
@@ -159,7 +159,7 @@ class Shard(Packs):
     @contextmanager
     def _stream(self, what: str) -> Iterator[pa.NativeFile]:
         """Open the decompressed content. Raise errors as an InputError that starts with `what`."""
-        compression = self.codec if self.is_compressed else None
+        compression = self.codec if self.reads_compressed else None
         with (
             as_input_error((OSError, ValueError, NotImplementedError), what, _REMEDY),
             pa.input_stream(str(self.path), compression=compression) as stream,
@@ -239,7 +239,7 @@ def read_index(folder: Path) -> list[Shard]:
     for shard in shards:
         # Check the table of samples. A compressed file is decompressed and checked later, when its
         # first pack is read.
-        if not shard.is_compressed:
+        if not shard.reads_compressed:
             _ = shard.content
     return shards
 

@@ -169,7 +169,7 @@ def _isolated_children() -> Iterator[None]:
     them.
     """
     main = sys.modules["__main__"]
-    safe_path = os.environ.get("PYTHONSAFEPATH", "")
+    previous_safe_path = os.environ.get("PYTHONSAFEPATH", "")
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ["PYTHONSAFEPATH"] = "1"
     # Child processes inherit the signal mask.
@@ -179,7 +179,7 @@ def _isolated_children() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         sys.modules["__main__"] = main
-        os.environ["PYTHONSAFEPATH"] = safe_path  # An empty value is the same as no value.
+        os.environ["PYTHONSAFEPATH"] = previous_safe_path  # An empty value is the same as no value.
 
 
 def _start_worker(settings: DataSettings) -> None:

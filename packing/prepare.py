@@ -68,7 +68,9 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
 def _make_alone(
     part: DataSettings, settings: DataSettings, progress: bool
 ) -> dict[str, Any] | None:
-    """Make the packs of `part` under a lock. Return their manifest, or None if they exist.
+    """Make the packs of `part` while holding a lock, and return their manifest.
+
+    If the packs already exist, do nothing and return None.
 
     `part` has the settings of one source, and `settings` has the whole data section.
     """
@@ -130,7 +132,8 @@ def holds_packs_of(settings: DataSettings) -> bool:
     # Different paths or names may mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
         requested["source"] = recorded["source"]
-    # Chats were recognised by their columns, and now the settings name the same columns.
+    # The packs remain valid if their chats were recognised by their columns, and the settings
+    # now name these columns.
     if requested["messages"] == manifest["statistics"].get("chat_columns", ""):
         requested["messages"] = recorded["messages"]
     # If the tokenizer has the recorded name, and is no file or folder on this machine, the equal
@@ -234,8 +237,8 @@ class TokenLog(AbstractContextManager):
             if changes := describe_changes(progress["key"], key):
                 raise InputError(
                     f"{folder}: the folder has {counts.tokens:,} tokens that were made with other "
-                    f"settings or text ({changes}); either restore these, set data.packs to "
-                    f"another folder, or {remedy}"
+                    f"settings or from other text ({changes}); either restore the earlier "
+                    f"settings and text, set data.packs to another folder, or {remedy}"
                 )
             self.counts = counts
             self.place = progress["place"]

@@ -47,7 +47,8 @@ def refuse_near_name(key: str, name: str) -> None:
     """Raise InputError if no file or folder has the name `name`, but one has a similar name.
 
     A name is similar if it differs in case, in a few characters, or in their order. `key` is the
-    setting with the value `name`. The name of a hub repository is accepted if it has a revision.
+    setting with the value `name`. If the recipe sets a revision, `name` is a repository
+    of the hub and is not checked.
     """
     path = Path(name)
     files = os.listdir(path.parent) if path.parent.is_dir() else []
@@ -171,9 +172,9 @@ class DataSettings(SourceSettings):
     # except `subset` and `split` if `validation` sets another `source`. The packs are beside
     # `packs`, in a folder with the same name and `-validation` at its end.
     validation: SourceSettings | None = None
-    # true: a Hugging Face dataset is read without a download, and all packs are made before the
-    # run. A mapping, for any source: packs are made while the run trains, and their size on the
-    # disk is limited.
+    # true: read a Hugging Face dataset over the network without storing it, and make all packs
+    # before the run. A mapping, for any source: make packs while the run trains, and limit their
+    # size on the disk.
     streaming: bool | StreamingSettings = False
     # Hub name, folder, or tokenizer.json. In a token .bin file, and in MDS packs without columns
     # that mark documents, each EOS token of this tokenizer ends a document. If no tokenizer is set,

@@ -353,9 +353,9 @@ class StreamedPacks(Packs):
         return {name: source.record for name, source in self.sources.items()}
 
     def advance_to(self, places: range) -> None:
-        """Close the parts that the run has read, and publish the new position.
+        """Close the parts that the run has read, and tell the packer how far it has read.
 
-        `places` is the range of places that the next step reads, in the stream of all packs.
+        `places` are the indices of the packs that the next step reads, in the stream of all packs.
         """
         starts = self.mixture.packs_before(places.start)
         ends = self.mixture.packs_before(places.stop)

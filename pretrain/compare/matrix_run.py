@@ -170,9 +170,9 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
 
 
 def wait_for_earlier_start(cells: Sequence[Cell], stop: StopRequest) -> None:
-    """Wait until no process of an earlier start of the command trains one of `cells`.
+    """Wait while processes of an earlier, killed command still train some of `cells`.
 
-    An earlier start that was killed may have left such processes. Return at once after a signal.
+    Return at once if this process receives a signal.
     """
     # A training process locks its log.
     training = partial(is_locked, without_locks=False)

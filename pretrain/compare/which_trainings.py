@@ -37,7 +37,7 @@ TRIAL_STEPS = 12
 # Suffix in the name of a candidate whose head is quantized too.
 HEAD = "+head"
 # Settings of every run. They replace those of the recipe and of the overrides.
-FIXED_SETTINGS: Values = {
+DEFAULT_SETTINGS: Values = {
     "fp8_config.on_unsupported": "emulate",
     # Evaluate all candidates in BF16.
     "fp8_config.use_autocast_during_eval": False,
@@ -160,12 +160,12 @@ class Question:
 
         Args:
             name: Name of the matrix, which is also the folder that contains its run folders.
-            common: Settings of all cells. They replace settings in FIXED_SETTINGS.
+            common: Settings of all cells. They replace settings in DEFAULT_SETTINGS.
             cells: Settings of each cell by its name. They replace settings in `common`.
             at_once: Maximum number of cells that run at the same time. None: one cell per GPU.
             axes: Keys and their values. Each cell is trained with every combination of the values.
         """
-        merged = {cell: FIXED_SETTINGS | common | values for cell, values in cells.items()}
+        merged = {cell: DEFAULT_SETTINGS | common | values for cell, values in cells.items()}
         settings = MatrixSettings(
             name=name,
             recipe=self.recipe_file,

@@ -72,9 +72,9 @@ FA4_GENERATIONS = (9, 10)
 # entries of cu_seqlens are counted as documents, because the host does not know which entries are
 # unused. For example, 4 packs of one document each are counted as 15 documents.
 LONG = 8192
-# `flash_backward_in_parts` computes dk and dv in parts only if at most WIDE query heads share a KV
-# head. In this case it calls the kernel once for each of these heads. More calls have not been
-# measured.
+# The largest number of query heads per KV head for which `flash_backward_in_parts` computes dk and
+# dv in parts. It calls the kernel once for each query head of a KV head, and more than four calls
+# have not been measured.
 WIDE = 4
 # True if torch's kernel has the flag `enable_gqa`. torch 2.13 needs this flag if there are fewer KV
 # heads than query heads. torch 2.11 has no such flag.

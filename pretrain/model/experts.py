@@ -112,7 +112,7 @@ class GroupedExperts(nn.Module):
 class Dispatched(torch.autograd.Function):
     """Copy tokens [tokens, features] to rows sorted by expert [rows, features].
 
-    The number of rows of each expert is padded to a multiple, and the additional rows are zero.
+    `arrange` has rounded up the number of rows of each expert. The additional rows are zero.
     """
 
     @staticmethod

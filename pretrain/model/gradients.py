@@ -332,7 +332,7 @@ class RankSums:
         self._started += 1
         if sums.dtype != torch.float32 and len(self._running) == COPIES:
             self._end()
-        values = sums.float()  # a copy of BF16 sums, or the FP32 sums themselves
+        values = sums.float()  # `values` are the FP32 sums themselves, or a copy of BF16 sums.
         work = dist.all_reduce(values, group=self._group, async_op=True)
         self._running.append((work, values, sums))
 

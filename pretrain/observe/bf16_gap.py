@@ -219,16 +219,16 @@ class GapMeter(Observer):
             layers[layer_of(name, self._layers)] += row
         self._figures = {"gap/loss": (low - bf16) / max(labels, 1)}
         self._figures |= {"gap/routing": differing / choices} if choices else {}
-        self._figures |= _likeness("", sum(by_name.values()))
+        self._figures |= _similarity("", sum(by_name.values()))
         for layer, sums in layers.items():
-            self._figures |= _likeness(f"/{layer}", sums)
+            self._figures |= _similarity(f"/{layer}", sums)
 
 
-def _likeness(suffix: str, sums: Any) -> dict[str, float]:
+def _similarity(suffix: str, sums: Any) -> dict[str, float]:
     """Return the figures gap/cosine and gap/norm_ratio. Return {} if a gradient is zero.
 
     suffix: the end of the keys, for example "/model.layers.0".
-    sums: a result of `_products`, or a sum of several results.
+    sums: the three results of `_products`, or sums of several such results.
     """
     dot, low_squared, bf16_squared = sums.tolist()
     if not (low_squared and bf16_squared):

@@ -268,13 +268,13 @@ def _bytes_at_loss(
     The loss is computed in chunks of tokens. It needs memory for
 
     * the gradient of the LM head's weight in FP32, to which each chunk adds its gradient,
-    * one more tensor with the shape of this weight in some cases. If the head is not quantized,
-      this is the working copy of the weight. If the head is quantized, it is the gradient of a
-      chunk, unless the matrix product itself adds this gradient to the sum over the chunks,
+    * one more tensor with the shape of this weight: the working copy of the weight if it has one
+      and the head is not quantized, or the weight gradient of one chunk if the head is quantized
+      and its matrix product cannot add to the sum over the chunks,
     * the last hidden state of each token, the output of the final norm, and the gradient of this
       output,
     * the logits of one chunk, which are overwritten with their gradient, and
-    * the quantized layouts of this gradient, if the head is quantized.
+    * the quantized layouts of the logits' gradient, if the head is quantized.
 
     tokens: number of tokens in a microbatch.
     low_head: True if the LM head is quantized.

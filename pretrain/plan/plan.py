@@ -180,14 +180,15 @@ class Plan:
     def peak_tflops(self) -> float | None:
         """Return the peak in TFLOP/s, summed over all devices, for products of dense matrices.
 
-        If the run has several precisions, the result is the FLOPs of the run, divided by the time
-        of a run in which each step reaches the peak of its precision. Return None if the device is
-        not known, or if a precision is emulated.
+        If the run has several precisions, the result is the harmonic mean of their peaks, weighted
+        by their numbers of steps. Return None if the device is not known, or if a precision is
+        emulated.
         """
         spans = self.schedule.spans
         peaks = [self._peak_in(span.active) for span in spans]
         if self.emulated or not all(peaks):
             return None
+        # All steps have the same FLOPs. A step counts as one unit of FLOPs here.
         time = sum(
             (span.last - span.first + 1) / peak for span, peak in zip(spans, peaks, strict=True)
         )

@@ -157,7 +157,7 @@ def horizon_lines(plan: Plan) -> list[str]:
 
 
 def _time_line(plan: Plan) -> str:
-    """Return a line with the time of the run at two assumed shares of the peak."""
+    """Return a line with the time of the run, at two assumed shares of the peak FLOP/s."""
     peak = plan.peak_tflops
     if not peak:
         return "not estimated, because no peak speed is known for this device and precision"

@@ -120,9 +120,9 @@ class TransformerEngineGemm(Gemm):
     """The products of one linear layer on Transformer Engine.
 
     A te.Linear on the meta device provides the quantizers. Methods must be called inside of the
-    engine's `forward` context, or in backward. A quantizer writes the forms of an operand for both
-    of its products at once. Grouped products of experts use torch's grouped FP8 kernel, because
-    Transformer Engine launches one kernel per expert.
+    engine's `forward` context, or in backward. Each operand is used in two products, and its
+    quantizer writes the layouts for both in one call. Grouped products of experts use torch's
+    grouped FP8 kernel, because Transformer Engine launches one kernel per expert.
     """
 
     def __init__(

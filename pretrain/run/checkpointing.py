@@ -193,10 +193,10 @@ def check_weights(run: Run) -> StepDecision:
 
 
 def training_halted(run: Run, decision: StepDecision) -> TrainingHalted:
-    """Return the exception that ends a run at a bad step, with its reason and remedy.
+    """Return the exception that ends a run at a bad step. Its message has the reason and a remedy.
 
-    Waits for a save in the background, and raises InputError if this save has failed. All ranks
-    must call this function.
+    First wait until a background save has finished, and raise InputError if it has failed. All
+    ranks must call this function.
     """
     run.checkpoints.wait()
     return TrainingHalted(run.state.step, f"{decision.reason}. {decision.remedy}.")

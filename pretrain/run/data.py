@@ -156,17 +156,17 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
 
 
-def most_positions(config: PretrainedConfig) -> int | None:
+def document_limit(config: PretrainedConfig) -> int | None:
     """Return the largest number of tokens that a document may have, or None if there is no limit.
 
-    The limit is the number of position embeddings. Some models with rotary embeddings change the
-    rotation of a whole batch if it contains a document longer than a certain length. Then this
-    length is the limit, because documents must not influence each other.
+    Without rotary embeddings, the limit is the number of position embeddings. With rotary
+    embeddings, only some models have a limit: they change the rotation of a whole batch if it
+    contains a document longer than a certain length, and documents must not influence each other.
     """
-    text = config.get_text_config()
-    if getattr(text, "rope_parameters", None):
-        return longest_rotated(text)
-    return getattr(text, "max_position_embeddings", None)
+    text_config = config.get_text_config()
+    if getattr(text_config, "rope_parameters", None):
+        return longest_rotated(text_config)
+    return getattr(text_config, "max_position_embeddings", None)
 
 
 def check_tokens(

@@ -54,7 +54,7 @@ from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
-from pretrain.run.data import Data, check_labels, check_tokens, most_positions, open_data
+from pretrain.run.data import Data, check_labels, check_tokens, document_limit, open_data
 from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of
 from pretrain.settings.recipe import Recipe
 
@@ -155,7 +155,7 @@ class Job:
             "mask_boundaries": self.recipe.data.mask_boundaries,
             "pin_memory": accelerator.device.type == "cuda",
             "vocab_size": self.model_config.vocab_size,
-            "positions": most_positions(self.model_config),
+            "positions": document_limit(self.model_config),
         }
 
 
@@ -263,11 +263,12 @@ def prepare_job(
 def resolve_precisions(
     recipe: Recipe, device_type: str
 ) -> tuple[list[Phase], ActivePrecision | None]:
-    """Return the phases of the recipe with the precisions that the machine supports.
+    """Return the phases of the recipe, and the unquantized precision of the run.
 
-    The second value is the unquantized precision with which `log.gap` compares low precision, and
-    to which the health check may switch. It is None if no phase is quantized. Raises InputError if
-    the machine lacks a precision and the recipe does not allow a replacement.
+    In the phases, each precision that the machine does not support is replaced by a supported one.
+    `log.gap` compares low precision with the unquantized precision, and the health check may switch
+    to it. It is None if no phase is quantized. Raises InputError if the machine lacks a precision
+    and the recipe does not allow a replacement.
     """
     missing = missing_on(device_type)
     phases = [
@@ -333,7 +334,7 @@ def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> N
     """Raise InputError if the packs do not fit the model or the recipe."""
     has_fingerprint = bool(data.tokenizer.get("fingerprint"))
     fingerprint = fingerprint_at(recipe.model.weights_source) if has_fingerprint else None
-    check_tokens(data, model_config.vocab_size, fingerprint, most_positions(model_config))
+    check_tokens(data, model_config.vocab_size, fingerprint, document_limit(model_config))
     check_held_out(recipe, len(data.held_out or ()))
     check_labels(data, recipe.data, recipe.evaluate.packs)
 

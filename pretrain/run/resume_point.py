@@ -90,7 +90,8 @@ class ResumePoint:
         if place is None:  # Checkpoints of earlier versions store only the counters of steps.
             packs_per_step = identity["batch.tokens"] // identity["data.length"]
             place = self._data_steps * packs_per_step + progress["shift"]
-        return -(-(place * identity["data.length"]) // job.recipe.data.length)  # rounded up
+        # Round up, so that no token is read twice.
+        return -(-(place * identity["data.length"]) // job.recipe.data.length)
 
     def shift(self, job: Job) -> int:
         """Return the value of `TrainState.shift` with which the next step starts at `place`."""

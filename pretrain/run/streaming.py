@@ -21,7 +21,7 @@ from pretrain.run.run import Run
 
 # A rank waits this number of seconds for its packs. If a rank still has no packs, all ranks decide
 # together whether they continue to wait.
-_LOOK = 0.5
+_WAIT_SECONDS = 0.5
 
 
 def start_stream(
@@ -83,7 +83,7 @@ def wait_for_packs(
     with run.console.progress("waiting for packs"):
         # `steps.ready` is also true if the packs cannot be made. Then `reason_to_stop` is above 0.
         while largest_over_ranks(
-            run.accelerator, int(not steps.ready(_LOOK) or reason_to_stop() > 0)
+            run.accelerator, int(not steps.ready(_WAIT_SECONDS) or reason_to_stop() > 0)
         ):
             if reason := largest_over_ranks(run.accelerator, reason_to_stop()):
                 return reason

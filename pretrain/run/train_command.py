@@ -38,7 +38,8 @@ LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
 CONFIGURATIONS = LAUNCHER.with_name("accelerate_configs")
 # Signals that are passed on to the training processes.
 PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
-# Log lines of the launcher: defaults of accelerate, and lines before an error of torchrun.
+# Log lines that are not printed: accelerate's list of default values, and the lines that torchrun
+# logs before its error.
 _OMITTED = ("The following values were not passed", "failed (", "Sending process")
 # Errors that accelerate raises for a mistake in its configuration.
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError, RuntimeError)

@@ -53,8 +53,8 @@ def train(add: Callable) -> None:
 
     The command prints the `accelerate launch` command that it runs. Without --config, it uses
     accelerate_configs/cpu.yaml on a machine without a GPU, bf16.yaml on one GPU, and ddp.yaml on
-    several GPUs. NVIDIA's driver counts the GPUs, within CUDA_VISIBLE_DEVICES. To train on several
-    machines, use `accelerate launch`.
+    several GPUs. NVIDIA's driver counts the GPUs, and CUDA_VISIBLE_DEVICES limits them. To train on
+    several machines, use `accelerate launch`.
     """
     add(
         "--config",

@@ -170,10 +170,10 @@ def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> 
     default = precision.options.get("fp8_format")
     if inherited.fp8_format == filled_in != default:
         raise InputError(
-            f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` under `{precision.name}` may be "
-            f"Accelerate's default for a missing key; to train in {default}, which is the default "
-            f"of `{precision.name}`, set `fp8_format: {default}` in the file; to train in "
-            f"{filled_in}, set `fp8_config.fp8_format={filled_in}` on the command line"
+            f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` may be Accelerate's default for a "
+            f"missing key; for {default}, the default of `{precision.name}`, set `fp8_format: "
+            f"{default}` in the file; for {filled_in}, set `fp8_config.fp8_format={filled_in}` on "
+            "the command line"
         )
 
 

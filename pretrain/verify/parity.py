@@ -656,7 +656,8 @@ def judge(
     for name, entry in measured.items():
         usual = max(typical, math.sqrt(mean(squares.get(_kind(name), [0.0]))))
         bf16_error = noise[name].difference if name in noise else 0.0
-        few_values = 1 + FEW_VALUES / entry.values  # only large for a scalar
+        # This factor is much larger than 1 only for a scalar.
+        few_values = 1 + FEW_VALUES / entry.values
         allowed = few_values * LEEWAY * resolution * max(bf16_error, usual * entry.reference)
         norm = max(entry.reference, negligible) or 1.0
         excess = entry.difference / (allowed + negligible) if entry.difference else 0.0

@@ -134,14 +134,14 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
 def _follow_recorded_choices(
     router: Any, experts: Any, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Use the experts that the compared model has chosen for a token, if rounding explains them.
+    """Use the experts that the compared model has chosen for a token, if only rounding differs.
 
     This is a forward pre-hook of the reference's experts. If the compared model has chosen other
     experts for a token than `router`, and the logits are nearly equal (`NEAR`), the token is sent
     to the experts of the compared model. The weights of these experts are recomputed from the
     scores of `router`. If weights are normalized shares, their sum does not change. All other
-    tokens keep the choice of `router`. So if the compared model has sent such a token to a wrong
-    expert, gradients differ and the comparison shows the error.
+    tokens keep the choice of `router`. So if the logits are not nearly equal and the compared model
+    has sent the token to another expert, gradients differ and the comparison shows the error.
 
     Return the new inputs, or None if no choices were recorded.
 

@@ -9,8 +9,8 @@ the registers of one thread.
 
 In backward, a tile consists of a few tokens of one head. The gradient is written in BF16. Under
 delayed scaling, the scale is known before the gradient is computed, so the gradient can be written
-as FP8 codes by rows and by columns instead. The compiler may not fuse multiplications with
-additions, so that the BF16 values are the same bit for bit, whether they are written or quantized.
+as FP8 codes by rows and by columns instead. Fusing multiplications with additions is
+disabled, so that the BF16 values are the same bit for bit, whether they are written or quantized.
 
 If there are head norms, a program of backward computes many tiles and sums the gradients of the
 norms' weights over them. torch then adds the sums of all programs, in an order that depends only on

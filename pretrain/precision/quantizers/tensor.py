@@ -145,9 +145,9 @@ def update_scale(
     algorithm: the rule for the amax of a column: its largest value (`max`) or its value in row 0
         (`most_recent`).
 
-    In the returned history, row 0 has moved to the end, all other rows have moved up by one row,
-    and row 0 is zero. The returned scale is maximum / 2**margin / amax, or the old scale if the
-    amax is zero or not finite. A column with a zero in row 0 belongs to a tensor that was not
+    In the returned history, the old row 0 is the last row, each other old row i is row i - 1, and
+    then row 0 is set to zero. The returned scale is maximum / 2**margin / amax, or the old scale if
+    the amax is zero or not finite. A column with a zero in row 0 belongs to a tensor that was not
     quantized in the microbatch. Its history and its scale are returned unchanged.
 
     This is the fused kernel in TE's common/recipe/delayed_scaling.cu. In contrast, TE's fallback in

@@ -14,7 +14,7 @@ from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
 from packing.settings import DataSettings
 from pretrain.plan.tokenizer import fingerprint_at, with_tokens
-from pretrain.run.data import Data, check_labels, check_tokens, most_positions, open_data
+from pretrain.run.data import Data, check_labels, check_tokens, document_limit, open_data
 from pretrain.settings.recipe import ModelSettings
 
 
@@ -100,11 +100,11 @@ def test_a_document_longer_than_the_position_table_is_rejected(split: str, tmp_p
         )
         for config in tables:
             if positions == 64:
-                check_tokens(data, 61, None, most_positions(config))
+                check_tokens(data, 61, None, document_limit(config))
             else:
                 with pytest.raises(InputError, match="reaches position 63"):
-                    check_tokens(data, 61, None, most_positions(config))
-    check_tokens(data, 61, None, most_positions(LlamaConfig(max_position_embeddings=16)))
+                    check_tokens(data, 61, None, document_limit(config))
+    check_tokens(data, 61, None, document_limit(LlamaConfig(max_position_embeddings=16)))
 
 
 @pytest.mark.parametrize(
