@@ -7,8 +7,10 @@ import re
 import statistics
 from collections import defaultdict
 
+import numpy as np
 import pytest
 
+from benchmarks.evidence.size import PREDICTED, predictions, size_table
 from benchmarks.evidence.tables import (
     ANSWER,
     PAGE,
@@ -61,6 +63,19 @@ def test_the_tables_of_the_evidence_are_those_of_its_files(monkeypatch: pytest.M
     assert PAGE.read_text(encoding="utf-8") == page(scales), remedy
     text = ANSWER.read_text(encoding="utf-8")
     assert text == with_tables(ANSWER, "evidence", answer_table(scales)), remedy
+    assert text == with_tables(ANSWER, "size", size_table()), "python -m benchmarks.evidence.size"
+
+
+def test_predictions_of_both_fits_are_those_of_a_known_line() -> None:
+    sizes = np.array([1e7, 3e7, 1e8, 1e9])
+    noise = np.array([1.0, -1.0, -1.0, 1.0]) * 0.01
+    growing = predictions(sizes, 0.1 * np.log(sizes), grows=True)
+    for size, (cost, half) in zip(PREDICTED, growing, strict=True):
+        assert cost == pytest.approx(0.1 * np.log(size)) and half < 1e-9
+    # The interval of a mean: t of 3 degrees of freedom times the standard error.
+    for cost, half in predictions(sizes, 0.2 + noise, grows=False):
+        assert cost == pytest.approx(0.2)
+        assert half == pytest.approx(3.182 * noise.std(ddof=1) / 2, rel=1e-3)
 
 
 def test_the_figures_of_the_recommendations_are_those_of_the_tables():

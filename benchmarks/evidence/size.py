@@ -1,0 +1,91 @@
+"""Fit the cost of delayed scaling over the size of the model, and predict it for larger models.
+
+    python -m benchmarks.evidence.size
+
+Writes the table of predictions in docs/evidence.md.
+
+The differences of single seeds, in percent of BF16's loss, are fitted by least squares in two ways:
+as a constant, and as a linear function of the logarithm of the number of parameters. The interval
+of a prediction is that of the mean of a large number of seeds, by Student's t. It assumes that the
+form of the fit is right, and that the spread between seeds does not depend on the size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from benchmarks.evidence.tables import (
+    ANSWER,
+    Measure,
+    Scale,
+    served_loss,
+    trained_loss,
+    training_loss,
+)
+from benchmarks.machine import with_tables
+from foundation.files import replace_file
+from foundation.units import markdown
+from pretrain.compare.differences import CONFIDENCE, t_quantile
+
+CELL = "delayed_branch"
+# Scales whose data is seen less than twice. Repeated data raises the cost in training loss.
+FITTED = ("14m", "35m_once", "111m")
+# Sizes of the predictions, in parameters, with their labels.
+PREDICTED = {1.7e9: "1.7 billion", 8e9: "8 billion"}
+ENDPOINTS: Mapping[str, Measure] = {
+    "served in BF16": served_loss,
+    "as trained": trained_loss,
+    "training loss": training_loss,
+}
+
+
+def predictions(
+    parameters: np.ndarray, costs: np.ndarray, *, grows: bool
+) -> list[tuple[float, float]]:
+    """Return the predicted cost and the half-width of its interval, for each size in PREDICTED.
+
+    parameters: number of parameters of the model of each run.
+    costs: cost of each run, in percent.
+    grows: fit a linear function of the logarithm of the size instead of a constant.
+    """
+    columns = 2 if grows else 1
+
+    def features(sizes: np.ndarray) -> np.ndarray:
+        return np.stack([np.ones(len(sizes)), np.log(sizes)], axis=1)[:, :columns]
+
+    known = features(parameters)
+    coefficients = np.linalg.lstsq(known, costs)[0]
+    freedom = len(costs) - columns
+    variance = np.square(costs - known @ coefficients).sum() / freedom
+    covariance = variance * np.linalg.inv(known.T @ known)
+    quantile = t_quantile(freedom, CONFIDENCE)
+    return [
+        (float(row @ coefficients), quantile * math.sqrt(row @ covariance @ row))
+        for row in features(np.array(list(PREDICTED)))
+    ]
+
+
+def size_table() -> str:
+    """Return the table of predictions."""
+    scales = [Scale.read(name) for name in FITTED]
+    rows = []
+    for endpoint, measure in ENDPOINTS.items():
+        parameters = []
+        costs = []
+        for scale in scales:
+            for above in scale.above_baseline(CELL, measure).values():
+                parameters.append(scale.sessions[1]["parameters"])
+                costs.append(100 * above / scale.level(measure))
+        for grows in (False, True):
+            form = "linear in the logarithm of the size" if grows else "constant"
+            predicted = predictions(np.array(parameters), np.array(costs), grows=grows)
+            cells = [f"{cost:+.2f} ± {half:.2f} %" for cost, half in predicted]
+            rows.append([endpoint, form, *cells])
+    return markdown(["cost of delayed scaling", "fit", *PREDICTED.values()], rows)
+
+
+if __name__ == "__main__":
+    replace_file(ANSWER, with_tables(ANSWER, "size", size_table()).encode())
