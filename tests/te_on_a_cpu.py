@@ -96,7 +96,11 @@ class _Extension(ModuleType):
                 if fp4:
                     quantized = self._quantize_fp4(rows, quantizer, direction)
                 else:
-                    quantized = quantize_mx(rows, self._grid(quantizer))
+                    quantized = quantize_mx(
+                        rows,
+                        self._grid(quantizer),
+                        two_dimensional=quantizer.with_2d_quantization,
+                    )
                 values = quantized.operand
                 if direction == "columnwise" and not fp4:
                     values = values.t()

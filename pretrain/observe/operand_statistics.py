@@ -183,7 +183,7 @@ class OperandStatistics:
         amax = torch.linalg.vector_norm(x, math.inf).float()
         is_late = self.precision.keeps_history
         scale = of_operand(self._state, name, role, "scale") if is_late else None
-        scaling = self.precision.scaling(role)
+        scaling = self.precision.scaling(self.settings, role)
         blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         quantized = self.precision.along_features(self.settings, role)(rows, scale, amax)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -307,7 +307,7 @@ class ProductObserver(ProductWatcher):
         for role, matrix, (of_blocks, of_tensor) in zip(
             roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
         ):
-            is_block = precision.scaling(role).block is not None
+            is_block = precision.block_scaled
             grid = precision.grid(settings, role)
             self._examine(call, role, matrix, of_blocks if is_block else of_tensor, grid)
 
@@ -378,7 +378,8 @@ class ProductObserver(ProductWatcher):
         grid: The number format of the codes.
         bad: The number of bad blocks that the caller has found.
         """
-        scaling = cast(QuantizedPrecision, self._active.precision).scaling(role)
+        precision = self._active.quantized_precision
+        scaling = precision.scaling(self._active.settings, role)
         is_fp8 = matrix.dtype.itemsize == 1
         data = matrix.view(torch.uint8) if is_fp8 else matrix
         sampled, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))

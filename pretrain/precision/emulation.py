@@ -168,7 +168,7 @@ class EmulatedGemm(Gemm):
         features = self.quantize_along(role, x, "features", scale)
         if role == "input":
             return BothWays(features, None, x, scale)
-        if self._engine.precision.serves_both(role):
+        if self._engine.precision.serves_both(self._engine.active.settings, role):
             return BothWays(features, features.t())
         return BothWays(features, self.quantize_along(role, x, "rows", scale) if both else None)
 

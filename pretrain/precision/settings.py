@@ -271,6 +271,10 @@ class LowPrecisionSettings(Settings):
     disable_rht: bool | None = None
     # Round gradients to the nearest value instead of stochastically.
     disable_stochastic_rounding: bool | None = None
+    # Quantize weights in blocks of 1 x 16 values instead of 16 x 16.
+    disable_2d_quantization: bool | None = None
+    # Quantize weights in blocks of 32 x 32 values instead of 1 x 32.
+    enable_2d_quantization: bool | None = None
 
     @property
     def options_set(self) -> dict[str, Any]:

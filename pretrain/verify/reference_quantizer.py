@@ -107,7 +107,7 @@ def differing_share(
         uniform = torch.rand_like(summed_last, dtype=torch.float32)
     reference = quantize_dequantize(
         summed_last,
-        precision.scaling(role),
+        precision.scaling(settings, role),
         precision.grid(settings, role).name,
         scale=None if scale is None else scale.item(),
         uniform=uniform,

@@ -1,6 +1,7 @@
 """NVFP4: FP4 with one E4M3 scale per block and one FP32 scale per tensor.
 
-A block has 16 values in activations and gradients, and 16x16 values in weights. By default, the
+A block has 16 values in activations and gradients, and 16x16 values in weights. With
+`disable_2d_quantization`, it has 16 values in weights too. By default, the
 last 15 % of the layers stay in BF16. torchtitan also keeps 15 % of the layers in BF16 when it
 trains in NVFP4, and Megatron Bridge keeps 4 of 32 layers.
 """
@@ -15,7 +16,11 @@ PRECISION = QuantizedPrecision(
     # The block size, 16, would not suffice: in both layouts, a row of codes must take a multiple of
     # 16 bytes, and two codes take one byte.
     multiple_of=32,
-    options={"disable_rht": False, "disable_stochastic_rounding": False},
+    options={
+        "disable_rht": False,
+        "disable_stochastic_rounding": False,
+        "disable_2d_quantization": False,
+    },
     hardware=Hardware((10, 0), "B200, GB200"),
     # Rounding a scale to E4M3 changes it by at most 1/17. So the largest value of a block, divided
     # by its scale, lies between 5.6 and 6.4. Stochastic rounding can round it down to 4.

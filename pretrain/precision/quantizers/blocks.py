@@ -171,15 +171,19 @@ def quantize_fp8(x: Tensor, grid: Grid, *, two_dimensional: bool) -> BlockQuanti
     return blocks.quantized(split.float() * scale, decode_scale(scale), grid)
 
 
-def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> BlockQuantized:
+def quantize_mx(
+    x: Tensor, grid: Grid, *, two_dimensional: bool = False, uniform: Tensor | None = None
+) -> BlockQuantized:
     """Quantize x [..., n] to an MX format: one power-of-two scale for every 32 values along n.
 
     x: any float dtype and strides.
     grid: the number format of the codes.
+    two_dimensional: a block has 32 x 32 values of the last two dimensions.
     uniform: random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. If None,
         codes are rounded to the nearest value, ties to even.
 
-    Raise RuntimeError if n is not a multiple of 32. See OCP Microscaling Formats v1.0, section 5.2.
+    Raise RuntimeError if a dimension that is split into blocks is not a multiple of 32. See OCP
+    Microscaling Formats v1.0, section 5.2.
 
     A scale is stored as an E8M0 byte, the biased exponent of a power of two from 2^-127 to 2^127.
     As in Transformer Engine, the scale is the smallest power of two for which the values of the
@@ -196,7 +200,7 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
     codes times the scale may be too small for BF16. In a block with an amax just below 2^128, the
     largest value may be rounded up to 2^128, which exceeds the range of BF16 and FP32.
     """
-    blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
+    blocks = Blocks.of(x, MX_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
     amax = absolute_maximum(split, blocks.within, keepdim=True)
     # This is `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh.

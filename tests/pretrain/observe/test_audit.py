@@ -472,7 +472,9 @@ def test_the_cost_of_a_step_does_not_grow_with_its_microbatches(
 
 CASES = {name: (name, {}) for name in QUANTIZED} | {
     "mxfp8 hybrid": ("mxfp8", {"fp8_format": "HYBRID"}),
+    "mxfp8 squares": ("mxfp8", {"enable_2d_quantization": True}),
     "nvfp4 plain": ("nvfp4", {"disable_rht": True, "disable_stochastic_rounding": True}),
+    "nvfp4 rows": ("nvfp4", {"disable_2d_quantization": True}),
 }
 
 

@@ -69,7 +69,9 @@ def fp8(recipe: str, format: Any, two_dimensional: bool = False) -> Any:
         return lambda x: blocks.quantize_fp8(
             x, format, two_dimensional=two_dimensional
         ).dequantize()
-    return lambda x: blocks.quantize_mx(x, format).dequantize()
+    return lambda x: blocks.quantize_mx(
+        x, format, two_dimensional=bool(two_dimensional)
+    ).dequantize()
 
 
 def fp4(transform: bool = False, square: bool = False) -> Any:
@@ -95,6 +97,14 @@ CASES = {
     "mxfp8 hybrid": (
         {"fp8_format": "HYBRID"},
         [fp8("mxfp8", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)],
+    ),
+    "mxfp8 squares": (
+        {"enable_2d_quantization": True},
+        [fp8("mxfp8", E4M3, two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)],
+    ),
+    "nvfp4 rows": (
+        {"disable_stochastic_rounding": True, "disable_2d_quantization": True},
+        [fp4()] * 4 + [fp4(transform=True)] * 2,
     ),
     "nvfp4": (
         {"disable_stochastic_rounding": True},

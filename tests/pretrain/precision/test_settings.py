@@ -86,6 +86,8 @@ VALUES = {
     "amax_compute_algo": ["max", "most_recent"],
     "disable_rht": [False, True],
     "disable_stochastic_rounding": [False, True],
+    "disable_2d_quantization": [False, True],
+    "enable_2d_quantization": [False, True],
 }
 GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),

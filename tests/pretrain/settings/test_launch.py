@@ -103,6 +103,7 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
         "use_autocast_during_eval": True,
         "disable_rht": True,
         "disable_stochastic_rounding": False,
+        "disable_2d_quantization": True,
     }
     assert resolve(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
     delayed = {

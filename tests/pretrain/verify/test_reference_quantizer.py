@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,7 +15,11 @@ from pretrain.precision.settings import PRECISIONS
 from pretrain.verify.reference_quantizer import differing_share
 from tests.pretrain.conftest import active_in
 
-QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name, precision in PRECISIONS.items() if precision.quantized),
+    ("mxfp8", {"enable_2d_quantization": True}),
+    ("nvfp4", {"disable_2d_quantization": True}),
+]
 
 
 @st.composite
@@ -29,12 +33,12 @@ def operands(draw: st.DrawFn) -> torch.Tensor:
     return torch.from_numpy(values).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "options"), CASES)
 @given(operands(), st.sampled_from(get_args(Role)), st.sampled_from(get_args(Along)))
 def test_codes_of_a_format_equal_those_of_the_reference(
-    name: str, x: torch.Tensor, role: Role, along: Along
+    name: str, options: dict[str, Any], x: torch.Tensor, role: Role, along: Along
 ) -> None:
-    active = active_in(name, "emulation")
+    active = active_in(name, "emulation", **options)
     scale = None
     if active.precision.keeps_history:
         scale = active.precision.grid(active.settings, role).maximum / x.abs().amax().float() / 3
