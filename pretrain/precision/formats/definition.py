@@ -40,11 +40,14 @@ class Given(NamedTuple):
     square: bool
     # The scale, a Tensor, with delayed scaling. Otherwise None.
     scale: Any
-    # The amax of x if it is already computed. Otherwise None.
+    # The amax of x, or of its rows [rows, 1], if it is already computed. Otherwise None.
     amax: Tensor | None
     # Random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. None to round to
     # the nearest value.
     uniform: Tensor | None
+    # The role of x, and the settings with the options of the precision.
+    role: Role
+    settings: OptionValues
 
 
 @dataclass(frozen=True)
@@ -214,9 +217,10 @@ class QuantizedPrecision(Precision):
 
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
         """Return the scaling of an operand. It is the same in both products of the operand."""
-        square = self.square_weights and not settings.disable_2d_quantization
-        square = square or settings.enable_2d_quantization is True
-        return replace(self.scales, square=square and role == "weight")
+        is_square = (self.square_weights or settings.enable_2d_quantization is True) and (
+            role == "weight" and not settings.disable_2d_quantization
+        )
+        return replace(self.scales, square=is_square)
 
     def serves_both(self, settings: OptionValues, role: Role) -> bool:
         """Return True if both products of an operand can use the same codes and scales."""
@@ -278,7 +282,7 @@ class QuantizedPrecision(Precision):
 
         def quantized(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
             uniform = torch.rand_like(x, dtype=torch.float32) if stochastic else None
-            return quantize(x, Given(grid, square, scale, amax, uniform))
+            return quantize(x, Given(grid, square, scale, amax, uniform, role, settings))
 
         return quantized
 

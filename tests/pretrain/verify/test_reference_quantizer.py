@@ -19,6 +19,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name, precision in PRECISIONS.items() if precision.quantized),
     ("mxfp8", {"enable_2d_quantization": True}),
     ("nvfp4", {"disable_2d_quantization": True}),
+    ("nvfp4", {"row_scaled_activation": True, "disable_rht": True}),
+    ("nvfp4", {"nvfp4_4over6": "weights"}),
+    (
+        "nvfp4",
+        {
+            "nvfp4_4over6": "all",
+            "nvfp4_4over6_e4m3_use_256": "activations",
+            "nvfp4_4over6_err_mode": "MSE",
+            "disable_2d_quantization": True,
+            "disable_rht": True,
+        },
+    ),
 ]
 
 

@@ -58,6 +58,20 @@ WITH_OPTIONS = [
     ("mxfp8", {"enable_2d_quantization": True}),
     ("nvfp4", {}),
     ("nvfp4", {"disable_2d_quantization": True}),
+    ("nvfp4", {"row_scaled_activation": True, "disable_rht": True}),
+    ("nvfp4", {"nvfp4_4over6": "weights", "nvfp4_4over6_err_mode": "MSE"}),
+    (
+        "nvfp4",
+        {"nvfp4_4over6": "all", "nvfp4_4over6_e4m3_use_256": "weights", "disable_rht": True},
+    ),
+    (
+        "nvfp4",
+        {
+            "nvfp4_4over6": "activations",
+            "disable_rht": True,
+            "disable_2d_quantization": True,
+        },
+    ),
 ]
 
 
