@@ -187,9 +187,11 @@ class OperandStatistics:
         blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         # The sample of a row-scaled activation has blocks, which need the amax of their rows of x.
-        is_row_scaled = role == "input" and self.settings.row_scaled_activation
-        row_amax = x[first_rows].abs().amax(-1, keepdim=True) if is_row_scaled else amax
-        quantized = self.precision.along_features(self.settings, role)(rows, scale, row_amax)
+        if role == "input" and self.settings.row_scaled_activation:
+            amaxes = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)[first_rows]
+        else:
+            amaxes = amax
+        quantized = self.precision.along_features(self.settings, role)(rows, scale, amaxes)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
         ends = self._groups.get(name)
         if ends is None:

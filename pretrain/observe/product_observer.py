@@ -307,9 +307,8 @@ class ProductObserver(ProductWatcher):
         for role, matrix, (of_blocks, of_tensor) in zip(
             roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
         ):
-            is_block = precision.block_scaled
-            grid = precision.grid(settings, role)
-            self._examine(call, role, matrix, of_blocks if is_block else of_tensor, grid)
+            scales = of_blocks if precision.block_scaled else of_tensor
+            self._examine(call, role, matrix, scales, precision.grid(settings, role))
 
     @torch.no_grad()
     def scaled_product(self, *factors: tuple[Tensor, Tensor]) -> None:

@@ -315,15 +315,26 @@ class LowPrecisionSettings(Settings):
         return type(self).model_validate(self.model_dump() | options)
 
     def check_combinations(self) -> None:
-        """Raise InputError for NVFP4 options that Transformer Engine does not support together."""
-        selects = self.nvfp4_4over6 in ("activations", "all")
-        either = selects or self.row_scaled_activation
-        if (selects and self.row_scaled_activation) or (either and not self.disable_rht):
+        """Raise InputError if options of NVFP4 contradict each other.
+
+        Transformer Engine has no kernels for the Hadamard transform after row scaling or 4over6,
+        nor for both of them on the same tensor.
+        """
+        on_activations = (self.row_scaled_activation, self.nvfp4_4over6 in ("activations", "all"))
+        if all(on_activations) or (any(on_activations) and not self.disable_rht):
             raise InputError(
                 "`fp8_config`: for activations, Transformer Engine supports either "
                 "`row_scaled_activation: true` or `nvfp4_4over6`, and both only without the random "
                 "Hadamard transform; set `disable_rht: true` and only one of them, or set "
                 "`nvfp4_4over6: weights`"
+            )
+        if self.nvfp4_4over6 in (None, "none") and (
+            self.nvfp4_4over6_err_mode == "MSE"
+            or self.nvfp4_4over6_e4m3_use_256 not in (None, "all")
+        ):
+            raise InputError(
+                "`fp8_config`: `nvfp4_4over6_err_mode` and `nvfp4_4over6_e4m3_use_256` have no "
+                "effect without 4over6; either remove them, or set `nvfp4_4over6: weights`"
             )
 
     def without_options(self) -> Self:

@@ -124,13 +124,15 @@ def differing_share(
         for factor in ((1.0, 1.5) if selects else (None,))
     ]
     if selects:
-        power = {"MAE": 1, "MSE": 2}[settings.nvfp4_4over6_err_mode]
+        power = 2 if settings.nvfp4_4over6_err_mode == "MSE" else 1
         six, four = (
             _over_blocks(np.add, (reference - summed_last.float().cpu()).numpy() ** power, scaling)
             for reference in references
         )
         # Either scale is right if the errors are equal up to rounding.
-        is_four = np.where(np.isclose(four, six, rtol=CLOSE), codes == references[1], four < six)
+        is_four = np.where(
+            np.isclose(four, six, rtol=CLOSE, atol=0), codes == references[1], four < six
+        )
         references[0] = torch.where(torch.from_numpy(is_four), references[1], references[0])
     return (codes != references[0]).float().mean().item()
 

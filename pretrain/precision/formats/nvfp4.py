@@ -1,9 +1,9 @@
 """NVFP4: FP4 with one E4M3 scale per block and one FP32 scale per tensor.
 
 A block has 16 values in activations and gradients, and 16x16 values in weights. With
-`disable_2d_quantization`, it has 16 values in weights too. By default, the
-last 15 % of the layers stay in BF16. torchtitan also keeps 15 % of the layers in BF16 when it
-trains in NVFP4, and Megatron Bridge keeps 4 of 32 layers.
+`disable_2d_quantization`, it has 16 values in weights too. By default, the last 15 % of the layers
+stay in BF16. torchtitan also keeps 15 % of the layers in BF16 when it trains in NVFP4, and Megatron
+Bridge keeps 4 of 32 layers.
 """
 
 from typing import Any

@@ -10,7 +10,6 @@ tensor is never split. Otherwise there are two loops, which can double the time 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -317,10 +316,10 @@ def _block_error(
 
     The operations and the order of sums are those of Transformer Engine's NVFP4QuantizerRef.
     """
-    values = round_to_grid(scaled, E2M1) * block_scale * amax / torch.full_like(amax, maximum)
-    difference = values - split.float()
+    codes = round_to_grid(scaled, E2M1)
+    difference = codes * block_scale * amax / torch.full_like(amax, maximum) - split.float()
     errors = difference.abs() if error == "MAE" else difference * difference
-    total = functools.reduce(torch.add, errors.split(1, dim=-1))
+    total = sum(errors.split(1, dim=-1), start=torch.zeros_like(block_scale))
     if blocks.two_dimensional:
         for rows in (8, 4, 2, 1):
             total = total.narrow(-3, 0, rows) + total.narrow(-3, rows, rows)

@@ -86,6 +86,8 @@ def test_a_fault_is_caught_by_the_checks_of_the_table(
         ("nvfp4", "gpt2", {"disable_2d_quantization": True, "nvfp4_4over6": "weights"}),
         ("nvfp4", "llama", {"row_scaled_activation": True, "disable_rht": True}),
         ("nvfp4", "llama", {"nvfp4_4over6": "all", "disable_rht": True}),
+        ("nvfp4", "qwen3_moe", {"nvfp4_4over6": "weights", "disable_2d_quantization": True}),
+        ("nvfp4", "qwen3_moe", {"row_scaled_activation": True, "disable_rht": True}),
         ("mxfp8", "llama", {"enable_2d_quantization": True}),
         ("block", "gpt2", {}),
         ("delayed", "gemma", {}),
@@ -97,7 +99,7 @@ def test_a_correct_model_passes_parity(
     scope = {"scope": "linear+head"}
     parity = build_run(accelerator, precision, kind, layers=1, **scope, **options).parity()
     assert parity.failures == []
-    linears = {"gpt2": 4}.get(kind, 7)
+    linears = {"gpt2": 4, "qwen3_moe": 6}.get(kind, 7)
     assert len(parity.products) == 3 * (linears + 1), (
         "forward, dgrad and wgrad of every linear and of the head"
     )
