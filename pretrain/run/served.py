@@ -62,8 +62,7 @@ def _fp8_blocks(weight: Any) -> dict[str, Tensor]:
 
 def _mxfp8(weight: Quantized) -> dict[str, Tensor]:
     # The layout has a scale for every 32 values of a row. The scale of a square is repeated.
-    scales = _e8m0(weight.block_scale[:, ::MX_BLOCK])
-    return {"weight": _fp8(weight.codes), "weight_scale": scales}
+    return {"weight": _fp8(weight.codes), "weight_scale": _e8m0(weight.block_scale[:, ::MX_BLOCK])}
 
 
 def _mxfp4(weight: Any) -> dict[str, Tensor]:
