@@ -96,7 +96,11 @@ class _Extension(ModuleType):
                 if fp4:
                     quantized = self._quantize_fp4(rows, quantizer, direction)
                 else:
-                    quantized = quantize_mx(rows, self._grid(quantizer))
+                    quantized = quantize_mx(
+                        rows,
+                        self._grid(quantizer),
+                        two_dimensional=quantizer.with_2d_quantization,
+                    )
                 values = quantized.operand
                 if direction == "columnwise" and not fp4:
                     values = values.t()
@@ -116,7 +120,14 @@ class _Extension(ModuleType):
         uniform = None
         if quantizer.stochastic_rounding:
             uniform = torch.rand_like(rows, dtype=torch.float32)
-        return quantize_nvfp4(rows, two_dimensional=quantizer.with_2d_quantization, uniform=uniform)
+        return quantize_nvfp4(
+            rows,
+            two_dimensional=quantizer.with_2d_quantization,
+            uniform=uniform,
+            amax=rows.abs().amax(1, keepdim=True) if quantizer.row_scaled_nvfp4 else None,
+            error=quantizer.nvfp4_4over6_err_mode if quantizer.nvfp4_use_4over6 else None,
+            largest_scale=float(quantizer.nvfp4_e4m3_max),
+        )
 
     def generic_gemm(
         self,

@@ -183,10 +183,15 @@ class OperandStatistics:
         amax = torch.linalg.vector_norm(x, math.inf).float()
         is_late = self.precision.keeps_history
         scale = of_operand(self._state, name, role, "scale") if is_late else None
-        scaling = self.precision.scaling(role)
+        scaling = self.precision.scaling(self.settings, role)
         blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
-        quantized = self.precision.along_features(self.settings, role)(rows, scale, amax)
+        # The sample of a row-scaled activation has blocks, which need the amax of their rows of x.
+        if role == "input" and self.settings.row_scaled_activation:
+            amaxes = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)[first_rows]
+        else:
+            amaxes = amax
+        quantized = self.precision.along_features(self.settings, role)(rows, scale, amaxes)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
         ends = self._groups.get(name)
         if ends is None:

@@ -288,7 +288,7 @@ class _ProductCheck:
         error of variance q²/6. The bound is infinite if a delayed scale saturates the operand.
         """
         grid = self._precision.grid(self._settings, role)
-        scaling = self._precision.scaling(role)
+        scaling = self._precision.scaling(self._settings, role)
         magnitude = operand.to_quantize.abs().float()
         amax = operand.amax
         if scaling.block:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -313,9 +313,8 @@ class ProductObserver(ProductWatcher):
         for role, matrix, (of_blocks, of_tensor) in zip(
             roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
         ):
-            is_block = precision.scaling(role).block is not None
-            grid = precision.grid(settings, role)
-            self._examine(call, role, matrix, of_blocks if is_block else of_tensor, grid)
+            scales = of_blocks if precision.block_scaled else of_tensor
+            self._examine(call, role, matrix, scales, precision.grid(settings, role))
 
     @torch.no_grad()
     def scaled_product(self, *factors: tuple[Tensor, Tensor]) -> None:
@@ -386,7 +385,8 @@ class ProductObserver(ProductWatcher):
         grid: The number format of the codes.
         bad: The number of bad blocks that the caller has found.
         """
-        scaling = cast(QuantizedPrecision, self._active.precision).scaling(role)
+        precision = self._active.quantized_precision
+        scaling = precision.scaling(self._active.settings, role)
         is_fp8 = matrix.dtype.itemsize == 1
         data = matrix.view(torch.uint8) if is_fp8 else matrix
         sampled, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))

@@ -30,7 +30,8 @@ class Operand(NamedTuple):
 
     # [rows, k]: the codes, multiplied by the scales of their blocks.
     values: Tensor
-    # A scalar that the values must be multiplied by. None if the format has no tensor scale.
+    # A scalar that the values must be multiplied by, or a factor for each row, [rows, 1]. None if
+    # the format has no tensor scale.
     scale: Tensor | None
     # [rows or rows / block, k / block]: the scales of the blocks, for observers. None if the format
     # has no blocks. The values are already multiplied by them.
@@ -168,7 +169,7 @@ class EmulatedGemm(Gemm):
         features = self.quantize_along(role, x, "features", scale)
         if role == "input":
             return BothWays(features, None, x, scale)
-        if self._engine.precision.serves_both(role):
+        if self._engine.precision.serves_both(self._engine.active.settings, role):
             return BothWays(features, features.t())
         return BothWays(features, self.quantize_along(role, x, "rows", scale) if both else None)
 
@@ -256,11 +257,12 @@ def _by_expert(values: Tensor, experts: int) -> Tensor:
 def _product_scale(left: Operand, right: Operand) -> Tensor | None:
     """Return the product of the tensor scales of two operands, or None if they have no such scales.
 
-    The result has the shape [1], because torch would cast a scalar to the dtype of the result.
+    The result has the shape [1], because torch would cast a scalar to the dtype of the result. It
+    is [m, 1] if the rows of `left` have scales, and [1, n] if the rows of `right` have scales.
     """
     if left.scale is None or right.scale is None:
         return None
-    return (left.scale * right.scale).reshape(1)
+    return torch.atleast_1d(left.scale * right.scale.t())
 
 
 def multiply(

@@ -271,6 +271,23 @@ class LowPrecisionSettings(Settings):
     disable_rht: bool | None = None
     # Round gradients to the nearest value instead of stochastically.
     disable_stochastic_rounding: bool | None = None
+    # Quantize weights in blocks of 1 x 16 values instead of 16 x 16.
+    disable_2d_quantization: bool | None = None
+    # Compute the FP32 scale of an activation for each row instead of once for the tensor. Requires
+    # `disable_rht: true`.
+    row_scaled_activation: bool | None = None
+    # Operands for whose blocks the better of two scales is used: one maps the largest value of the
+    # block to 4, and the other one to 6 (4over6, arXiv:2512.02010). Gradients always have the scale
+    # for 6. `activations` and `all` require `disable_rht: true`, and cannot be combined with
+    # `row_scaled_activation`.
+    nvfp4_4over6: Literal["none", "weights", "activations", "all"] | None = None
+    # Operands of 4over6 whose largest block scale is 256 instead of 448. 384, the scale for 4 of
+    # the block with the largest value, is then in the range of E4M3.
+    nvfp4_4over6_e4m3_use_256: Literal["none", "weights", "activations", "all"] | None = None
+    # Error of a block that 4over6 compares. MAE: sum of absolute errors. MSE: sum of squares.
+    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] | None = None
+    # Quantize weights in blocks of 32 x 32 values instead of 1 x 32.
+    enable_2d_quantization: bool | None = None
 
     @property
     def options_set(self) -> dict[str, Any]:
@@ -296,6 +313,29 @@ class LowPrecisionSettings(Settings):
         accepted = {key: value for key, value in self.options_set.items() if key in defaults}
         options = {**dict.fromkeys(OPTIONS), **defaults, **accepted}
         return type(self).model_validate(self.model_dump() | options)
+
+    def check_combinations(self) -> None:
+        """Raise InputError if options of NVFP4 contradict each other.
+
+        Transformer Engine has no kernels for the Hadamard transform after row scaling or 4over6,
+        nor for both of them on the same tensor.
+        """
+        on_activations = (self.row_scaled_activation, self.nvfp4_4over6 in ("activations", "all"))
+        if all(on_activations) or (any(on_activations) and not self.disable_rht):
+            raise InputError(
+                "`fp8_config`: for activations, Transformer Engine supports either "
+                "`row_scaled_activation: true` or `nvfp4_4over6`, and both only without the random "
+                "Hadamard transform; set `disable_rht: true` and only one of them, or set "
+                "`nvfp4_4over6: weights`"
+            )
+        if self.nvfp4_4over6 in (None, "none") and (
+            self.nvfp4_4over6_err_mode == "MSE"
+            or self.nvfp4_4over6_e4m3_use_256 not in (None, "all")
+        ):
+            raise InputError(
+                "`fp8_config`: `nvfp4_4over6_err_mode` and `nvfp4_4over6_e4m3_use_256` have no "
+                "effect without 4over6; either remove them, or set `nvfp4_4over6: weights`"
+            )
 
     def without_options(self) -> Self:
         """Return a copy of the settings without the options, which depend on the precision."""

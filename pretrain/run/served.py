@@ -60,8 +60,9 @@ def _fp8_blocks(weight: Any) -> dict[str, Tensor]:
     return {"weight": _fp8(weight.codes), "weight_scale_inv": weight.scales.contiguous()}
 
 
-def _mxfp8(weight: Any) -> dict[str, Tensor]:
-    return {"weight": _fp8(weight.codes), "weight_scale": _e8m0(weight.scales)}
+def _mxfp8(weight: Quantized) -> dict[str, Tensor]:
+    # The layout has a scale for every 32 values of a row. The scale of a square is repeated.
+    return {"weight": _fp8(weight.codes), "weight_scale": _e8m0(weight.block_scale[:, ::MX_BLOCK])}
 
 
 def _mxfp4(weight: Any) -> dict[str, Tensor]:

@@ -134,6 +134,7 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     elif recipe.fp8_config.fp8_format is None:
         _check_fp8_format(requested, inherited)
     settings = _merge(inherited, recipe.fp8_config)
+    settings.check_combinations()
     if len(quantized) < 2:
         settings = settings.resolved(next(iter(quantized), chosen[0].name))
     return recipe.model_copy(

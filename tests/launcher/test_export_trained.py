@@ -160,20 +160,24 @@ def exported(
     start_here: Callable, recipe_for: Callable, block_packs: Path, tmp_path_factory: Any
 ) -> Callable[..., Exported]:
     """Function that trains three steps in a precision and exports them, once for each argument."""
-    made: dict[tuple[str, str, str], Exported] = {}
+    made: dict[tuple[Any, ...], Exported] = {}
 
-    def export(precision: str, weights: str = "bf16_exact", scope: str = "linear") -> Exported:
-        key = (precision, weights, scope)
+    def export(
+        precision: str, weights: str = "bf16_exact", scope: str = "linear", **options: Any
+    ) -> Exported:
+        key = (precision, weights, scope, *options.items())
         if key not in made:
-            made[key] = train_and_export(*key)
+            made[key] = train_and_export(precision, weights, scope, options)
         return made[key]
 
-    def train_and_export(precision: str, weights: str, scope: str) -> Exported:
+    def train_and_export(
+        precision: str, weights: str, scope: str, options: dict[str, Any]
+    ) -> Exported:
         folder = tmp_path_factory.mktemp(precision)
         recipe = recipe_of(
             recipe_for, block_packs, folder / "run", precision=precision, weights=weights
         )
-        recipe["fp8_config"]["scope"] = scope
+        recipe["fp8_config"] |= {"scope": scope} | options
         recipe["model"]["config"]["tie_word_embeddings"] = scope == "linear"
         run = start_here(recipe, folder)
         assert run.status == 0, run.output
@@ -204,12 +208,19 @@ def exported(
 # ── Codes and scales ──
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("weights", ["bf16_exact", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "weights", "options"),
+    [
+        *((name, weights, {}) for name in PRECISIONS for weights in ("bf16_exact", "fp32")),
+        ("mxfp8", "bf16_exact", {"enable_2d_quantization": True}),
+        ("nvfp4", "bf16_exact", {"disable_2d_quantization": True, "nvfp4_4over6": "weights"}),
+        ("nvfp4", "bf16_exact", {"row_scaled_activation": True, "disable_rht": True}),
+    ],
+)
 def test_codes_and_scales_are_those_of_the_training_forward(
-    exported: Callable[..., Exported], precision: str, weights: str
+    exported: Callable[..., Exported], precision: str, weights: str, options: dict[str, Any]
 ) -> None:
-    run = exported(precision, weights)
+    run = exported(precision, weights, **options)
     assert len(run.linears) == (7 if precision == "nvfp4" else 14)
     moved = 0
     for linear in run.linears:

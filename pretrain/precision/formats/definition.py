@@ -40,11 +40,14 @@ class Given(NamedTuple):
     square: bool
     # The scale, a Tensor, with delayed scaling. Otherwise None.
     scale: Any
-    # The amax of x if it is already computed. Otherwise None.
+    # The amax of x, or of its rows [rows, 1], if it is already computed. Otherwise None.
     amax: Tensor | None
     # Random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. None to round to
     # the nearest value.
     uniform: Tensor | None
+    # The role of x, and the settings with the options of the precision.
+    role: Role
+    settings: OptionValues
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,8 @@ class QuantizedPrecision(Precision):
 
     hardware: Hardware
     scales: Scaling
-    # True if the blocks of a weight are squares. A weight is then quantized once for both of its
-    # products.
+    # True if the blocks of a weight are squares, unless an option selects other blocks. A square
+    # weight is quantized once for both of its products.
     square_weights: bool = False
     # Function that quantizes x [rows, features] in blocks along its features.
     quantize: Callable[[Tensor, Given], Quantized]
@@ -212,13 +215,16 @@ class QuantizedPrecision(Precision):
         """
         return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else self.codes
 
-    def scaling(self, role: Role) -> Scaling:
+    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
         """Return the scaling of an operand. It is the same in both products of the operand."""
-        return replace(self.scales, square=self.square_weights and role == "weight")
+        is_square = (self.square_weights or settings.enable_2d_quantization is True) and (
+            role == "weight" and not settings.disable_2d_quantization
+        )
+        return replace(self.scales, square=is_square)
 
-    def serves_both(self, role: Role) -> bool:
+    def serves_both(self, settings: OptionValues, role: Role) -> bool:
         """Return True if both products of an operand can use the same codes and scales."""
-        return not self.block_scaled or self.scaling(role).square
+        return not self.block_scaled or self.scaling(settings, role).square
 
     def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
         """Return True if a fused softmax kernel can quantize the gradient of the logits.
@@ -271,12 +277,12 @@ class QuantizedPrecision(Precision):
 
         quantize = self.quantize
         grid = self.grid(settings, role)
-        square = self.scaling(role).square
+        square = self.scaling(settings, role).square
         stochastic = self.is_stochastic(settings, role)
 
         def quantized(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
             uniform = torch.rand_like(x, dtype=torch.float32) if stochastic else None
-            return quantize(x, Given(grid, square, scale, amax, uniform))
+            return quantize(x, Given(grid, square, scale, amax, uniform, role, settings))
 
         return quantized
 
@@ -307,13 +313,13 @@ class QuantizedPrecision(Precision):
 
         The quantizer is a pure function of tensors, see `Quantize`. Its result is [rows, features]
         for a sum along features, and [features, rows] for a sum along rows. For a sum along rows it
-        ignores the argument `amax` unless `serves_both(role)`, because x may be transformed first.
+        ignores the argument `amax` unless `serves_both`, because x may be transformed first.
         It raises RuntimeError if the length of the axis is not a multiple of the block size.
         """
         quantize = self.along_features(settings, role)
         if along == "features":
             return quantize
-        if self.serves_both(role):
+        if self.serves_both(settings, role):
             return lambda x, scale, amax: quantize(x, scale, amax).t()
         transform = self.transform(settings, role)
         return lambda x, scale, amax: quantize(

@@ -11,6 +11,7 @@ tensor is never split. Otherwise there are two loops, which can double the time 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +35,6 @@ HADAMARD_BLOCK = 16
 SMALLEST, LARGEST = 0, 254
 # The bits of 2^-127, half of the smallest normal value, as an FP32 subnormal.
 HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)
-# The largest code times the largest block scale.
-NVFP4_MAXIMUM = E2M1.maximum * E4M3.maximum
 # The signs that Transformer Engine multiplies a block of values by before the Hadamard transform.
 # Bit i is set if the sign of value i is negative: + + + - + - - - - - - + - + - -
 NEGATIVE = 0b1101_0111_1110_1000
@@ -171,15 +170,19 @@ def quantize_fp8(x: Tensor, grid: Grid, *, two_dimensional: bool) -> BlockQuanti
     return blocks.quantized(split.float() * scale, decode_scale(scale), grid)
 
 
-def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> BlockQuantized:
+def quantize_mx(
+    x: Tensor, grid: Grid, *, two_dimensional: bool = False, uniform: Tensor | None = None
+) -> BlockQuantized:
     """Quantize x [..., n] to an MX format: one power-of-two scale for every 32 values along n.
 
     x: any float dtype and strides.
     grid: the number format of the codes.
+    two_dimensional: a block has 32 x 32 values of the last two dimensions.
     uniform: random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. If None,
         codes are rounded to the nearest value, ties to even.
 
-    Raise RuntimeError if n is not a multiple of 32. See OCP Microscaling Formats v1.0, section 5.2.
+    Raise RuntimeError if a dimension that is split into blocks is not a multiple of 32. See OCP
+    Microscaling Formats v1.0, section 5.2.
 
     A scale is stored as an E8M0 byte, the biased exponent of a power of two from 2^-127 to 2^127.
     As in Transformer Engine, the scale is the smallest power of two for which the values of the
@@ -196,7 +199,7 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
     codes times the scale may be too small for BF16. In a block with an amax just below 2^128, the
     largest value may be rounded up to 2^128, which exceeds the range of BF16 and FP32.
     """
-    blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
+    blocks = Blocks.of(x, MX_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
     amax = absolute_maximum(split, blocks.within, keepdim=True)
     # This is `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh.
@@ -223,7 +226,13 @@ def _power_of_two(biased: Tensor) -> Tensor:
 
 
 def quantize_nvfp4(
-    x: Tensor, *, two_dimensional: bool, uniform: Tensor | None = None, amax: Tensor | None = None
+    x: Tensor,
+    *,
+    two_dimensional: bool,
+    uniform: Tensor | None = None,
+    amax: Tensor | None = None,
+    error: Literal["MAE", "MSE"] | None = None,
+    largest_scale: float = E4M3.maximum,
 ) -> BlockQuantized:
     """Quantize x [..., n] to NVFP4: E2M1 codes, one E4M3 scale per block, one FP32 tensor scale.
 
@@ -232,35 +241,89 @@ def quantize_nvfp4(
         values of the last dimension.
     uniform: random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. If None,
         codes are rounded to the nearest value, ties to even.
-    amax: the largest absolute value of x, a scalar. If None, it is computed.
+    amax: the largest absolute value of x, a scalar. If it is [rows, 1], each row of a matrix x has
+        a tensor scale of its own. If None, the largest absolute value is computed.
+    error: the error by which 4over6 selects the scale of a block. If None, the scale maps the
+        largest value of the block to 6.
+    largest_scale: the largest block scale.
 
     Raise RuntimeError if a dimension that is split into blocks is not a multiple of 16.
 
-    The tensor scale is amax / 2688, so that the largest block scale is the maximum of E4M3. Values
+    The tensor scale is amax / (6 * largest_scale), so that the largest block scale is
+    `largest_scale`. With 4over6, it may be 1.5 times as large, at most the maximum of E4M3. Values
     are divided by the block scale after it is rounded to E4M3. The steps have the same order as in
     Transformer Engine's NVFP4QuantizerRef, because the same formulas in another order would result
     in other codes. The operand has at most 6 significant bits, so BF16 represents it exactly. If x
     contains NaN or an infinity, the tensor scale is not finite.
     """
     amax = (x.abs().amax() if amax is None else amax).float()
+    if amax.dim() or error:
+        # The code below expects rows that are contiguous.
+        x = x.contiguous()
     blocks = Blocks.of(x, NVFP4_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
     block_amax = split.abs().amax(dim=blocks.within, keepdim=True).float()
+    maximum = E2M1.maximum * largest_scale
 
-    tensor_encode = scale_from_amax(amax, NVFP4_MAXIMUM)
-    exact_scale = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
+    split_amax = amax.unsqueeze(-1)  # [rows, 1, 1] or [1]
+    tensor_encode = scale_from_amax(split_amax, maximum)
+    if error is None:
+        exact_scale = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
+        block_scale, scaled = _divided_by_scale(split, exact_scale, tensor_encode)
+    else:
+        # On a GPU, division by a number would multiply by its reciprocal, which is not exact.
+        exact_scale = block_amax / torch.full_like(block_amax, E2M1.maximum) * tensor_encode
+        candidates = [
+            _divided_by_scale(split, exact_scale * factor, tensor_encode) for factor in (1.5, 1.0)
+        ]
+        four, six = (
+            _block_error(split, *candidate, split_amax, maximum, error, blocks)
+            for candidate in candidates
+        )
+        block_scale, scaled = (
+            torch.where(four < six, of_four, of_six)
+            for of_four, of_six in zip(*candidates, strict=True)
+        )
+    return blocks.quantized(
+        scaled, block_scale, E2M1, uniform, tensor_scale=(amax.double() / maximum).float()
+    )
+
+
+def _divided_by_scale(
+    split: Tensor, exact_scale: Tensor, tensor_encode: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Round block scales to E4M3. Return them, and the values divided by all their scales, FP32."""
     # The scale of a block is rounded to zero if its values are far below the amax of the tensor.
     # All values of the block then become zero.
     block_scale = round_to_grid(exact_scale, E4M3)
     # Clamp an infinite scale to the largest FP32 number, because zero times infinity would be NaN.
     encode_scale = decode_scale(block_scale * decode_scale(tensor_encode)).clamp(max=FP32_MAX)
-
     scaled = split.float() * encode_scale
     # Replace -0.0 by 0.0. Other values that are rounded to zero keep their sign.
-    scaled = torch.where(scaled == 0, 0.0, scaled)
-    return blocks.quantized(
-        scaled, block_scale, E2M1, uniform, tensor_scale=(amax.double() / NVFP4_MAXIMUM).float()
-    )
+    return block_scale, torch.where(scaled == 0, 0.0, scaled)
+
+
+def _block_error(
+    split: Tensor,
+    block_scale: Tensor,
+    scaled: Tensor,
+    amax: Tensor,
+    maximum: float,
+    error: Literal["MAE", "MSE"],
+    blocks: Blocks,
+) -> Tensor:
+    """Return the rounding error of each block, FP32, broadcastable to `split`.
+
+    The operations and the order of sums are those of Transformer Engine's NVFP4QuantizerRef.
+    """
+    codes = round_to_grid(scaled, E2M1)
+    difference = codes * block_scale * amax / torch.full_like(amax, maximum) - split.float()
+    errors = difference.abs() if error == "MAE" else difference * difference
+    total = sum(errors.split(1, dim=-1), start=torch.zeros_like(block_scale))
+    if blocks.two_dimensional:
+        for rows in (8, 4, 2, 1):
+            total = total.narrow(-3, 0, rows) + total.narrow(-3, rows, rows)
+    return total
 
 
 def hadamard(x: Tensor) -> Tensor:

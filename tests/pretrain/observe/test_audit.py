@@ -474,7 +474,11 @@ def test_the_cost_of_a_step_does_not_grow_with_its_microbatches(
 
 CASES = {name: (name, {}) for name in QUANTIZED} | {
     "mxfp8 hybrid": ("mxfp8", {"fp8_format": "HYBRID"}),
+    "mxfp8 squares": ("mxfp8", {"enable_2d_quantization": True}),
     "nvfp4 plain": ("nvfp4", {"disable_rht": True, "disable_stochastic_rounding": True}),
+    "nvfp4 rows": ("nvfp4", {"disable_2d_quantization": True}),
+    "nvfp4 4over6": ("nvfp4", {"nvfp4_4over6": "all", "disable_rht": True}),
+    "nvfp4 row-scaled": ("nvfp4", {"row_scaled_activation": True, "disable_rht": True}),
 }
 
 

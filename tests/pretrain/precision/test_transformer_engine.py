@@ -113,6 +113,21 @@ def test_a_variable_that_changes_the_defaults_is_named(
             {"disable_stochastic_rounding": True},
             dict(zip(NVFP4_GRADIENTS, (True, False), strict=True)),
         ),
+        (
+            "nvfp4",
+            {"disable_2d_quantization": True},
+            {"fp4_quant_fwd_weight.fp4_2d_quantization": False},
+        ),
+        ("mxfp8", {"enable_2d_quantization": True}, {"enable_2d_quantization": True}),
+        *(
+            ("nvfp4", dict([option]), dict([option]))
+            for option in [
+                ("row_scaled_activation", True),
+                ("nvfp4_4over6", "weights"),
+                ("nvfp4_4over6_e4m3_use_256", "none"),
+                ("nvfp4_4over6_err_mode", "MSE"),
+            ]
+        ),
     ],
 )
 def test_an_option_reaches_the_quantizers(

@@ -103,6 +103,11 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
         "use_autocast_during_eval": True,
         "disable_rht": True,
         "disable_stochastic_rounding": False,
+        "disable_2d_quantization": True,
+        "row_scaled_activation": True,
+        "nvfp4_4over6": "weights",
+        "nvfp4_4over6_e4m3_use_256": "none",
+        "nvfp4_4over6_err_mode": "MSE",
     }
     assert resolve(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
     delayed = {
@@ -222,6 +227,26 @@ def test_the_recipe_overrides_the_accelerate_file_key_by_key(environment: Any) -
         "linear+head",
         {"first": 0, "last": 2},
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"row_scaled_activation": True}, "set `disable_rht: true`"),
+        ({"nvfp4_4over6": "all"}, "set `disable_rht: true`"),
+        (
+            {"nvfp4_4over6": "activations", "row_scaled_activation": True, "disable_rht": True},
+            "only one of them",
+        ),
+        ({"nvfp4_4over6_err_mode": "MSE"}, "no effect without 4over6"),
+        ({"nvfp4_4over6_e4m3_use_256": "none"}, "no effect without 4over6"),
+    ],
+)
+def test_nvfp4_options_that_no_kernel_combines_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve({}, precision="nvfp4", fp8_config=options)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "current", "nvfp4"])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate import Accelerator
@@ -79,12 +80,26 @@ def test_a_fault_is_caught_by_the_checks_of_the_table(
 
 
 @pytest.mark.parametrize(
-    ("precision", "kind"), [("nvfp4", "llama"), ("block", "gpt2"), ("delayed", "gemma")]
+    ("precision", "kind", "options"),
+    [
+        ("nvfp4", "llama", {}),
+        ("nvfp4", "gpt2", {"disable_2d_quantization": True, "nvfp4_4over6": "weights"}),
+        ("nvfp4", "llama", {"row_scaled_activation": True, "disable_rht": True}),
+        ("nvfp4", "llama", {"nvfp4_4over6": "all", "disable_rht": True}),
+        ("nvfp4", "qwen3_moe", {"nvfp4_4over6": "weights", "disable_2d_quantization": True}),
+        ("nvfp4", "qwen3_moe", {"row_scaled_activation": True, "disable_rht": True}),
+        ("mxfp8", "llama", {"enable_2d_quantization": True}),
+        ("block", "gpt2", {}),
+        ("delayed", "gemma", {}),
+    ],
 )
-def test_a_correct_model_passes_parity(precision: str, kind: str, accelerator: Accelerator) -> None:
-    parity = build_run(accelerator, precision, kind, layers=1, scope="linear+head").parity()
+def test_a_correct_model_passes_parity(
+    precision: str, kind: str, options: dict[str, Any], accelerator: Accelerator
+) -> None:
+    scope = {"scope": "linear+head"}
+    parity = build_run(accelerator, precision, kind, layers=1, **scope, **options).parity()
     assert parity.failures == []
-    linears = {"gpt2": 4}.get(kind, 7)
+    linears = {"gpt2": 4, "qwen3_moe": 6}.get(kind, 7)
     assert len(parity.products) == 3 * (linears + 1), (
         "forward, dgrad and wgrad of every linear and of the head"
     )

@@ -53,6 +53,26 @@ ACTIVATION = SimpleNamespace(
     supports=activation_kernel.supports,
 )
 Trained = tuple[list[float], dict[str, Tensor]]
+WITH_OPTIONS = [
+    ("mxfp8", {}),
+    ("mxfp8", {"enable_2d_quantization": True}),
+    ("nvfp4", {}),
+    ("nvfp4", {"disable_2d_quantization": True}),
+    ("nvfp4", {"row_scaled_activation": True, "disable_rht": True}),
+    ("nvfp4", {"nvfp4_4over6": "weights", "nvfp4_4over6_err_mode": "MSE"}),
+    (
+        "nvfp4",
+        {"nvfp4_4over6": "all", "nvfp4_4over6_e4m3_use_256": "weights", "disable_rht": True},
+    ),
+    (
+        "nvfp4",
+        {
+            "nvfp4_4over6": "activations",
+            "disable_rht": True,
+            "disable_2d_quantization": True,
+        },
+    ),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,10 +81,12 @@ def b200(references: Path) -> Iterator[None]:
         yield
 
 
-def active_everywhere(precision: str, backend: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
+def active_everywhere(
+    precision: str, backend: str, keep: tuple[str, ...] = (), **options: Any
+) -> ActivePrecision:
     """Return a precision for all linears and the head, without stochastic rounding."""
     every = {"scope": "linear+head", "keep_bf16_layers": {"last": 0}, "keep_bf16": keep}
-    return active_in(precision, backend, **every, **to_nearest(precision))
+    return active_in(precision, backend, **every, **to_nearest(precision), **options)
 
 
 def assemble(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> PackedLanguageModel:
@@ -103,10 +125,12 @@ def in_bf16(kind: str = "qwen3") -> Trained:
     return train(assemble(active_everywhere("bf16", "torch"), fused=False, kind=kind))
 
 
-@pytest.mark.parametrize("precision", ON_BLACKWELL)
-def test_linears_and_the_head_equal_the_emulation_bit_for_bit(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "options"), WITH_OPTIONS)
+def test_linears_and_the_head_equal_the_emulation_bit_for_bit(
+    precision: str, options: dict[str, Any]
+) -> None:
     by_library, emulated = (
-        train(assemble(active_everywhere(precision, backend), fused=False))
+        train(assemble(active_everywhere(precision, backend, **options), fused=False))
         for backend in ("transformer_engine", "emulation")
     )
     assert by_library[0] == emulated[0]
@@ -204,12 +228,14 @@ def test_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
     assert train(packed)[0] == low[0], "low precision is unchanged afterwards"
 
 
-@pytest.mark.parametrize("precision", ON_BLACKWELL)
+@pytest.mark.parametrize(("precision", "options"), WITH_OPTIONS)
 def test_served_weights_are_the_operands_of_stacked_products(
-    precision: str, tmp_path: Path
+    precision: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Queries, keys and values share a tensor scale, as gate and up do."""
-    active = active_everywhere(precision, "transformer_engine", ("lm_head", "layers.1.*"))
+    active = active_everywhere(
+        precision, "transformer_engine", ("lm_head", "layers.1.*"), **options
+    )
     packed = assemble(active, fused=True)
     layers = list(decoder_layers(packed.hf).values())
     decisions = decide(packed.hf, layers, active)
