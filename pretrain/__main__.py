@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
 import sys
 from typing import Any, NoReturn
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # During imports, Ctrl-C ends the process without a traceback. Some packages catch an exception
+    # that interrupts their import, and then fail with another one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from foundation.command import end_process, run_command
 from pretrain import __version__
@@ -114,6 +120,8 @@ def _run(arguments: list[str]) -> int:
     if name in commands.COMMANDS:
         parsed = commands.read(name, options)
     module = importlib.import_module(COMMANDS[name][0])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if name == "evaluate":
         # `assemble` builds the model. It is passed as an argument because train_accelerate.py is
         # not part of the package `pretrain`.

@@ -149,6 +149,9 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     accelerate would end with a traceback, and with status 1 for every failure. If torchrun's record
     of a failure has no traceback, only its message is printed.
     """
+    # During imports, Ctrl-C ends the process without a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Imports create no garbage, but garbage collection took a fifth of their time.
     gc.disable()
     from accelerate.commands import launch

@@ -126,6 +126,30 @@ def test_a_killed_rank_is_one_message(small_recipe: dict[str, Any], tmp_path: Pa
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("package", ["pydantic", "accelerate"])
+def test_ctrl_c_during_imports_prints_no_traceback(
+    package: str, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    interrupt = f"""
+import os, signal, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == {package!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+"""
+    (tmp_path / "sitecustomize.py").write_text(interrupt)
+    done = subprocess.run(
+        [sys.executable, "-m", "pretrain", "train", str(write_recipe(small_recipe, tmp_path))],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == ""
+
+
 def test_a_training_that_a_signal_ends_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C ends a training by its signal until the loop can save, for example during packing."""
     code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
