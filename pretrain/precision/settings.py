@@ -271,6 +271,9 @@ class LowPrecisionSettings(Settings):
     disable_rht: bool | None = None
     # Round gradients to the nearest value instead of stochastically.
     disable_stochastic_rounding: bool | None = None
+    # Scale blocks by FP32 numbers instead of powers of two, as servers on Hopper scale them. Needs
+    # Hopper or emulation.
+    use_f32_scales: bool | None = None
 
     @property
     def options_set(self) -> dict[str, Any]:
@@ -318,7 +321,8 @@ class ActivePrecision:
 
     # The name of the precision in the recipe.
     requested: str
-    # The precision that is used. It differs from `requested` only with `on_unsupported: fallback`.
+    # The precision that is used, with the properties that its options give it. It differs from
+    # `requested` only with `on_unsupported: fallback`.
     precision: Precision
     # The engine. It is "torch" if `precision` is not quantized.
     backend: Literal["torch", "transformer_engine", "emulation"]
@@ -326,6 +330,9 @@ class ActivePrecision:
     settings: LowPrecisionSettings
     # The reason why the device cannot compute the requested precision. None if the device can.
     reason: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", self.precision.with_options(self.settings))
 
     @property
     def quantized_precision(self) -> QuantizedPrecision:

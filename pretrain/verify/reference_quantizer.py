@@ -152,6 +152,9 @@ def quantize_dequantize(
         fraction, exponent = np.frexp(_block_amax(values, scaling).astype(np.float64) / codes[-1])
         decode = np.ldexp(np.float32(1), np.clip(exponent - (fraction == 0.5), -127, 127))
         encode = _reciprocal(decode)
+    elif scaling.block:
+        encode = _fp32_scales(_block_amax(values, scaling), codes[-1], torch.finfo(x.dtype).max)
+        decode = _reciprocal(encode)
     else:
         encode = np.asarray(codes[-1] / amax if scale is None else scale, np.float32)
         decode = _reciprocal(encode)
@@ -185,6 +188,18 @@ def _block_amax(values: Array, scaling: Scaling) -> Array:
     height = size if scaling.square else 1
     blocks = np.abs(values).reshape(len(values) // height, height, -1, size)
     return np.broadcast_to(blocks.max((1, 3), keepdims=True), blocks.shape).reshape(values.shape)
+
+
+def _fp32_scales(block_amax: Array, maximum: float, overflow: float) -> Array:
+    """Return the FP32 encoding scale of each value: `maximum` / `block_amax`, and 1 for zeros.
+
+    A quotient that is too large for FP32 becomes `overflow`, the largest number of the operand's
+    dtype, as in Transformer Engine's kernels.
+    """
+    with np.errstate(divide="ignore", over="ignore"):
+        scale = np.float32(maximum) / block_amax
+    scale = np.where(np.isinf(scale), np.float32(overflow), scale)
+    return np.where(block_amax == 0, np.float32(1), scale)
 
 
 def _block_scales_of_nvfp4(block_amax: Array, amax: float, maximum: float) -> tuple[Array, Array]:
