@@ -15,7 +15,7 @@ from pretrain.precision.settings import PRECISIONS
 from pretrain.verify.reference_quantizer import differing_share
 from tests.pretrain.conftest import active_in
 
-QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+QUANTIZED = [(name, {}) for name, precision in PRECISIONS.items() if precision.quantized]
 
 
 @st.composite
@@ -29,16 +29,22 @@ def operands(draw: st.DrawFn) -> torch.Tensor:
     return torch.from_numpy(values).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "options"), [*QUANTIZED, ("block", {"use_f32_scales": True})])
 @given(operands(), st.sampled_from(get_args(Role)), st.sampled_from(get_args(Along)))
 def test_codes_of_a_format_equal_those_of_the_reference(
-    name: str, x: torch.Tensor, role: Role, along: Along
+    name: str, options: dict[str, bool], x: torch.Tensor, role: Role, along: Along
 ) -> None:
-    active = active_in(name, "emulation")
+    active = active_in(name, "emulation", **options)
     scale = None
     if active.precision.keeps_history:
         scale = active.precision.grid(active.settings, role).maximum / x.abs().amax().float() / 3
     assert differing_share(active, role, along, x, scale) == 0
+
+
+def test_fp32_scales_that_overflow_equal_those_of_the_reference() -> None:
+    x = (torch.randn(128, 256) * 2.0**-125).bfloat16()
+    active = active_in("block", "emulation", use_f32_scales=True)
+    assert differing_share(active, "weight", "features", x, None) == 0
 
 
 def test_operands_that_are_not_finite_do_not_match() -> None:
