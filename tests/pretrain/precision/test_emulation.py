@@ -56,9 +56,7 @@ def run(
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
-def fp8(
-    recipe: str, format: Any, two_dimensional: bool = False, power_of_two: bool = True
-) -> Any:
+def fp8(recipe: str, format: Any, two_dimensional: bool = False, power_of_two: bool = True) -> Any:
     """Return a function that quantizes and dequantizes x along its last dimension.
 
     It supports the recipes with the same quantization for all operands.
