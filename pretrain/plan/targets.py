@@ -112,7 +112,8 @@ class Target:
         Return None if the target can run `plan` and the speed is known.
         """
         for active in plan.precisions:
-            precision = precision_called(active.requested)
+            settings = plan.recipe.fp8_config.resolved(active.requested)
+            precision = precision_called(active.requested).with_options(settings)
             if isinstance(precision, QuantizedPrecision) and self.device.capability:
                 missing = precision.hardware.missing(self.device.capability)
                 if missing:

@@ -67,8 +67,11 @@ class EmulationEngine(GemmEngine):
         self.active = active
         self.precision = active.quantized_precision
         self.device = device
-        # BF16 represents the values of every format exactly, and tensor cores multiply it fast.
-        self.operand_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        # BF16 represents codes times powers of two or E4M3 scales exactly, and tensor cores
+        # multiply it fast. FP32 scales of blocks need FP32.
+        is_exact = not self.precision.block_scaled or self.precision.scales.kind != "FP32"
+        in_bf16 = device.type == "cuda" and is_exact
+        self.operand_dtype = torch.bfloat16 if in_bf16 else torch.float32
         self.delayed = DelayedState(active, device) if self.precision.keeps_history else None
         self._prepare = functools.cache(self._compiled_preparation)
 

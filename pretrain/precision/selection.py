@@ -62,8 +62,8 @@ def select_precision(
     `missing` checks a precision against the device, see `missing_on`. Raise InputError if the
     device does not support the precision and `on_unsupported` is `error`.
     """
-    requested = precision_called(precision)
     settings = fp8_config.resolved(precision)
+    requested = precision_called(precision).with_options(settings)
     if not isinstance(requested, QuantizedPrecision):
         return ActivePrecision(precision, requested, "torch", settings)
     if settings.backend == "emulation":
@@ -77,7 +77,8 @@ def select_precision(
     available = [
         candidate
         for candidate in PRECISIONS.values()
-        if not isinstance(candidate, QuantizedPrecision) or missing(candidate) is None
+        if not isinstance(candidate, QuantizedPrecision)
+        or missing(candidate.with_options(fp8_config.resolved(candidate.name))) is None
     ]
     stand_in = next(candidate for candidate in STAND_INS if candidate in available)
     if settings.on_unsupported == "error":

@@ -288,6 +288,9 @@ class LowPrecisionSettings(Settings):
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] | None = None
     # Quantize weights in blocks of 32 x 32 values instead of 1 x 32.
     enable_2d_quantization: bool | None = None
+    # Scale blocks by FP32 numbers instead of powers of two, as servers on Hopper scale them. Needs
+    # Hopper or emulation.
+    use_f32_scales: bool | None = None
 
     @property
     def options_set(self) -> dict[str, Any]:
@@ -358,7 +361,8 @@ class ActivePrecision:
 
     # The name of the precision in the recipe.
     requested: str
-    # The precision that is used. It differs from `requested` only with `on_unsupported: fallback`.
+    # The precision that is used, with the properties that its options give it. It differs from
+    # `requested` only with `on_unsupported: fallback`.
     precision: Precision
     # The engine. It is "torch" if `precision` is not quantized.
     backend: Literal["torch", "transformer_engine", "emulation"]
@@ -366,6 +370,9 @@ class ActivePrecision:
     settings: LowPrecisionSettings
     # The reason why the device cannot compute the requested precision. None if the device can.
     reason: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", self.precision.with_options(self.settings))
 
     @property
     def quantized_precision(self) -> QuantizedPrecision:

@@ -17,6 +17,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +47,8 @@ DEFAULTS_CHANGED_BY = (
     "NVTE_FP8_CURRENT_SCALING",
     "NVTE_NVFP4_",
 )
+# The attributes of Transformer Engine's block recipe with the parameters of its quantizers.
+BLOCK_QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 # The key of fp8_meta with the position of the scales that are stored for recomputing a layer.
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
@@ -103,6 +106,10 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
             f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks this option; "
             "install the version in requirements-cuda.txt"
         )
+    if settings.use_f32_scales:
+        # Transformer Engine's constructor does not apply the option to the quantizers.
+        for key in BLOCK_QUANTIZERS:
+            setattr(te_recipe, key, replace(getattr(te_recipe, key), power_2_scale=False))
     return te_recipe
 
 

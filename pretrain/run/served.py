@@ -121,6 +121,12 @@ _MX_ACTIVATIONS = (
     "quantized by the server, whose power-of-two scales may be smaller than those of training, "
     "with which no value saturates"
 )
+_FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}
 # Map each value of `QuantizedPrecision.served_as` to its layout.
 LAYOUTS = {
     "static FP8": Layout(
@@ -135,16 +141,16 @@ LAYOUTS = {
     ),
     "FP8 blocks": Layout(
         _fp8_blocks,
-        {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            # Request powers of two as scales of activations, as in training.
-            "scale_fmt": "ue8m0",
-        },
+        # Request powers of two as scales of activations, as in training.
+        _FP8_BLOCKS | {"scale_fmt": "ue8m0"},
         "quantized by the server, with power-of-two scales as in training if it honours "
         "`scale_fmt: ue8m0`, else with FP32 scales",
+        "modules_to_not_convert",
+    ),
+    "FP8 blocks with FP32 scales": Layout(
+        _fp8_blocks,
+        _FP8_BLOCKS,
+        "quantized by the server, with FP32 scales as in training on Hopper",
         "modules_to_not_convert",
     ),
     "MXFP8": Layout(
@@ -212,7 +218,7 @@ def served_weights(
 
     Raises InputError if training multiplies in BF16 or FP32, or if no layout holds the weights.
     """
-    precision = precision_called(precision_name)
+    precision = precision_called(precision_name).with_options(settings.resolved(precision_name))
     if not isinstance(precision, QuantizedPrecision) or precision.plain_forward:
         raise InputError(
             "--precision trained: the forward products of this checkpoint are not quantized "

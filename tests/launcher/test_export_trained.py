@@ -31,7 +31,8 @@ from pretrain.precision.emulation import EmulatedGemm
 from pretrain.settings.recipe import LossSettings
 from tests.conftest import BLOCK_LENGTH, ROOT, VOCABULARY
 
-PRECISIONS = ("delayed", "current", "block", "mxfp8", "mxfp4", "nvfp4")
+# "block FP32" is block with `use_f32_scales: true`.
+PRECISIONS = ("delayed", "current", "block", "block FP32", "mxfp8", "mxfp4", "nvfp4")
 
 
 # ── A reader in NumPy ──
@@ -174,9 +175,10 @@ def exported(
         precision: str, weights: str, scope: str, options: dict[str, Any]
     ) -> Exported:
         folder = tmp_path_factory.mktemp(precision)
-        recipe = recipe_of(
-            recipe_for, block_packs, folder / "run", precision=precision, weights=weights
-        )
+        name, *fp32_scales = precision.split()
+        recipe = recipe_of(recipe_for, block_packs, folder / "run", precision=name, weights=weights)
+        if fp32_scales:
+            recipe["fp8_config"]["use_f32_scales"] = True
         recipe["fp8_config"] |= {"scope": scope} | options
         recipe["model"]["config"]["tie_word_embeddings"] = scope == "linear"
         run = start_here(recipe, folder)
@@ -364,6 +366,37 @@ def test_transformers_dequantizes_block_fp8_to_our_weights_and_logits(
     check_logits(run, expected, plain_logits(model.float()), in_bf16)
 
 
+def test_transformers_reads_fp32_scales_of_blocks(exported: Callable[..., Exported]) -> None:
+    run = exported("block FP32")
+    expected = run.dequantized()
+    models = [
+        AutoModelForCausalLM.from_pretrained(
+            run.folder, dtype=dtype, quantization_config=FineGrainedFP8Config(dequantize=True)
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for name, weight in expected.items():
+        assert torch.equal(models[0].get_parameter(name), weight), name
+        assert torch.equal(models[1].get_parameter(name), weight.bfloat16()), name
+    check_logits(run, expected, plain_logits(models[0].float()), plain_logits(models[1]))
+
+
+def test_scale_fmt_requests_powers_of_two_unless_training_uses_fp32_scales(
+    exported: Callable[..., Exported],
+) -> None:
+    configs = [
+        json.loads((exported(name).folder / "config.json").read_text())["quantization_config"]
+        for name in ("block", "block FP32")
+    ]
+    assert configs[0].pop("scale_fmt") == "ue8m0"
+    assert configs[0] == configs[1]
+    scales = load_file(exported("block FP32").folder / "model.safetensors")
+    mantissas = [
+        tensor.frexp().mantissa for name, tensor in scales.items() if name.endswith("scale_inv")
+    ]
+    assert all((mantissa != 0.5).any() for mantissa in mantissas)
+
+
 READ = """
 import json, sys
 import torch
@@ -388,7 +421,7 @@ def test_compressed_tensors_decompresses_our_weights_and_logits(
         pytest.skip(f"needs compressed-tensors in {references}; `make test` installs it")
     for package in packages:
         (tmp_path / package.name).symlink_to(package.absolute())
-    names = [precision for precision in PRECISIONS if precision != "block"]
+    names = [precision for precision in PRECISIONS if not precision.startswith("block")]
     outputs = {str(exported(name).folder): str(tmp_path / f"{name}.pt") for name in names}
     done = subprocess.run(
         [sys.executable, "-c", READ, json.dumps(outputs)],

@@ -4,7 +4,13 @@ A block has 1x128 values in activations and gradients, and 128x128 values in wei
 """
 
 from pretrain.precision import quantizers
-from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
+from pretrain.precision.formats.definition import (
+    BLACKWELL,
+    HOPPER,
+    Hardware,
+    QuantizedPrecision,
+    Scaling,
+)
 
 PRECISION = QuantizedPrecision(
     name="block",
@@ -13,6 +19,7 @@ PRECISION = QuantizedPrecision(
     "the same codes by MXFP8 products, which repeat each scale for every 32 values",
     peak="fp8",
     multiple_of=128,
+    options={"use_f32_scales": False},
     hardware=Hardware((9, 0), "H100, H200, B200"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
@@ -24,4 +31,20 @@ PRECISION = QuantizedPrecision(
     te_available="is_fp8_block_scaling_available",
     operand_bytes=1 + 4 / 128,
     weight_bytes=1.0,  # one scale for 128 x 128 values takes negligible memory
+    changed_by={
+        "use_f32_scales": {
+            # Transformer Engine refuses FP32 scales on Blackwell.
+            "hardware": Hardware(
+                HOPPER,
+                "H100, H200; later GPUs need `fp8_config.use_f32_scales: false`",
+                below=BLACKWELL,
+            ),
+            # The scale maps the largest value of a block to the largest code.
+            "scales": Scaling("FP32", 0.95, 128),
+            "quantize": lambda x, given: quantizers.blocks.quantize_fp8(
+                x, given.grid, two_dimensional=given.square, power_of_two=False
+            ),
+            "served_as": "FP8 blocks with FP32 scales",
+        }
+    },
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 
@@ -126,6 +126,13 @@ class Precision:
     plain_forward: bool = False
     # Map each option of `fp8_config` that the precision accepts to its default.
     options: Mapping[str, Any] = field(default_factory=dict)
+    # Map an option to the fields that have other values if the option is true.
+    changed_by: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def with_options(self, settings: OptionValues) -> Self:
+        """Return the precision with the properties that `settings`, resolved for it, give it."""
+        changes = [self.changed_by[key] for key in self.changed_by if getattr(settings, key)]
+        return replace(self, **changes[0]) if changes else self
 
     @property
     def use(self) -> str:
@@ -205,7 +212,7 @@ class QuantizedPrecision(Precision):
     @property
     def tensor_scaled(self) -> bool:
         """Return True if a tensor has a scale, either alone or in addition to scales of blocks."""
-        return self.scales.kind != "power of two"
+        return self.scales.kind == "E4M3" or not self.block_scaled
 
     def grid(self, settings: OptionValues, role: Role) -> Grid:
         """Return the number format of an operand's codes.

@@ -92,6 +92,7 @@ VALUES = {
     "nvfp4_4over6": ["none", "weights"],
     "nvfp4_4over6_e4m3_use_256": ["none", "weights", "activations", "all"],
     "nvfp4_4over6_err_mode": ["MAE", "MSE"],
+    "use_f32_scales": [False, True],
 }
 GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),
@@ -165,6 +166,22 @@ def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(
         name,
         "emulation",
     ) and "needs a GPU" in emulated.notice
+
+
+def test_fp32_scales_of_blocks_need_hopper_or_emulation() -> None:
+    active = select("block", gpu(H200), use_f32_scales=True)
+    assert (active.backend, active.precision.scales.kind) == ("transformer_engine", "FP32")
+    assert select("block", gpu(B200)).precision.scales.kind == "power of two"
+    with pytest.raises(
+        InputError,
+        match=r"`precision: block` needs .* below 10\.0 .*use_f32_scales: false.*"
+        r"here: fp32, bf16, delayed, current, mxfp8, nvfp4$",
+    ):
+        select("block", gpu(B200), use_f32_scales=True)
+    for name in ("block", "block_bf16_forward"):
+        emulated = select(name, gpu(B200), use_f32_scales=True, on_unsupported="emulate")
+        assert emulated.precision.name == name
+        assert (emulated.backend, emulated.precision.scales.kind) == ("emulation", "FP32")
 
 
 def test_the_error_names_remedies_and_supported_precisions() -> None:

@@ -723,8 +723,8 @@ def ties_away(run: SmallRun, patch: Patch) -> None:
     patch.setattr(blocks, "round_to_grid", nearest)
 
 
-def power_of_two_scales(run: SmallRun) -> bool:
-    return in_blocks(run) and run.active.precision.scales.kind == "power of two"
+def scaled_by_blocks_only(run: SmallRun) -> bool:
+    return in_blocks(run) and not run.active.precision.tensor_scaled
 
 
 def changing_block_amax(change: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Make:
@@ -742,12 +742,12 @@ def changing_block_amax(change: Callable[[Tensor, tuple[int, ...]], Tensor]) -> 
     return make
 
 
-fault("a block's scale is computed from half of its values", power_of_two_scales)(
+fault("a block's scale is computed from half of its values", scaled_by_blocks_only)(
     changing_block_amax(
         lambda x, dim: x.narrow(dim[-1], 0, x.shape[dim[-1]] // 2).amax(dim, keepdim=True)
     )
 )
-fault("a block's scale is half as large as needed", power_of_two_scales)(
+fault("a block's scale is half as large as needed", scaled_by_blocks_only)(
     changing_block_amax(lambda x, dim: x.amax(dim, keepdim=True) / 2)
 )
 

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
+from tests.pretrain.conftest import active_in
+from tests.pretrain.verify.faults import Fault, in_quantizers
 from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by, named
 from tests.pretrain.verify.small_runs import build_run
 
@@ -77,6 +80,50 @@ def test_a_fault_is_caught_by_the_checks_of_the_table(
     run = build_run(accelerator, precision, layers=1, **fault.options)
     assert fault.applies(run)
     assert named(caught_by(run, fault)) == table[what, precision]
+
+
+@pytest.mark.parametrize(
+    ("what", "checks"),
+    [
+        ("values are truncated, not rounded", "both"),
+        ("codes have one mantissa bit too many", "both"),
+        ("a block is decoded with its neighbour's scale", "parity"),
+        ("one scale per tensor instead of one per block", "both"),
+        ("values are rounded down by a quarter of a quantum", "parity"),
+        ("a block's scale is computed from half of its values", "parity"),
+        ("a block's scale is half as large as needed", "parity"),
+    ],
+)
+def test_a_fault_is_caught_with_fp32_scales_of_blocks(
+    what: str, checks: str, accelerator: Accelerator
+) -> None:
+    run = build_run(accelerator, "block", layers=1, use_f32_scales=True)
+    assert BY_NAME[what].applies(run)
+    assert named(caught_by(run, BY_NAME[what])) == checks
+
+
+def test_fp32_scales_of_blocks_pass_the_checks(accelerator: Accelerator) -> None:
+    run = build_run(accelerator, "block", layers=1, use_f32_scales=True, scope="linear+head")
+    assert caught_by(run) == ()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_scales_of_blocks_of_the_other_kind_are_caught(
+    asked: bool, accelerator: Accelerator
+) -> None:
+    run = build_run(accelerator, "block", layers=1, use_f32_scales=asked)
+    other = active_in("block", use_f32_scales=not asked).precision
+    fault = Fault(
+        "the scales are of the other kind",
+        in_quantizers(
+            lambda _, patch: patch.setattr(
+                QuantizedPrecision, "along_features", lambda _, *given: quantizer(other, *given)
+            )
+        ),
+        lambda run: True,
+    )
+    quantizer = QuantizedPrecision.along_features
+    assert named(caught_by(run, fault)) == "both"
 
 
 @pytest.mark.parametrize(

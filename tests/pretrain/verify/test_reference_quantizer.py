@@ -19,6 +19,7 @@ from tests.pretrain.conftest import active_in
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name, precision in PRECISIONS.items() if precision.quantized),
+    ("block", {"use_f32_scales": True}),
     ("mxfp8", {"enable_2d_quantization": True}),
     ("nvfp4", {"disable_2d_quantization": True}),
     ("nvfp4", {"row_scaled_activation": True, "disable_rht": True}),
@@ -67,6 +68,12 @@ def test_a_wrong_choice_of_4over6_is_found(mode: str) -> None:
     error = blocks._block_error
     with overridden(blocks, _block_error=lambda *arguments: -error(*arguments)):
         assert differing_share(active, "weight", "features", x, None) > TOLERATED_SHARE
+
+
+def test_fp32_scales_that_overflow_equal_those_of_the_reference() -> None:
+    x = (torch.randn(128, 256) * 2.0**-125).bfloat16()
+    active = active_in("block", "emulation", use_f32_scales=True)
+    assert differing_share(active, "weight", "features", x, None) == 0
 
 
 def test_operands_that_are_not_finite_do_not_match() -> None:
