@@ -118,12 +118,16 @@ def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str,
 
 
 def bytes_below(folder: Path) -> int:
-    """Return the bytes of all files below `folder`. Another process may remove files meanwhile."""
+    """Return the bytes of all files below `folder`.
+
+    Another process may remove files and folders meanwhile. `os.walk` skips removed folders.
+    """
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = os.lstat(Path(parent, name))
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
