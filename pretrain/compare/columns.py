@@ -162,9 +162,10 @@ def figures_of(comparison: RunComparison) -> list[Column]:
 
     Columns without a value for any run are omitted.
     """
-    # The loss at the end is a mean over steps. If these are not the same steps in all runs, the
-    # suffix of the loss shows them, and one more column has the loss at the last step that all runs
-    # have. A run that has branched from a checkpoint may have fewer of these steps.
+    # The loss at the end is a mean over steps. If the averaged steps differ between the runs, the
+    # suffix of the loss shows the averaged steps, and one more column has the loss at the last step
+    # that all runs have. A branch begins after the step of its checkpoint, so runs may have no step
+    # in common.
     ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in comparison.runs}
     shared_step = min(last for last, _ in ends)
     first_step = max(run.steps[0]["step"] for run in comparison.runs)

@@ -89,8 +89,8 @@ class ComparedRun:
     def gap(self) -> Gap | None:
         """Return the mean loss difference between the run and the baseline at the end of training.
 
-        Return None if the run is the baseline, or if the two runs have no difference. `not_paired`
-        returns the reason.
+        Return None if the run is the baseline, or if the difference cannot be computed.
+        `not_paired` returns the reason.
         """
         if self.is_baseline or self.not_paired or self.differences is None:
             return None
@@ -118,6 +118,7 @@ class ComparedRun:
         if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
             return None
         steps, differences = loss_differences(self.base, self.run, "held_out_loss")
+        # The last evaluation that both runs have must be the last evaluation of each run.
         last_steps = {run.last_evaluation.get("step") for run in (self.base, self.run)}
         return float(differences[-1]) if last_steps == set(steps[-1:]) else None
 
@@ -178,7 +179,10 @@ class RunComparison:
 
     @property
     def in_tokens(self) -> bool:
-        """Return True if the runs have steps of different sizes, so that steps do not match."""
+        """Return True if the number of tokens per step differs between the runs.
+
+        Curves are then drawn over the number of tokens instead of the step.
+        """
         return len({run.tokens_per_step for run in self.runs}) > 1
 
     def answer(self) -> str:

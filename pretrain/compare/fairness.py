@@ -38,7 +38,7 @@ COMPARED = ("precision", "weights", *_SHOWN_IF_DIFFERENT)
 # differ in one of these keys cannot be paired.
 SAME_TEXT = ("data.", "batch.", "seed")
 # Keys of `fp8_config` that choose the engine and change no arithmetic. Tables do not show these
-# keys, because they show the engine that the audit has observed.
+# keys. Instead, tables show the engine that the audit has observed.
 _ENGINE = ("fp8_config.backend", "fp8_config.on_unsupported")
 
 

@@ -63,8 +63,8 @@ def range_after_the_fall(
 
     Args:
         curves: Curves of the plot, each [step]. The first FALL_SHARE of each curve is ignored.
-        points: Other values of the plot, for example held-out losses [evaluation]. All of them are
-            used.
+        points: Other values of the plot, for example held-out losses [evaluation]. None of these
+            values is ignored.
     """
     tails = [curve[int(len(curve) * FALL_SHARE) :] for curve in curves]
     values = np.concatenate([*tails, *points, []])
@@ -83,7 +83,7 @@ def picture_of_run(run: RunRecord) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), dpi=150)
-    # Set the margins, because matplotlib takes longer to compute them than to draw.
+    # Set the margins, because matplotlib takes longer to compute margins than to draw.
     axes = figure.add_axes((0.08, 0.1, 0.905, 0.79))
     steps, losses = run.curve("loss")
     window = window_of(len(run.steps))

@@ -160,7 +160,7 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """Return the path of the log file. Every start of the cell appends its output to it."""
+        """Return the path of the log file. Each start of the cell appends its output."""
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     @property
@@ -269,6 +269,7 @@ class Matrix:
         Raises InputError if no cell is selected.
         """
         keys = {key_of(text) for text in filters}
+        # A cell is selected if the keys for which its value is listed are all keys in `filters`.
         chosen = [
             cell
             for cell in self.cells

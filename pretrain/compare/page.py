@@ -307,11 +307,12 @@ def heat_maps(path: Path) -> HeatMaps:
 
 
 def losses_beside_normal(compared: ComparedRun) -> str:
-    """Return the largest underflow and saturation of an operand in a run, and what is normal.
+    """Return a line with a run's largest underflow and saturation, and the normal limits.
 
-    The last measurement of the run is used. The measurement in the first step is not used, because
-    delayed scaling has no scales before it. Return "" if there is no other. If the run has several
-    quantized precisions, the limits are those of the last one.
+    The underflow and the saturation are the largest of any operand at the last measurement of the
+    run. The measurement in the first step is not used, because delayed scaling has no scales before
+    this step. Return "" if there is no later measurement. If the run has several quantized
+    precisions, the limits are those of the last quantized precision.
     """
     measured = [step for step in compared.run.steps[1:] if "fp8/underflow" in step]
     quantized = [
@@ -353,6 +354,7 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
     axes = {measure: f"coloraxis{place}" for place, measure in enumerate(MEASURES, start=1)}
     for label, maps in statistics.items():
         for (measure, operand), heat_map in maps.items():
+            # At first, only the heat maps of the first menu entry are visible.
             choices.append(f"{escape(label)}: {MEASURES[measure]}")
             figure.add_heatmap(
                 x=[str(step) for step in heat_map["steps"]],

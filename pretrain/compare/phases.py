@@ -110,7 +110,7 @@ class Measured:
 
     @property
     def speed(self) -> float:
-        """Return the speed of all devices together in tokens/s. Return 0 if it is not used."""
+        """Return the speed of all devices together in tokens/s, or 0 if it is unused."""
         return 0.0 if self.unused_because else self.figures["tokens_per_second"]
 
 

@@ -233,7 +233,7 @@ def watch(options: argparse.Namespace) -> Report | None:
     """Write the page repeatedly, until all runs have ended or Ctrl-C is pressed.
 
     If a run has no step yet, wait for its first step. Return the last report. If Ctrl-C is pressed
-    before every run has a step, there is no report, and None is returned.
+    before each run has its first step, return None, because there is no report.
     """
     report = None
     names = ", ".join(map(str, options.runs))

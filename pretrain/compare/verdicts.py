@@ -177,6 +177,8 @@ class Rounds:
         protocol = self.protocol
         baseline = self._seconds_of(protocol.base)
         waits = 0.0 if protocol.begin_with else baseline * protocol.trunk / protocol.steps
+        # For each GPU, the seconds from the start of the round until the GPU is free. The next
+        # candidate is trained on the GPU that is free first.
         busy = [baseline, *[waits] * (self.at_once - 1)]
         for name in candidates:
             busy[busy.index(min(busy))] += self._seconds_of(name)
@@ -259,6 +261,7 @@ class Rounds:
             verdict.tokens_per_second = statistics.median(speeds)
             verdict.speedup = speedups.mean
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
+        # SeedDifference computes the mean and the interval of the slopes. Its `baseline` is unused.
         slopes = {index: loss_slope(base) for index, (base, _) in enumerate(pairs)}
         self._add_gain(verdict, speedups, SeedDifference(slopes, 0.0))
         return verdict
@@ -289,6 +292,7 @@ class Rounds:
         speed_half = speedups.anytime_half_width(self.protocol.error)
         if loss_half is None or speed_half is None:
             return
+        # Largest and smallest factor of tokens within the intervals of the loss and the slope.
         most = self.tokens_for(served.mean + loss_half, slopes.mean + slope_half)
         least = self.tokens_for(served.mean - loss_half, slopes.mean - slope_half)
         verdict.gain_interval = [

@@ -72,8 +72,8 @@ from pretrain.settings.recipe import Recipe
 
 # Share of the steps after which candidates branch from the baseline.
 TRUNK = 0.2
-# Seconds that a run of a small model usually takes for its start, and for each step. With them
-# the command estimates the time before its trials. Larger models take longer.
+# Seconds that a run of a small model usually takes for its start, and for each step. The command
+# estimates the total time from these values before it runs the trials. Larger models take longer.
 USUAL_ON_CPU = (2.0, 0.02)
 USUAL_ON_GPU = (16.0, 0.1)
 # Files in the folder of the runs: the fixed settings, and the verdicts.
@@ -207,7 +207,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
     """Raise InputError if an option is invalid.
 
-    All checks are possible before the first trial is trained.
+    No check needs the result of a trial.
     """
     names = options.precisions or list(PRECISIONS)
     is_known = all(name.removesuffix(HEAD) in PRECISIONS for name in names)
@@ -245,8 +245,8 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
 
 def has_gpu() -> bool:
     """Return True if torch can use a GPU."""
-    # The import takes seconds. It is inside of this function so that mistakes on the command line
-    # are reported at once.
+    # Import torch here, so that mistakes on the command line are reported at once. The import takes
+    # seconds.
     import torch
 
     return torch.cuda.is_available()
@@ -331,7 +331,7 @@ def new_protocol(
         in_an_epoch=steps_in_an_epoch(question.recipe),
         at_once=matrix.slots or 1,
     )
-    # Refuse too few --hours before the trials, if they are too few even with the usual durations.
+    # Raise InputError before the trials if --hours is too small even for runs of usual duration.
     fit(protocol, seconds_left=deadline - time.monotonic() - trials)
     say(
         f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
@@ -366,8 +366,8 @@ def new_protocol(
 def run_trials(matrix: Matrix, stop: StopRequest) -> dict[str, Cell]:
     """Train the baseline and each candidate for TRIAL_STEPS steps. Return the cells by name."""
     for cell in matrix.cells:
-        # Delete a trial with other settings, so that it runs again. No result can depend on it,
-        # because the protocol, which uses the trials, has not been written.
+        # Delete a trial with other settings, so that the trial runs again. No result depends on the
+        # deleted trial, because the protocol, which uses the trials, has not been written.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
     return train(matrix, stop, may_fail=True)
@@ -409,7 +409,7 @@ def default_candidates(weights: str) -> list[str]:
 
 def supported_precisions() -> list[str]:
     """Return the quantized precisions that the GPU supports. Runs in a child process."""
-    # This module imports torch.
+    # Import this module here, because it imports torch.
     from pretrain.precision.selection import missing_on
 
     missing = missing_on("cuda")
@@ -429,7 +429,7 @@ def fit_steps(
     at_once: int,
     seconds_left: float,
 ) -> Protocol:
-    """Return the protocol with the last step of each run, and the last step of the trunk.
+    """Return a copy of the protocol with `steps` and `trunk`, the length of a run and of the trunk.
 
     The trunk consists of the steps before the candidates branch. A run is as long as --hours allow,
     but not longer than the recipe sets, and not longer than one epoch. Raises InputError if such a
@@ -466,10 +466,11 @@ def fit_steps(
             f"the recipe or its data allows only {longest} steps per run, but {minimum} is "
             "the minimum; set more `train.steps` in the recipe, or use more data"
         )
+    # Find the largest number of steps with which all rounds end within `seconds_left`.
     steps = bisect_right(range(longest + 1), seconds_left, lo=minimum, key=seconds_of_rounds) - 1
     if steps < minimum:
         hours = options.hours + (seconds_of_rounds(minimum) - seconds_left) / 3600
-        # Add 5 %, because the message has two digits, and rounding may make it 5 % smaller.
+        # Add 5 %, because rounding to two digits may make the number of hours 5 % smaller.
         raise InputError(
             f"--hours {options.hours:g}: this time is too short for {protocol.seeds} rounds of "
             f"runs with {minimum} steps, which is the minimum; set --hours to "

@@ -214,7 +214,7 @@ class ProductAudit(Observer):
 
         The number of the step seeds the choice of the examined linears and blocks, and shifts the
         microbatch in which each linear is observed. If the step is new, record in audit.json that
-        it has passed.
+        the step has passed.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
@@ -321,7 +321,7 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     of the dtypes instead. Return "not run" if there are no products.
 
     observed: the products of one linear.
-    all_three: True to add to the text which of forward, dgrad and wgrad did not run.
+    all_three: True to list in the text the products (forward, dgrad, wgrad) that did not run.
     """
     if not observed:
         return "not run"

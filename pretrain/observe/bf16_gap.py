@@ -2,10 +2,10 @@
 
 The microbatch is first computed in BF16, and then in low precision as part of the step. The two
 losses and the two gradients are compared. The BF16 pass changes no state of the run, so the
-training has the same bits as without the measurement. Each process compares the gradient of its own
-first microbatch before gradients are exchanged. Only if FSDP2 has already reduced the gradients,
-each process compares its shard of the reduced gradients. Dot products and losses are summed over
-processes. docs/verification.md defines the figures.
+results of the training are the same, bit for bit, as without the measurement. Each process compares
+the gradient of its own first microbatch before gradients are exchanged. If FSDP2 has already
+reduced the gradients, each process compares its shard of the reduced gradients instead. Dot
+products and losses are summed over processes. docs/verification.md defines the figures.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class GapMeter(Observer):
         self._health = health
         self._recipe = recipe
         self._accelerator = accelerator
+        # Map the name of each trained parameter to True if the parameter is a matrix.
         self._is_matrix = {
             name: parameter.dim() > 1
             for name, parameter in packed.hf.named_parameters()
@@ -176,14 +177,14 @@ class GapMeter(Observer):
             self._accelerator.backward(loss * (1 / max(batches.valid_tokens, 1)))
         self._losses[1] = loss.detach()
         self._losses[2] = (inputs["labels"] != IGNORE).sum()
-        # `clear_gradients` overwrites gradient sums in place, so sums are cloned. It drops `.grad`
-        # without overwriting it, so `.grad` needs no clone.
+        # Clone gradient sums, because `clear_gradients` overwrites sums in place. Do not clone
+        # `.grad`, because `clear_gradients` only drops the reference to this tensor.
         self._in_bf16 = {
             name: part.clone() if is_sum else part for name, part, is_sum in self._gradients()
         }
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
-            # Drop the unquantized weight that the BF16 pass has cached. The step may not use it.
+            # Drop the unquantized weight that the BF16 pass has cached. The step must not use it.
             product.plain.weight = None
 
     def _gradients(self) -> Iterator[tuple[str, Tensor, bool]]:

@@ -51,7 +51,7 @@ class Observer:
 
     The hooks of a step are called in the order of their definition. Hooks that are context managers
     may raise an exception when the caller's `with` statement ends. All hooks except
-    `whole_step` may communicate between ranks, so all ranks must enter them.
+    `whole_step` may communicate between ranks, so all ranks must call these hooks.
     """
 
     # True if the observer needs each rank's own gradients after the first microbatch. Then ranks
@@ -176,7 +176,7 @@ class Observers:
 
     observers: the observers, in the order in which their hooks are called.
     precision: the model's precision, whose schedule determines the phases.
-    resumed_step: the step of the loaded checkpoint, or 0. The first observed step comes after it.
+    resumed_step: the step of the loaded checkpoint, or 0. The next step is the process's first.
     """
 
     observers: Sequence[Observer]

@@ -59,7 +59,7 @@ NEVER_SCALED = 1.0
 
 @dataclass(eq=False)
 class OperandWatch(Observer):
-    """Write the statistics of operands to fp8_statistics.jsonl, and warn if they lose too much.
+    """Write the statistics of operands to fp8_statistics.jsonl, and warn of large losses.
 
     The file has a line for each measured step, with an object for each operand. All ranks measure
     their own operands, because a rank that does not measure would only wait for the ranks that do.
@@ -113,8 +113,8 @@ def warning_of(
 
     number: the number of the step.
     records: the result of `OperandStatistics.records`.
-    given: the keys of LOSSES for which a warning was already given. No warning is given for them
-        again. The keys of the returned warning are added to this set.
+    given: the keys of LOSSES for which a warning was already given. These keys cause no second
+        warning. The keys of the returned warning are added to this set.
     """
     scaled = [
         record

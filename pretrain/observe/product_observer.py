@@ -6,8 +6,8 @@ observed where pretrain/precision calls cublasLt (`searched`).
 
 Emulated operands and FP8 operands of Transformer Engine are also examined: each value must be a
 code of the format times the scale of its block, and each scale must be a scale of the format and
-fit the values. A sample of whole blocks is examined, in the first product of each kind of a linear.
-The host waits for the device only when `faults` is called.
+fit the values. A sample of whole blocks is examined, in the first forward, dgrad and
+wgrad of a linear. The host waits for the device only when `faults` is called.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
         return (scale >= 0) & (round_to_grid(scale, E4M3) == scale)
     if scaling.kind == "FP32":
         return scale > 0
+    # A power of two has no mantissa bit, except for 2^-127, which is subnormal in FP32.
     bits = scale.view(torch.int32)
     mantissa = bits & ((1 << FP32_MANTISSA_BITS) - 1)
     smallest = 1 << (FP32_MANTISSA_BITS - 1)  # the bits of 2^-127
@@ -205,7 +206,7 @@ class ProductObserver(ProductWatcher):
             microbatch in which each linear is observed.
         examined: the names of the linears whose operands are examined, or None for all linears.
         microbatches: the number of microbatches in the observed step. The linears are spread over
-            them, and each linear is observed in one of them.
+            the microbatches, and each linear is observed in one microbatch.
         """
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active
@@ -267,7 +268,7 @@ class ProductObserver(ProductWatcher):
         The arguments are the arguments of `watched`.
 
         The returned context manager can also decorate a function. Products of torch are observed
-        only during this body, because a dispatch mode around a whole step would prevent
+        only during the `with` body, because a dispatch mode around a whole step would prevent
         torch.compile from compiling the step.
         """
         self._calls.append(_Call(names, gemm, scales, swapped))
@@ -298,7 +299,7 @@ class ProductObserver(ProductWatcher):
     def torch_product(self, left: Tensor, right: Tensor) -> None:
         """Observe a product of torch: left [m, k] times right [k, n] or [experts, k, n].
 
-        The dispatch mode calls this with the tensors that the kernel receives.
+        The dispatch mode calls this method with the tensors that the kernel receives.
         """
         call = self._calls[-1]
         precision = self._active.precision
@@ -322,7 +323,8 @@ class ProductObserver(ProductWatcher):
 
         factors: two pairs (codes, scales). The last axis of the codes is the axis that the product
             sums over. There is a scale for each row. All scales of a factor must be equal, because
-            the precision has one scale per tensor. Every different scale counts as a bad block.
+            the precision has one scale per tensor. Every scale that differs from the
+            first scale counts as a bad block.
         """
         call = self._calls[-1]
         grids = dict(FP8_FORMATS.values())

@@ -16,8 +16,8 @@ from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
 from pretrain.observe.observers import Observer, Step
 
-# The fifth step of the process is recorded. The steps before it compile all functions and fill all
-# caches.
+# The fifth step of the process is recorded. The first four steps compile all functions and
+# fill all caches.
 PROFILED = 5
 ROWS = 40  # the number of kernels in the table
 TRACE_FILE = "profile.json.gz"

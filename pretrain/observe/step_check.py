@@ -34,15 +34,15 @@ from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
 VALUES = 1024  # the largest number of values that are checked in each parameter
-# Tolerance of an updated value, relative to the change of this value, or relative to the root mean
-# square of all changes in its tensor if this is larger. Gradient norms that are summed in different
-# orders differ by 1e-6.
+# Tolerance of an updated value, relative to the larger of two changes: the change of this value,
+# and the root mean square of all changes in its tensor. The tolerance must be above 1e-6, because
+# gradient norms that are summed in different orders differ by 1e-6.
 RELATIVE = 1e-4
 # Additional tolerance, relative to the value itself. An FP32 operation has a relative rounding
 # error of 2^-24, and an update consists of a few operations.
 ROUNDING = 2.0**-22
-# Gradient sums over several microbatches are wrong if more than this share of the FP32 values could
-# be stored in BF16 without rounding.
+# Gradient sums over several microbatches count as rounded to BF16, which is a fault, if more than
+# this share of the nonzero FP32 values could be stored in BF16 without rounding.
 BF16_VALUED = 0.9
 
 
@@ -95,9 +95,9 @@ class StepCheck(Observer):
         seen: list[Tensor] = []
         # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
         sums_fit_bf16: list[Tensor] = []
-        # Number of gradients that are not zero before the first microbatch. It is read only after
-        # `yield`, so the host does not wait for the device here. The norm of a gradient is the sum
-        # of its magnitudes, because squares of small gradients underflow to zero.
+        # Number of gradients that are not zero before the first microbatch. The number is read only
+        # after `yield`, so the host does not wait for the device here. The norm of a gradient is
+        # the sum of its magnitudes, because squares of small gradients underflow to zero.
         left_over = torch.stack(
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
@@ -204,7 +204,7 @@ class StepCheck(Observer):
         matrix: the present unquantized weight.
 
         A cached weight that several microbatches use is compared only in the first microbatch.
-        Under delayed scaling it has the scale of that microbatch.
+        Under delayed scaling, the cached weight has the scale of the first microbatch.
         """
         codes = gemm.codes(operand)
         key = (gemm.name, id(codes))
@@ -216,7 +216,8 @@ class StepCheck(Observer):
 class TorchUpdate:
     """The expected result of a step's update: torch.optim.AdamW on a sample of the values.
 
-    Create it when the gradients are complete, and call `differences` after the optimizer's step.
+    Create the object when the gradients are complete, and call `differences` after the optimizer's
+    step.
     """
 
     def __init__(

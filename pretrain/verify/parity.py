@@ -136,8 +136,8 @@ class Parity:
     def record(self) -> dict[str, Any]:
         """Return the entry of audit.json.
 
-        It has all figures, the SHOWN worst comparisons of each kind, and the number of compared
-        tensors and products.
+        The entry has all figures, the SHOWN worst comparisons of each kind, and the number of
+        compared tensors and products.
         """
         counts = {"tensors_compared": len(self.tensors), "products_compared": len(self.products)}
         worst = {
@@ -146,7 +146,7 @@ class Parity:
         return asdict(replace(self, **worst)) | counts
 
     def require(self) -> None:
-        """Raise TrainingHalted if there are failures. The message lists them and the remedies."""
+        """Raise TrainingHalted if there are failures. The message lists failures and remedies."""
         if not self.failures:
             return
         failures = "\n".join(f"  {line}" for line in self.failures)
@@ -201,7 +201,8 @@ def check_parity(
     finally:
         clear_gradients(optimizer, model)
         for product in model.fused.products if model.fused else ():
-            # Free the cached weight of the unquantized path. Training may never use this path.
+            # Free the cached weight of the unquantized path, because it is possible that training
+            # never uses this path.
             product.plain.weight = None
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -324,7 +325,7 @@ def _reference(
         accelerator: Accelerator of the run.
         microbatches: Documents of each microbatch of this rank.
         step_tokens: Number of tokens with a label in the training step. Gradients are divided by
-            it.
+            this number.
         tokens: Number of compared tokens over all ranks.
         head_factor: Factor by which the input of the LM head is multiplied.
 
@@ -585,7 +586,7 @@ class Distance(NamedTuple):
 def distances(
     measured: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]
 ) -> dict[str, Distance]:
-    """Map the name of each gradient to its distance, and TOTAL to the distance of all together.
+    """Map the name of each gradient to its distance, and TOTAL to that of all gradients.
 
     A gradient that is present in only one of `measured` and `reference` is treated as zero in the
     other one. An example is the gradient of a head that is tied in one of the models only.

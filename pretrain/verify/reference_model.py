@@ -28,8 +28,8 @@ from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
-# If the compared model and the reference choose different experts for a token, rounding is accepted
-# as the reason if two router logits differ by at most this number of standard deviations of a
+# Largest difference between two router logits that is attributed to rounding if the compared model
+# and the reference choose different experts for a token. The unit is the standard deviation of a
 # token's logits. The two logits are the lowest logit among the experts that the reference has
 # chosen, and the lowest logit among the experts that the compared model has chosen. In most small
 # correct models the difference is at most 0.15.
@@ -58,7 +58,8 @@ def wrong_batches(
         begins = range(0, size, batch.max_seqlen)
         labels = torch.full_like(batch.labels, IGNORE)
         position_ids = batch.position_ids.clone()
-        # Attention treats the padding of a pack as a document.
+        # Include the ends of the packs, because attention treats the padding of a pack as a
+        # document.
         offsets = {0, size, *begins}
         rows = batch.input_ids[0].split(batch.max_seqlen)
         for begin, tokens in zip(begins, rows, strict=True):
