@@ -41,7 +41,8 @@ if __name__ == "__main__":
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if sys.argv[-1:] == [SERVE]:
-        # Look for GPUs without CUDA, which does not work in a fork of a process that has used it.
+        # Make torch look for GPUs through NVML and not through CUDA. If this process used CUDA, its
+        # forks could not use CUDA.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     else:
         # Report mistakes on the command line before the slow imports.
@@ -141,7 +142,8 @@ def carry_out(job: Job, *surroundings: Any) -> int:
         with closing(run.checkpoints):
             if run.is_new and job.recipe.model.weights_source is not None:
                 evaluate.evaluate_once(run)  # the held-out loss before the first step
-                # Step 0 must not become the best checkpoint, because this run has not trained it.
+                # Forget the result of step 0. Otherwise step 0 could become the best checkpoint,
+                # although this run has not trained it.
                 run.best = None
             stopped_by = train(run)
             if not stopped_by:
@@ -430,7 +432,8 @@ if __name__ == "__main__":
         serve()
         START.restart()
         if torch.cuda._is_in_bad_fork():
-            # An imported package has used CUDA, so the forked process has to import it again.
+            # Start Python again in this process. An imported package used CUDA before the fork, so
+            # the forked process cannot use CUDA.
             os.execv(sys.executable, [sys.executable, *sys.argv])
     gc.enable()
     # While a process group exists, Python's usual exit sometimes aborts the process.

@@ -195,8 +195,8 @@ def _fuse(
 
     The first value is None if no layer was fused. In this case the text contains the reason.
     """
-    # Sort quantized precisions first. The arithmetic of the first precision is used for all, and if
-    # several precisions do not support fusing, the reason of the first one is returned.
+    # Sort quantized precisions first. All precisions use the arithmetic of the first precision. If
+    # several precisions do not support fusing, the reason of the first of them is returned.
     quantized_first = sorted(
         job.plan.precisions, key=lambda active: active.precision.quantized, reverse=True
     )

@@ -125,7 +125,8 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
     batches: the prefetched batches of this rank, which store the failure to read packs.
 
     All ranks must call this function. Raises TrainingHalted if a weight is not finite. Raises
-    InputError if a checkpoint could not be written, and after saving if packs could not be read.
+    InputError if a checkpoint could not be written. If packs could not be read, the checkpoint is
+    saved first. Then InputError or the exception of the reader is raised.
     """
     # `wait` raises InputError if a save in the background has failed.
     run.checkpoints.wait()
@@ -308,7 +309,7 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
 def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
     """Return the run's histories and scales of delayed scaling if the checkpoint has them, else {}.
 
-    They are the live tensors of the run, into which the checkpoint can be loaded.
+    The returned tensors are live tensors of the run, so the checkpoint can be loaded into them.
     """
     return assembly.context.saved_state() if holds_histories(source, assembly) else {}
 
@@ -351,7 +352,7 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     All ranks must call this function. If the next step has another precision, `Run.follow_schedule`
     changes the precision afterwards. If the checkpoint belongs to another run, or if this run does
     not use the saved precision, the precision of the next step is set here. If the checkpoint has
-    no suitable histories of delayed scaling, they are filled from some packs.
+    no suitable histories of delayed scaling, the histories are filled from REHEARSALS packs.
 
     Raises TrainingHalted if loaded tensors differ from the checkpoint.
     """
@@ -379,9 +380,9 @@ def roll_back(run: Run, reason: str | None) -> None:
 
     reason: the reason of the health check, for the message.
 
-    All ranks call this after the bad step. The newest intact checkpoint is restored. If the run was
-    already rolled back to this checkpoint and failed again on other packs, the next older
-    checkpoint is restored, if there is one.
+    All ranks must call this function after the bad step. The newest intact checkpoint is restored.
+    If the run was already rolled back to this checkpoint and failed again on other packs, the next
+    older checkpoint is restored. If no older checkpoint exists, the newest is restored again.
 
     The lines of discarded steps in metrics.jsonl are replaced by one line with the event
     `rollback`, which contains the discarded lines. The `step` of this line is the checkpoint's step
@@ -398,8 +399,9 @@ def roll_back(run: Run, reason: str | None) -> None:
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)
-    # `resumed_step` is the step after which this process has trained all steps. If the rollback
-    # goes back to an earlier step, this process trains the steps after that step again.
+    # This process has trained all steps after `resumed_step`. If the rollback restores an earlier
+    # step, lower `resumed_step` to the restored step, because this process now trains all steps
+    # after the restored step.
     run.resumed_step = min(run.resumed_step, step)
     run.health.state.rollbacks = rollbacks
     # Continue after the packs of the bad step, and not at the checkpoint's position in the packs.
@@ -436,7 +438,8 @@ def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint
     # If the run folder has no checkpoint, use the checkpoint that the run was resumed from.
     path = cast(Path, checkpoints.newest() or checkpoints.latest)
     record = checkpoints.read_state(path)
-    # If the counters differ, the run was already rolled back after this checkpoint was saved.
+    # Use the next older checkpoint if the numbers of steps whose packs were skipped differ. In this
+    # case the run was already rolled back after this checkpoint was saved.
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)

@@ -32,9 +32,9 @@ from pretrain.model.attention import longest_rotated
 # The number of packs of each source from which the attention cost is estimated. It is also the
 # number of packs at the beginning of each source that `check_tokens` always includes.
 _SAMPLED_PACKS = 1000
-# The largest number of evenly spaced packs that are checked. With 4,096 tokens a pack they have
-# 1 GiB of token ids. Reading them takes less than a second, because the files are in the page cache
-# after their hashes were checked.
+# The largest number of evenly spaced packs of each source that `check_tokens` reads. With 4,096
+# tokens a pack, this number of packs has 1 GiB of token ids. Reading the packs takes less than a
+# second, because checking the hashes of their files has put the files into the page cache.
 _SCANNED_PACKS = 2**16
 
 
@@ -59,10 +59,11 @@ class Data:
         return self.train.tokenizer or {}
 
     def beside(self, name: str) -> Path | None:
-        """Return the path of the file `name` in the folder of the packs, or None if it is missing.
+        """Return the path of the file `name` in the folder of the packs.
 
-        With several sources, return the file of the first source that has it. Such files are
-        tokenizer.json, and the chat template if the documents are chats.
+        With several sources, return the path for the first source that has the file. Return None if
+        the file is missing. The folder of the packs has the file tokenizer.json, and the chat
+        template if the documents are chats.
         """
         files = [packs.path / name for packs in parts_of(self.train)]
         return next((file for file in files if file.is_file()), None)
@@ -159,9 +160,10 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
 def document_limit(config: PretrainedConfig) -> int | None:
     """Return the largest number of tokens that a document may have, or None if there is no limit.
 
-    Without rotary embeddings, the limit is the number of position embeddings. With rotary
-    embeddings, only some models have a limit: they change the rotation of a whole batch if it
-    contains a document longer than a certain length, and documents must not influence each other.
+    Without rotary embeddings, the limit is the number of position embeddings. Most models with
+    rotary embeddings have no limit. Some models change the rotation of a whole batch if the batch
+    contains a document longer than a certain length. For these models this length is the limit,
+    because documents must not influence each other.
     """
     text_config = config.get_text_config()
     if getattr(text_config, "rope_parameters", None):
