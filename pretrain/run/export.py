@@ -77,7 +77,8 @@ def main(options: argparse.Namespace) -> int:
     source = best_checkpoint(options.source) if options.best else options.source
     if options.precision and options.dtype:
         raise InputError(
-            "--dtype: with --precision trained, weights that are not quantized are BF16; omit it"
+            "--dtype: with --precision trained, weights that are not quantized are BF16; omit "
+            "--dtype"
         )
     checkpoint, run_dir = checkpoint_of(source)
     out = options.out or options.folder or run_dir / "export"

@@ -323,7 +323,7 @@ def require_same_training(
     new_run = "Set another `name` or `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
-        "start a new run, or pass --accept-changes to continue this one with the present values."
+        "start a new run, or pass --accept-changes to continue this run with the present values."
     )
     if only_horizon:
         earlier = (

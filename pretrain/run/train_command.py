@@ -240,7 +240,7 @@ def _status(returncode: int, process: str = "the training") -> int:
     if returncode < 0:
         print(
             f"{process} was ended by {signal.Signals(-returncode).name}; the same command "
-            "continues from what is saved",
+            "continues from the newest checkpoint, if there is one",
             file=sys.stderr,
         )
     return returncode if returncode >= 0 else 128 - returncode
