@@ -32,17 +32,18 @@ if __name__ == "__main__":
     # process without a traceback, and without multiprocessing's warning about semaphores.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-    # Imports create no garbage, but garbage collection took a fifth of their time.
+    # Turn off garbage collection during the imports. Imports create no garbage, but garbage
+    # collection took a fifth of the time of the imports.
     gc.disable()
-    # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps
-    # fragments of memory that no other tensor fits into. With Llama-3.1-8B in shards, the fragments
-    # took 67.9 GiB in addition to the 67.2 GiB in use. If the user has set the variable, under
-    # either of its two names, its value is kept.
+    # Let torch's allocator use expandable segments, unless the user has set the variable under
+    # either of its two names. torch reads the variable when torch first uses a GPU. By default, the
+    # allocator keeps fragments of memory that no other tensor fits into. With Llama-3.1-8B in
+    # shards, the fragments took 67.9 GiB in addition to the 67.2 GiB in use.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if sys.argv[-1:] == [SERVE]:
-        # Make torch look for GPUs through NVML and not through CUDA. If this process used CUDA, its
-        # forks could not use CUDA.
+        # Let torch look for GPUs through NVML instead of CUDA. CUDA does not work in a fork of a
+        # process that has used CUDA.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     else:
         # Report mistakes on the command line before the slow imports.
@@ -103,9 +104,10 @@ def main() -> int:
 
 @START.part("other")
 def launch(arguments: argparse.Namespace) -> int:
-    """Check the recipe, packs and model without weights. Then lock the run folder and train.
+    """Check the recipe, the packs and the model. Then lock the run folder and train.
 
-    Nothing is written to the run folder before the checks have passed. Returns the exit status.
+    The checks need no weights. Nothing is written to the run folder before the checks have passed.
+    Returns the exit status of the process.
     """
     recipe = config.load_recipe(arguments.recipe, arguments.overrides)
     recipe = with_precision(recipe, os.environ)
@@ -194,7 +196,8 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
                 once_a_step=job.plan.devices.gathered,
             ),
         ):
-            # Accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
+            # Keep only the model. Accelerate also returns a wrapper of the optimizer, which only
+            # training in FP16 needs.
             model, _ = accelerator.prepare(model, optimizer)
     # Without FSDP2 the model is already on its device. `prepare` is not called, because it would
     # wrap the model in DistributedDataParallel, which sums gradients over ranks in the dtype of the
@@ -432,10 +435,11 @@ if __name__ == "__main__":
         serve()
         START.restart()
         if torch.cuda._is_in_bad_fork():
-            # Start Python again in this process. An imported package used CUDA before the fork, so
-            # the forked process cannot use CUDA.
+            # Restart the script in this process. An imported package has used CUDA before the fork,
+            # so CUDA does not work here.
             os.execv(sys.executable, [sys.executable, *sys.argv])
     gc.enable()
-    # While a process group exists, Python's usual exit sometimes aborts the process.
+    # Avoid Python's usual exit, after an exception too. While a process group exists, the usual
+    # exit sometimes aborts the process.
     sys.excepthook = end_after_error
     end_process(main() or 0)

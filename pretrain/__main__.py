@@ -12,8 +12,9 @@ import sys
 from typing import Any, NoReturn
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # During imports, Ctrl-C ends the process without a traceback. Some packages catch an exception
-    # that interrupts their import, and then fail with another one.
+    # During imports, let Ctrl-C end the process without an exception and its traceback. Some
+    # packages catch an exception that interrupts their import, and then fail with another
+    # exception.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from foundation.command import end_process, run_command

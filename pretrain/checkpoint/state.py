@@ -28,7 +28,7 @@ class TrainState:
     valid_tokens: int = 0
     # Number of steps whose update was skipped by the health checks.
     skipped_steps: int = 0
-    # Number of steps that rollbacks have discarded. Their packs are not used again.
+    # Number of steps that rollbacks have discarded. The packs of these steps are not used again.
     left_out: int = 0
     # Offset of the data in packs, relative to step * packs_per_step. It is not zero if the number
     # of packs per step has changed in the history of the run. It may be negative.
@@ -66,14 +66,15 @@ class TrainState:
         self.place = place
 
 
-# Format of the differences between the history of a run and its recipe, which checkpoints and
-# environment.json contain. This value is for a run without differences. `changed` has an entry
+# Differences between the history of a run and its recipe, in the format of checkpoints and of
+# environment.json. This value is for a run without differences. `changed` has an entry
 # {"step": 100, "was": {key: old value}} for each resume that has changed settings after this step.
 # `left_out` is the number of steps whose packs were skipped before the run folder's first step.
 NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 
 
-# Settings that earlier checkpoints lack, with the values that they were trained with.
+# Settings that checkpoints of earlier versions lack. Map the key of each setting to the value with
+# which the runs of these versions were trained.
 ADDED_SETTINGS = {"schedule.decay_shape": "linear"}
 
 

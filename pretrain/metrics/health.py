@@ -29,8 +29,8 @@ WINDOW = 100
 FEWEST_LOSSES = 20
 # A spike exceeds the median loss by more than this number of robust standard deviations.
 SPIKE_DEVIATIONS = 6.0
-# A spike also exceeds the median loss by more than this difference. Late in a run the loss is so
-# smooth that changes of six standard deviations are small and frequent.
+# A spike also exceeds the median loss by more than this number of nats. Late in a run the loss is
+# so smooth that changes of six standard deviations are small and frequent.
 SPIKE_NATS = 0.3
 # The run stops after this number of skipped steps in a row.
 CONSECUTIVE_SKIPS = 10

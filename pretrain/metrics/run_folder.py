@@ -20,7 +20,7 @@ from foundation.reading import load_yaml
 # This file marks the run as a cell of a matrix. `pretrain.compare.matrix_run` writes it.
 MATRIX_FILE = "matrix.json"
 METRICS_FILE = "metrics.jsonl"
-# The run writes this file when it ends.
+# A run writes this file last, after it has reached its last step.
 SUMMARY_FILE = "summary.json"
 # Statistics of quantized operands. `pretrain.observe.operand_statistics` writes this file.
 STATISTICS_FILE = "fp8_statistics.jsonl"

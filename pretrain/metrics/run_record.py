@@ -37,7 +37,7 @@ FEWEST_STEPS = 64
 # Keys of a summary: the mean loss over the end of the run, and the number of steps in this end.
 LOSS_KEY = "loss_at_end"
 END_KEY = "steps_at_end"
-# A summary has the medians of these keys of the steps.
+# Keys of the steps whose medians are part of a summary.
 MEDIANS = (
     "tokens_per_second",
     "samples_per_second",
@@ -113,7 +113,7 @@ class RunRecord:
 
     path: Path
     config: dict[str, Any]
-    # Content of environment.json, from the last start of the run.
+    # Content of environment.json. The run writes this file whenever it is started or resumed.
     environment: dict[str, Any]
     # Lines of metrics.jsonl: steps and events.
     metrics: list[dict[str, Any]]
@@ -181,7 +181,7 @@ class RunRecord:
 
     @property
     def source_config(self) -> dict[str, Any]:
-        """Return the content of the config.json of `model.source` at the last start.
+        """Return the settings in the config.json of `model.source` when the run was last started.
 
         The keys are the same as in a run's identity (`pretrain.settings.config.identity_of`).
         """
@@ -280,7 +280,7 @@ class RunRecord:
     def is_unfinished(self) -> bool:
         """Return True if the run has not reached its last step.
 
-        The number of steps is the horizon in environment.json, which the last start has written.
+        The number of the last step is the horizon in environment.json.
         """
         return self.summary["steps"] < self.environment.get("horizon", 0)
 
@@ -413,8 +413,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
 def _finite(records: Iterable[Record], key: str) -> list[float]:
     """Return the finite values of `key` in `records`.
 
-    Records without the key are skipped, and also values that are None. None represents NaN and
-    infinity, which JSON does not support.
+    Records without the key and values of None are skipped. None represents NaN and infinity, which
+    JSON does not support.
     """
     values = (record.get(key) for record in records)
     return [value for value in values if value is not None and math.isfinite(value)]

@@ -196,7 +196,7 @@ class Trackers:
 
         `metrics.jsonl` receives the complete record. The trackers receive the numbers in the record
         of a step or an evaluation. W&B and TensorBoard also receive generated samples as text. The
-        text of a sample begins with its prompt. Trackers receive nothing of other events.
+        text of a sample begins with its prompt. Trackers do not receive other events.
         """
         self.file.log(record)
         texts = {

@@ -29,7 +29,7 @@ LENGTHS = (2048, 4096)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the table and return 0."""
+    """Print a table of the model's FLOPs per token by each definition, and return 0."""
     target = Target.parse(options.on)
     lengths: Sequence[int] = LENGTHS
     settings = ModelSettings(source=options.model)

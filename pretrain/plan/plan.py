@@ -1,6 +1,7 @@
-"""Plan a run: compute its figures from settings, shapes and counts before anything is loaded.
+"""Plan a run: compute its steps, FLOPs and memory from settings, shapes of the model and counts.
 
-The module `rendering` prints a plan. The functions of this module do not read any file.
+No weights are loaded for a plan. The module `rendering` prints a plan. The functions of this module
+do not read any file.
 
 The second part of this module chooses two settings by the memory of a device: the number of tokens
 in a chunk of the loss, and whether layers keep rotated queries, keys and values for backward. The
@@ -36,7 +37,7 @@ from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 @dataclass(frozen=True)
 class Plan:
-    """The figures of one run.
+    """The settings of one run, and the numbers that are computed from them.
 
     Tokens, FLOPs and tokens/s are totals of all devices. Memory is the memory of one device.
     """

@@ -195,8 +195,9 @@ def _fuse(
 
     The first value is None if no layer was fused. In this case the text contains the reason.
     """
-    # Sort quantized precisions first. All precisions use the arithmetic of the first precision. If
-    # several precisions do not support fusing, the reason of the first of them is returned.
+    # Sort quantized precisions first. The arithmetic of the first precision is used for all
+    # precisions. If several precisions do not support fusing, the reason of the first such
+    # precision is returned.
     quantized_first = sorted(
         job.plan.precisions, key=lambda active: active.precision.quantized, reverse=True
     )
@@ -242,7 +243,7 @@ def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers 
     stored_in = job.recipe.gradients_kept_in
     other_dtype = WEIGHT_DTYPES[stored_in] != WEIGHT_DTYPES[job.recipe.weights]
     # `plan.emulated` is True if any phase is emulated, even a phase that does not run in this
-    # process. A run must sum gradients in the same way wherever it is resumed.
+    # process. So a run sums gradients in the same way, at whichever step it is resumed.
     emulates = job.plan.emulated and stored_in == "fp32"
     return other_dtype or emulates or fused is not None or accelerator.num_processes > 1
 
@@ -282,9 +283,9 @@ def audit_precisions(
     precision.
     """
     precision = assembly.precision
-    # Audit the present precision last. A second phase of the same precision with `forward: bf16`
-    # shares its histories of delayed scaling. The last audit fills these histories, and they must
-    # be filled in the present precision.
+    # Audit the present precision last. If a second phase has the same precision with
+    # `forward: bf16`, the two phases share their histories of delayed scaling. The last audit fills
+    # the shared histories, which must be filled in the present precision.
     for entry in sorted(precision.in_model.values(), key=lambda entry: entry is precision.current):
         with precision.using(entry.name):
             if entry.backend is not None:

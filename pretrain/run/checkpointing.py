@@ -73,8 +73,8 @@ def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -
 def save(run: Run, *, in_background: bool = False) -> None:
     """Save a checkpoint of the present step, and delete old checkpoints (`checkpoint.keep`).
 
-    in_background: return as soon as the tensors are copied to host memory, while a thread writes
-        the copies to the disk.
+    in_background: True to return as soon as the tensors are copied to host memory. A thread then
+        writes the copies to the disk. False to return when the checkpoint is complete.
 
     All ranks must call this function.
     """
@@ -171,7 +171,7 @@ def save_last(run: Run, stop: StopRequest) -> int:
 
 @torch.no_grad()
 def check_weights(run: Run) -> StepDecision:
-    """Return the health check's decision about the weights, which must all be finite.
+    """Check that all weights are finite, and return the decision of the health check.
 
     The last update may have overflowed a weight. The loss and gradient norm of the step do not show
     an overflow, because they were computed before the update. If the decision is to stop, it is
@@ -307,9 +307,10 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
 
 
 def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
-    """Return the run's histories and scales of delayed scaling if the checkpoint has them, else {}.
+    """Return the live histories and scales of the run, into which the checkpoint can be loaded.
 
-    The returned tensors are live tensors of the run, so the checkpoint can be loaded into them.
+    These are the tensors of delayed scaling. Return {} if the checkpoint has other ones, see
+    `holds_histories`.
     """
     return assembly.context.saved_state() if holds_histories(source, assembly) else {}
 
@@ -347,12 +348,13 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
-    """Set the model to the precision in which the checkpoint `source` was saved.
+    """Set the model to the precision in which the run continues from the checkpoint `source`.
 
-    All ranks must call this function. If the next step has another precision, `Run.follow_schedule`
-    changes the precision afterwards. If the checkpoint belongs to another run, or if this run does
-    not use the saved precision, the precision of the next step is set here. If the checkpoint has
-    no suitable histories of delayed scaling, the histories are filled from REHEARSALS packs.
+    All ranks must call this function. Usually this is the precision in which the checkpoint was
+    saved. If the next step has another precision, `Run.follow_schedule` then changes the precision.
+    In two cases the precision of the next step is set here: if the checkpoint belongs to another
+    run, or if this run does not use the saved precision. If the checkpoint has no suitable
+    histories of delayed scaling, the histories are filled from some packs.
 
     Raises TrainingHalted if loaded tensors differ from the checkpoint.
     """
@@ -399,9 +401,8 @@ def roll_back(run: Run, reason: str | None) -> None:
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)
-    # This process has trained all steps after `resumed_step`. If the rollback restores an earlier
-    # step, lower `resumed_step` to the restored step, because this process now trains all steps
-    # after the restored step.
+    # This process has trained all steps after `resumed_step`. If the rollback goes back to an
+    # earlier step, this process trains all steps after that step.
     run.resumed_step = min(run.resumed_step, step)
     run.health.state.rollbacks = rollbacks
     # Continue after the packs of the bad step, and not at the checkpoint's position in the packs.
@@ -438,8 +439,8 @@ def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint
     # If the run folder has no checkpoint, use the checkpoint that the run was resumed from.
     path = cast(Path, checkpoints.newest() or checkpoints.latest)
     record = checkpoints.read_state(path)
-    # Use the next older checkpoint if the numbers of steps whose packs were skipped differ. In this
-    # case the run was already rolled back after this checkpoint was saved.
+    # Choose an older checkpoint if the run was already rolled back after this checkpoint was saved.
+    # In this case, the run has discarded more steps than the checkpoint has recorded.
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)

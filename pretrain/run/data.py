@@ -29,12 +29,12 @@ from packing.store import check_model, open_packs, unprepared
 from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
-# The number of packs of each source from which the attention cost is estimated. It is also the
-# number of packs at the beginning of each source that `check_tokens` always includes.
+# The number of packs of each source from which the attention cost is estimated. If `check_tokens`
+# reads packs, it also reads this number of packs at the beginning of each source.
 _SAMPLED_PACKS = 1000
-# The largest number of evenly spaced packs of each source that `check_tokens` reads. With 4,096
-# tokens a pack, this number of packs has 1 GiB of token ids. Reading the packs takes less than a
-# second, because checking the hashes of their files has put the files into the page cache.
+# The largest number of evenly spaced packs of a source that `check_tokens` reads. With 4,096 tokens
+# per pack, these packs have 1 GiB of token ids. Reading the packs takes less than a second, because
+# the files are in the page cache after their hashes were checked.
 _SCANNED_PACKS = 2**16
 
 
@@ -96,9 +96,10 @@ class Data:
 
     @property
     def _readable(self) -> Packs:
-        """Return training packs that can be read at any time: all packs if they are prepared.
+        """Return training packs that can be read at any time.
 
-        For a stream, return its first part, which is not deleted while the run trains.
+        If the packs were prepared before the run, these are all training packs. For a stream, these
+        are the packs of its first part, which is not deleted while the run trains.
         """
         if self.stream is None:
             return self.train
@@ -160,10 +161,10 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
 def document_limit(config: PretrainedConfig) -> int | None:
     """Return the largest number of tokens that a document may have, or None if there is no limit.
 
-    Without rotary embeddings, the limit is the number of position embeddings. Most models with
-    rotary embeddings have no limit. Some models change the rotation of a whole batch if the batch
-    contains a document longer than a certain length. For these models this length is the limit,
-    because documents must not influence each other.
+    Without rotary embeddings, the limit is the number of position embeddings. With rotary
+    embeddings, only some models have a limit. If a batch contains a document above this limit, such
+    a model changes the rotation of the whole batch. The long document would then influence the
+    other documents.
     """
     text_config = config.get_text_config()
     if getattr(text_config, "rope_parameters", None):

@@ -59,10 +59,10 @@ HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardw
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a table of precisions. Return 1 if one of them works nowhere, else 0.
+    """Print a table of precisions. Return 1 if one of the precisions works nowhere, else 0.
 
-    A precision works nowhere if its trial fails on the hardware, or if the hardware lacks it and
-    its emulation fails.
+    A precision works nowhere in two cases: the hardware supports the precision, but the trial
+    fails, or the hardware does not support the precision, and the emulated trial fails.
 
     Raises InputError for an unknown name in --precisions.
     """

@@ -151,7 +151,7 @@ def held_out_sums(
 ) -> Tensor:
     """Return sums over the held-out packs of all ranks: FP64 [2], or [3] if the loss has a penalty.
 
-    They are the sum of the cross-entropy in nats, the number of labels, and the sum of the penalty.
+    The sums are: the cross-entropy in nats, the number of labels, and the penalty.
 
     batches: the microbatches of this rank. All ranks must pass the same number of microbatches.
 

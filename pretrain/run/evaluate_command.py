@@ -94,6 +94,8 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
         )
         first, *_ = training_parts(recipe.data).values()
         (made / "packs").symlink_to(first.packs.absolute())
+    # Choose the folder of this machine. The first process of a machine has its lowest rank, so this
+    # is the last folder that was created by a rank up to this one.
     up_to_this_rank = from_all_ranks(made)[: accelerator.process_index + 1]
     return [folder for folder in up_to_this_rank if folder][-1]
 
@@ -130,7 +132,8 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     phases = [{"use": name, "until": step} for step, name in enumerate(names, start=2)]
     del phases[-1]["until"]
     setting = json.dumps(phases) if len(names) > 1 else names[0]
-    # The recipe of a run sets all options of the trained precision.
+    # Unset the options that none of the precisions accepts. The recipe of a run sets all options of
+    # the precision in which the run was trained.
     accepted = {key for name in names if name in PRECISIONS for key in PRECISIONS[name].options}
     removed = [f"fp8_config.{key}=null" for key in OPTIONS if key not in accepted]
     return [f"precision={setting}", "fp8_config.on_unsupported=emulate", *removed]

@@ -68,13 +68,17 @@ _REFUSALS = (HTTPError, OSError, RuntimeError, ValueError)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Export a checkpoint, push it if `--push` is given, and return 0. Raises InputError."""
+    """Export a checkpoint, and return 0. With --push, also upload the export to the hub.
+
+    Raises InputError if the options contradict each other, or if the export is not possible.
+    """
     if options.out and options.folder:
         raise InputError(f"--out {options.out}: {options.folder} is also given; give one folder")
     source = best_checkpoint(options.source) if options.best else options.source
     if options.precision and options.dtype:
         raise InputError(
-            "--dtype: with --precision trained, weights that are not quantized are BF16; omit it"
+            "--dtype: with --precision trained, weights that are not quantized are BF16; omit "
+            "--dtype"
         )
     checkpoint, run_dir = checkpoint_of(source)
     out = options.out or options.folder or run_dir / "export"
@@ -287,7 +291,8 @@ def merged_reader(
     """Return a function that maps the name of a tensor to its mean over checkpoints.
 
     The mean of the FP32 weights is computed in FP64 and rounded to the dtype of `stored_as`.
-    Buffers are those of the first checkpoint. The arguments are as in `tensor_reader`.
+    Buffers are read from the first checkpoint in `checkpoints`. `tensor_reader` documents `hf` and
+    `stored_as`.
     """
     readers = [tensor_reader(checkpoint, hf, "fp32") for checkpoint in checkpoints]
     parameters = {name for name, _ in hf.named_parameters()}

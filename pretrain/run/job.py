@@ -169,7 +169,8 @@ def prepare_job(
 ) -> Job:
     """Check the recipe and return its job. Fast checks run before slow ones.
 
-    overrides: settings on the command line. The schedule is shortened to a length among them.
+    overrides: the key=value overrides on the command line. If they set the length of the training,
+        the schedule is shortened to this length.
 
     Raises InputError if the recipe, the model, the packs and the machine do not fit together.
     """
@@ -263,12 +264,13 @@ def prepare_job(
 def resolve_precisions(
     recipe: Recipe, device_type: str
 ) -> tuple[list[Phase], ActivePrecision | None]:
-    """Return the phases of the recipe, and the unquantized precision of the run.
+    """Replace the precisions of the recipe that the machine does not support.
 
-    In the phases, each precision that the machine does not support is replaced by a supported one.
-    `log.gap` compares low precision with the unquantized precision, and the health check may switch
-    to it. It is None if no phase is quantized. Raises InputError if the machine lacks a precision
-    and the recipe does not allow a replacement.
+    Returns two values: the phases of the recipe with supported precisions, and the unquantized
+    precision of the run. The unquantized precision is the one with which `log.gap` compares low
+    precision, and to which the health check may switch. It is None if no phase is quantized.
+
+    Raises InputError if the machine lacks a precision and the recipe does not allow a replacement.
     """
     missing = missing_on(device_type)
     phases = [

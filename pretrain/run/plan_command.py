@@ -92,10 +92,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _for_other_machines(recipe: Recipe) -> Recipe:
-    """Return a copy of the recipe that has a precision.
+    """Return a copy of the recipe with a precision, which this machine need not support.
 
     A recipe without a precision gets DEFAULT_PRECISION. If this machine does not support the
-    precision, no error is raised, because the plan may be for another machine.
+    precision, no error is raised, because the plan is for other machines.
     """
     if recipe.precision is None:
         recipe = recipe.model_copy(update={"precision": DEFAULT_PRECISION})

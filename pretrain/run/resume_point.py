@@ -46,8 +46,8 @@ class ResumePoint:
     is_branch: bool = False
     in_run_folder: bool = False  # True if the checkpoint is in the run folder
     notes: Sequence[str] = ()  # changes of the recipe, as lines for the user
-    # Earlier changes of the run's settings, in the format of `NO_PAST`. A branch has `NO_PAST`
-    # itself, because none of its settings has changed yet.
+    # Earlier changes of the run's settings, in the format of `NO_PAST`. `with_changes` sets this
+    # attribute and `notes`.
     past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)
 
     @property
@@ -116,8 +116,9 @@ def where_to_resume(
     None if the run starts from the beginning.
 
     Changes nothing on the disk. All ranks must call this function. Raises InputError as
-    `find_resume_point` does. Also raises InputError if no step is left to train after the
-    checkpoint, and if the start would overwrite files of another training.
+    `find_resume_point` does. Also raises InputError if the checkpoint belongs to another stream of
+    packs, if no step is left to train after the checkpoint, or if the run would overwrite files of
+    another training.
     """
     checkpoints = Checkpoints(
         job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
@@ -166,7 +167,9 @@ def find_resume_point(
 def find_checkpoint(
     checkpoints: Checkpoints, requested: str, branch_from: Path | None
 ) -> ResumePoint | None:
-    """Return the checkpoint to resume. If there is none, return `branch_from`, or None.
+    """Return the checkpoint to resume. If there is none, return the checkpoint to branch from.
+
+    Return None if there is neither.
 
     checkpoints: the checkpoints of the run folder.
     requested: "auto" for the newest intact checkpoint of the run folder. Otherwise the path of a
@@ -233,13 +236,13 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     changed: a list of past changes. It is empty for a branch. For a resumed run it is the list in
         the checkpoint, followed by `changes`.
     left_out: the number of steps whose packs were skipped by rollbacks that are not in
-        metrics.jsonl of the run folder. If the checkpoint is in another folder, none of its
-        rollbacks is in this file, so the number is the one in the checkpoint's counters. If the
-        checkpoint is in the run folder, the number in its own `past` is kept.
+        metrics.jsonl of the run folder. If the checkpoint is in the run folder, the number is taken
+        from the `past` of the checkpoint. If the checkpoint is in another folder, none of its
+        rollbacks is in this metrics.jsonl, so the number is taken from the checkpoint's counters.
 
-    `notes` has a line for every change, except for changes that follow from another change: for
-    `train.begin_with` of a branch, and for options in `fp8_config` that the saved precision does
-    not have.
+    `notes` has a line for every change, except for two kinds of changes that follow from another
+    change: `train.begin_with` of a branch, and options in `fp8_config` that are new because the
+    precision has changed.
     """
     progress = source.record["progress"]
     past = source.record["past"]
@@ -301,8 +304,8 @@ def require_same_training(
 
     If only the length of the training (the horizon) has changed, the message suggests a checkpoint
     of `run_checkpoints` that may be continued to the new horizon. No error is raised if only the
-    horizon has changed and the checkpoint is past it: `require_steps_to_train` has a simpler
-    message for this case.
+    horizon has changed and the checkpoint is past the new horizon: `require_steps_to_train` has a
+    simpler message for this case.
     """
     only_horizon = changes.keys() <= {*HORIZON}
     if source.is_branch or not changes or (only_horizon and source.step > job.plan.steps):
@@ -311,7 +314,8 @@ def require_same_training(
     steps = source.record["progress"]["steps"]
     shortened = flatten({"schedule": shorten(job.recipe.schedule, steps).model_dump()})
     if lines.keys() & shortened and shortened.items() <= source.record["identity"].items():
-        # The user has set none of these keys.
+        # Describe the keys of the shortened schedule in one line, because the user has set none of
+        # them.
         lines = {key: line for key, line in lines.items() if key not in shortened} | {
             "schedule": f"the earlier run's schedule was shortened to {plural(steps, 'step')}"
         }
@@ -319,7 +323,7 @@ def require_same_training(
     new_run = "Set another `name` or `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
-        "start a new run, or pass --accept-changes to continue this one with the present values."
+        "start a new run, or pass --accept-changes to continue this run with the present values."
     )
     if only_horizon:
         earlier = (
@@ -351,7 +355,7 @@ def require_same_stream(source: ResumePoint, job: Job) -> None:
 def require_steps_to_train(source: ResumePoint, job: Job) -> None:
     """Raise InputError if no step is left to train after the checkpoint.
 
-    Exception: a checkpoint in the run folder may be at the last step. That run is simply finished.
+    A checkpoint of the last step in the run folder is accepted, because this run is finished.
 
     Also raise InputError if the recipe gives the length in tokens or epochs, and the steps before
     the checkpoint had another number of tokens than the steps of the job (`batch.tokens`). Then the
@@ -376,7 +380,7 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
 
 
 def require_own_records(job: Job) -> None:
-    """Raise InputError if a start without a checkpoint would overwrite files of another training.
+    """Raise InputError if a run without a checkpoint would overwrite files of another training.
 
     Such files are the results of a finished run, and the logged steps of a run whose identity
     differs from the job's identity.

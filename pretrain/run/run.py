@@ -54,8 +54,8 @@ class Run:
     state: TrainState
     # True if the run starts without a checkpoint or branches from another run. False if it resumes.
     is_new: bool
-    # The step after which this process has trained all steps: the step of the checkpoint that the
-    # run has resumed from, or 0. A rollback to an earlier step changes it to the earlier step.
+    # This process has trained all steps after `resumed_step`, which is the step of the checkpoint
+    # that the run has resumed from, or 0. A rollback to an earlier step sets it to that step.
     resumed_step: int
     health: Health
     recorder: Recorder
@@ -99,8 +99,8 @@ class Run:
             self.console.notice(note)
         settings = resolved(self.job.recipe)
         if self.accelerator.is_main_process:
-            # Delete the summary of an earlier start first, because it does not describe the files
-            # that are written below.
+            # First delete the summary that an earlier process of this run may have written, because
+            # that summary does not describe the files that are written below.
             self.folder.summary.unlink(missing_ok=True)
             replace_file(
                 self.folder.config,
@@ -111,9 +111,10 @@ class Run:
         self.trackers.start(settings)
 
     def _take_over_parity(self) -> None:
-        """Copy the results of parity from the audit.json of an earlier start into the audit.
+        """Copy the results of parity into the audit from the audit.json in the run folder.
 
-        A resumed run does not repeat parity, because parity compares only the run's first step.
+        An earlier process of this run has written the file. A resumed run does not repeat parity,
+        because parity compares only the run's first step.
         """
         if self.is_new or not self.folder.audit.is_file():
             return

@@ -44,7 +44,8 @@ def draw_samples(run: Run) -> None:
     how = {"tokens": TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(run.job.recipe.evaluate.samples):
-            # Each prompt has its own seed. With one seed, similar prompts would get similar texts.
+            # Each prompt has its own seed. If all prompts had the same seed, similar prompts would
+            # get similar texts.
             seed = step_seed(run.job.recipe.seed, number, 0)
             text = sample(run.assembly.hf, tokenizer, prompt, TOKENS, TEMPERATURE, TOP_P, seed=seed)
             run.console.sample(prompt, text)

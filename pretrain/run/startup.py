@@ -106,7 +106,8 @@ def choose_microbatch(
 ) -> int:
     """Return the number of packs in a microbatch, for the setting `batch.microbatch: auto`.
 
-    resumed: the content of the checkpoint's state.json if the run continues from one, else None.
+    resumed: the content of the checkpoint's state.json if the run continues from a checkpoint, else
+        None.
 
     A resumed run keeps the microbatch of the checkpoint if it has the same number of processes.
     Then all sums keep their order, and the resumed run repeats the uninterrupted run bit for bit.
@@ -173,10 +174,10 @@ def largest_that_fits(
 
     Returns 0 if not even one pack fits. Leaves the model in training mode with zero gradients.
 
-    Ranks may wait for each other within a trial. If one rank ran out of memory, the others would
-    wait forever. So the first trial has only half a pack. The memory of a larger trial is predicted
-    from the memory that the smaller trials used, on the rank that used most. The larger trial runs
-    only if the predicted memory is available.
+    Ranks may wait for each other within a trial. If one rank ran out of memory, the other ranks
+    would wait forever. So the first trial has only half a pack. The memory of a larger trial is
+    predicted from the memory that the smaller trials used, on the rank that used most. The larger
+    trial runs only if the predicted memory is available.
     """
     # A model that was loaded from a folder is in evaluation mode, in which no layer is recomputed.
     model.train()

@@ -71,9 +71,9 @@ def wait_for_packs(
     If a rank should stop while others wait, return the largest stop code of all ranks. All ranks
     must call this function.
 
-    This function also allows the packer to delete the packs that come before the packs of the next
-    step. All ranks have already read these packs, because the last step needed the gradients of
-    all ranks.
+    This function also allows the packer to delete the packs of earlier steps. All ranks have
+    already read the packs of earlier steps, because the last step needed the gradients of all
+    ranks.
     """
     stream = run.job.data.stream
     if stream is None:

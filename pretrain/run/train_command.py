@@ -39,8 +39,8 @@ LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
 CONFIGURATIONS = LAUNCHER.with_name("accelerate_configs")
 # Signals that are passed on to the training processes.
 PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
-# Log lines that are not printed: accelerate's list of default values, and the lines that torchrun
-# logs before its error.
+# Beginnings of log lines that are not printed: accelerate's list of default values, and the lines
+# that torchrun logs before its error.
 _OMITTED = ("The following values were not passed", "failed (", "Sending process")
 # Errors that accelerate raises for a mistake in its configuration.
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError, RuntimeError)
@@ -87,13 +87,15 @@ def choose_configuration(
 ) -> tuple[Path, int | None, str]:
     """Choose the configuration for this machine, and the number of processes.
 
-    Each process needs one pack of a step at least, so a small step uses fewer GPUs.
+    Each process needs at least one pack in every step. So if a step has fewer packs than there are
+    GPUs, only some of the GPUs are used.
 
     config: configuration that the user has set, or None.
     processes: number that the user has set, or None.
 
-    Returns the path, the number of processes unless the configuration sets it, and a line with the
-    reason.
+    Returns three values: the path of the configuration, the number of processes, and a line with
+    the reason for the choice. The number is None if the one in the configuration is used. The line
+    is empty if the user has set the configuration.
     """
     if config:
         return find_configuration(config), processes, ""
@@ -139,20 +141,22 @@ def training_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _shown(path: Path) -> str:
-    """Return a path relative to the working directory if the path is inside of it."""
+    """Return `path`, relative to the working directory if `path` is inside that directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     """Train as `accelerate launch` does with `arguments`, and return the training's status.
 
-    accelerate would end with a traceback, and with status 1 for every failure. If torchrun's record
-    of a failure has no traceback, only its message is printed.
+    Unlike this function, `accelerate launch` ends with a traceback, and with status 1 for every
+    failure. If torchrun's record of a failure has no traceback, only the message in the record is
+    printed.
     """
-    # During imports, Ctrl-C ends the process without a traceback.
+    # During imports, let Ctrl-C end the process without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Imports create no garbage, but garbage collection took a fifth of their time.
+    # Turn off garbage collection during the imports. Imports create no garbage, but garbage
+    # collection took a fifth of the time of the imports.
     gc.disable()
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -194,7 +198,7 @@ def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
     import torch
 
     os.environ.update(environment)
-    # torch has read this variable when it was imported.
+    # Set the number of threads explicitly, because torch has already read OMP_NUM_THREADS.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = list(command[1:])
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -218,7 +222,8 @@ def _passing_on_signals() -> Iterator[None]:
 def _pass_on(number: int, frame: FrameType | None) -> None:
     """Send a signal to the training processes, which save a checkpoint and exit.
 
-    A training process may receive Ctrl-C from the terminal too. It treats both as one signal.
+    A training process may also receive Ctrl-C from the terminal. It then treats the two signals as
+    one signal.
     """
     children = psutil.Process().children()
     for child in children:
@@ -235,7 +240,7 @@ def _status(returncode: int, process: str = "the training") -> int:
     if returncode < 0:
         print(
             f"{process} was ended by {signal.Signals(-returncode).name}; the same command "
-            "continues from what is saved",
+            "continues from the newest checkpoint, if there is one",
             file=sys.stderr,
         )
     return returncode if returncode >= 0 else 128 - returncode
@@ -247,17 +252,20 @@ def _report(error: Any) -> int:
     error: torch's ChildFailedError.
     """
     for rank, item in error.failures.items():
-        # The errors of the other ranks follow from such a signal. Libraries end a process by other
-        # signals after an error of another rank.
+        # If SIGINT or SIGKILL has ended a rank, report this rank, because the errors of the other
+        # ranks follow from the signal. With other signals, libraries end a process after an error
+        # of another rank.
         if item.exitcode in (-signal.SIGINT, -signal.SIGKILL):
             return _status(item.exitcode, f"rank {rank}")
     _, failure = error.get_first_failure()
     record = failure.error_file_data["message"]
-    # Only our records have this key. See `foundation.command.report_error`.
+    # Print only the message of a record that `foundation.command.report_error` has written. Only
+    # these records have the key `errorCode`.
     if "errorCode" in record:
         print(record["message"], file=sys.stderr)
         return record["errorCode"]
-    # The table names the ranks and has the tracebacks. A run that a signal has stopped needs none.
+    # Print torchrun's table, which has the ranks and their tracebacks. If a signal has stopped the
+    # run, the user needs no table.
     if failure.exitcode < 128:
         print(error, file=sys.stderr)
     return _status(failure.exitcode)

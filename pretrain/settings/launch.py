@@ -14,8 +14,8 @@ option with the name of the key, the value is used, no matter who has set it. If
 no such option, Accelerate's default is ignored, and any other value is an error.
 
 There are two special rules for the key `fp8_format` if it has Accelerate's default. If
-`use_mxfp8_block_scaling: true` is set, the format is ignored. If it is not set, and the default
-format of the precision is different, the format is an error.
+`use_mxfp8_block_scaling: true` is set, the format is ignored. If `use_mxfp8_block_scaling` is not
+set, and the precision has another default format, the format is an error.
 
 **Topology.** The topology is the number of processes, and how they divide the model. `accelerate
 config` writes some topology settings that this project does not support or that repeat settings of
@@ -108,12 +108,12 @@ class _File(Settings):
 def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     """Return a copy of `recipe` with resolved `precision` and `fp8_config`.
 
-    The precision is the one in `recipe`, which includes the overrides of the command line. If
-    `recipe` has no precision, it is the precision of the Accelerate configuration.
+    The resolved precision is the one in `recipe`, which includes the overrides of the command line.
+    If `recipe` has no precision, the precision of the Accelerate configuration is used.
 
     Each option in `fp8_config` has the value in `recipe`, or else the value in the Accelerate
     configuration, or else the default of the precision. If the Accelerate configuration is for
-    another precision than the resolved one, the options in the Accelerate configuration are
+    another precision than the resolved precision, the options in the Accelerate configuration are
     ignored. The resolved recipe is complete: if it is written to a file, it describes the same
     training with any Accelerate configuration.
 
