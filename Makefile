@@ -1,4 +1,5 @@
-# Commands for a new checkout: `make demo`, `make which`, `make test`. The first one creates .venv.
+# Commands for a new checkout: `make demo`, `make which`, `make test`. The first command that you run
+# creates .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -30,8 +31,8 @@ install: $(VENV)/.installed
 demo: $(VENV)/.installed
 	@$(RUN) -m demo
 
-# One thread, because the model is so small that several threads would wait for each other. Status 1
-# is a valid answer: more seeds are needed for a verdict.
+# Use one thread, because the model is so small that several threads would wait for each other. Exit
+# status 1 is not an error. It means that more seeds are needed for a verdict.
 which: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pretrain which demo/which.yaml --precisions fp32,delayed+head --seeds 3 --hours 0.1 --margin 1 \
 		|| test $$? -eq 1
@@ -73,8 +74,8 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	$(PIP) -r requirements-dev.txt
 	@touch $@
 
-# The tests read only the Python files of these packages, so the compiled kernels (350 MB) are
-# deleted. If the packages cannot be installed, the tests that need them are skipped with a message.
+# The tests read only the Python files of the packages in requirements-references.txt, so the
+# compiled kernels (350 MB) are deleted. If the packages cannot be installed, the tests that need them are skipped with a message.
 $(VENV)/.installed-references: requirements-references.txt $(VENV)/.installed
 	@$(PIP) --no-deps --no-compile --upgrade --target $(VENV)/references -r requirements-references.txt \
 		&& find $(VENV)/references -name '*.so*' -delete && touch $@ \

@@ -148,10 +148,10 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
 
 def report_stop(run: Run, signal_number: int) -> int:
     """Print which signal stopped the run and how to continue it. Return the signal's number."""
-    next_start = "evaluate and export it" if run.state.finished else "resume from here"
+    next_action = "evaluate and export it" if run.state.finished else "resume from here"
     run.console.notice(
         f"stopped by {signal.Signals(signal_number).name} after step {run.state.step}; "
-        f"start the run again to {next_start}"
+        f"start the run again to {next_action}"
     )
     return signal_number
 

@@ -85,18 +85,18 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
     the first process creates the folder, sends its path to the other processes, and deletes the
     folder when `stack` ends.
     """
-    made = None
+    created = None
     if accelerator.is_local_main_process:
-        made = Path(
+        created = Path(
             stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True)
             )
         )
         first, *_ = training_parts(recipe.data).values()
-        (made / "packs").symlink_to(first.packs.absolute())
+        (created / "packs").symlink_to(first.packs.absolute())
     # Choose the folder of this machine. The first process of a machine has its lowest rank, so this
     # is the last folder that was created by a rank up to this one.
-    up_to_this_rank = from_all_ranks(made)[: accelerator.process_index + 1]
+    up_to_this_rank = from_all_ranks(created)[: accelerator.process_index + 1]
     return [folder for folder in up_to_this_rank if folder][-1]
 
 

@@ -41,7 +41,7 @@ def draw_samples(run: Run) -> None:
     samples = []
     # The tokenizer is not None, because the recipe has prompts.
     tokenizer: Any = run.job.tokenizer
-    how = {"tokens": TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P}
+    settings = {"tokens": TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(run.job.recipe.evaluate.samples):
             # Each prompt has its own seed. If all prompts had the same seed, similar prompts would
@@ -50,7 +50,7 @@ def draw_samples(run: Run) -> None:
             text = sample(run.assembly.hf, tokenizer, prompt, TOKENS, TEMPERATURE, TOP_P, seed=seed)
             run.console.sample(prompt, text)
             samples.append({"prompt": prompt, "seed": seed, "text": text})
-    run.trackers.log({"step": run.state.step, "event": "samples", **how, "samples": samples})
+    run.trackers.log({"step": run.state.step, "event": "samples", **settings, "samples": samples})
 
 
 @torch.no_grad()
@@ -85,15 +85,15 @@ def sample(
     encoded = encoded_prompt(tokenizer, prompt, hf.config).to(hf.device)
     length = encoded["input_ids"].shape[1]
     positions = positions_of(hf.config) or length + tokens
-    drawn: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     if temperature > COLDEST:
-        drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     pad = tokenizer.pad_token_id
     generation = GenerationConfig(
         max_new_tokens=min(tokens, positions - length),
         eos_token_id=hf.generation_config.eos_token_id,
         pad_token_id=tokenizer.eos_token_id if pad is None else pad,
-        **drawn,
+        **sampling,
     )
     deterministic = torch.are_deterministic_algorithms_enabled()
     with ExitStack() as restored, torch.compiler.set_stance("force_eager"):

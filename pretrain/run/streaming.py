@@ -60,13 +60,11 @@ def continue_stream(job: Job, source: ResumePoint | None) -> None:
     stream.start_at(record.get("stream"))
 
 
-def wait_for_packs(
-    run: Run, steps: Prefetch[StepBatches], reason_to_stop: Callable[[], int]
-) -> int:
+def wait_for_packs(run: Run, steps: Prefetch[StepBatches], stop_code: Callable[[], int]) -> int:
     """Wait until all ranks have the packs of the next step, and return 0.
 
     steps: the prefetched batches of this rank.
-    reason_to_stop: a function that returns a stop code above 0 if this rank should stop, else 0.
+    stop_code: a function that returns a stop code above 0 if this rank should stop, else 0.
 
     If a rank should stop while others wait, return the largest stop code of all ranks. All ranks
     must call this function.
@@ -81,11 +79,11 @@ def wait_for_packs(
     order = run.job.batches(run.accelerator, run.state.shift).order
     stream.advance_to(order.places_of_step(run.state.data_steps[0]))
     with run.console.progress("waiting for packs"):
-        # `steps.ready` is also true if the packs cannot be made. Then `reason_to_stop` is above 0.
+        # `steps.ready` is also true if the packs cannot be made. Then `stop_code()` is above 0.
         while largest_over_ranks(
-            run.accelerator, int(not steps.ready(_WAIT_SECONDS) or reason_to_stop() > 0)
+            run.accelerator, int(not steps.ready(_WAIT_SECONDS) or stop_code() > 0)
         ):
-            if reason := largest_over_ranks(run.accelerator, reason_to_stop()):
-                return reason
+            if code := largest_over_ranks(run.accelerator, stop_code()):
+                return code
             stream.publish(waits=True)
     return 0
