@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+# torch.compile imports setuptools. This import fails if a test has imported distutils before.
+import setuptools  # noqa: F401
+
 from tests.conftest import Finished
 
 
