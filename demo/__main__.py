@@ -39,7 +39,7 @@ class Step:
     """A step of the demo."""
 
     title: str
-    # File that exists once the step is done.
+    # File or folder that exists once the step is done.
     product: Path
     run: Callable[[], object]
 
@@ -90,8 +90,8 @@ def steps_of(recipe: Recipe) -> list[Step]:
     corpus = Path(recipe.data.source)
     tokenizer = Path(recipe.data.tokenizer)
     packs = recipe.data.packs
-    # A small vocabulary: at a hidden size of 256, 4,096 tokens take a million parameters, and three
-    # minutes of training cannot teach more.
+    # The recipe's vocabulary is small. At a hidden size of 256, the embeddings of 4,096 tokens have
+    # a million parameters, and three minutes of training are too short for more.
     vocabulary = recipe.model.config["vocab_size"]
     train_tokenizer = python(
         "packing", "tokenizer", corpus, "--vocabulary", vocabulary, "--out", tokenizer
@@ -143,7 +143,7 @@ def idle_cores() -> int:
     On two idle cores, two threads trained the demo's model 1.8 times as fast as one thread (4,900
     and 2,670 tokens per second). With five other processes on the two cores, threads waited for
     each other: two threads trained 230 to 440 tokens per second, and one thread 1,300 to 1,500.
-    benchmarks/results/cpu/demo.json has these figures (`threads`).
+    benchmarks/results/cpu/demo.json has these speeds (`threads`).
     """
     idle = round((os.cpu_count() or 1) * (1 - psutil.cpu_percent(interval=1) / 100))
     cores = max(1, min(idle, usable_cores()))
@@ -165,8 +165,8 @@ def run(command: list[str]) -> None:
     print(f"$ {shlex.join(command)}", flush=True)
     interrupts: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    # accelerate's default is the number of physical cores, which many virtual machines cannot
-    # report.
+    # Set the number of threads. The default of accelerate is the number of physical cores, which
+    # many virtual machines cannot report.
     environment = dict(os.environ)
     if "OMP_NUM_THREADS" not in environment:
         environment["OMP_NUM_THREADS"] = str(idle_cores())
@@ -177,7 +177,8 @@ def run(command: list[str]) -> None:
     if interrupts:
         raise KeyboardInterrupt
     if code:
-        # Popen returns -9 for a process that was killed.
+        # Popen returns the negative number of the signal that ended the process, such as -9.
+        # Convert it as a shell does, to 137.
         raise subprocess.CalledProcessError(code if code > 0 else 128 - code, shlex.join(command))
 
 

@@ -96,7 +96,7 @@ def split_module(name: str, source: str) -> list[Document]:
     A docstring shorter than `SHORTEST_DOCSTRING`, or on a line with code, stays in the module.
     Raises SyntaxError if the source cannot be parsed.
     """
-    # splitlines() would also split at form feeds, unlike `ast`.
+    # Split only at line feeds, as `ast` does. splitlines() would also split at form feeds.
     lines: list[str | None] = source.split("\n")
     docstrings: list[Document] = []
     for qualified_name, statement in _docstrings(ast.parse(source), ""):
@@ -111,20 +111,23 @@ def split_module(name: str, source: str) -> list[Document]:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Expr]]:
-    """Yield the qualified name and the statement of each docstring in `node` and inside it."""
+    """Yield the qualified name and the statement of each docstring of `node` and below `node`.
+
+    `name` is the qualified name of `node`.
+    """
     if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
         yield name, node.body[0]
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _docstrings(child, f"{name}.{child.name}" if name else child.name)
-        # Definitions may be inside `if` and `try`.
+        # Search all other statements too, because definitions may be inside `if` and `try`.
         elif isinstance(child, ast.stmt | ast.excepthandler):
             yield from _docstrings(child, name)
 
 
 def _has_lines_to_itself(statement: ast.stmt, lines: list[str]) -> bool:
     """Return True if there are only blanks before and after `statement` on its lines."""
-    # `ast` counts columns in UTF-8 bytes.
+    # Cut the lines as UTF-8 bytes, because `ast` counts columns in bytes.
     before = lines[statement.lineno - 1].encode()[: statement.col_offset]
     after = lines[statement.end_lineno - 1].encode()[statement.end_col_offset :]
     return not before.strip() and not after.strip()

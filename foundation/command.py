@@ -25,7 +25,8 @@ SIGINT_STATUS = 130
 SIGPIPE_STATUS = 141
 
 
-# Map names of options in other programs, with `_` for `-`, to names here.
+# Map the name of an option in another program to the name of the option here. Both names have `_`
+# for `-`.
 _OTHER_NAMES = {
     "dry_run": "plan",
     "num_processes": "processes",
@@ -67,9 +68,10 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_intermixed_args(args, namespace)
 
     def _check_options(self, arguments: Sequence[str] | None) -> None:
-        """Raise InputError if an argument looks like an option, but is none.
+        """Raise InputError for an argument that begins with `--` but is not a known option.
 
-        The parser of a subcommand checks the options of the subcommand.
+        A parser with subcommands checks nothing, because the parser of the subcommand checks the
+        options.
         """
         given = sys.argv[1:] if arguments is None else arguments
         arguments = list(itertools.takewhile("--".__ne__, given))
@@ -116,7 +118,7 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     """
     try:
         status = command()
-        # The flush raises BrokenPipeError here if stdout is closed.
+        # Flush stdout here, so that the BrokenPipeError of a closed stdout is handled below.
         print(end="", flush=True)
     except KeyboardInterrupt:
         print(f"\n{on_ctrl_c}", file=sys.stderr)
@@ -137,12 +139,12 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
 def end_process(status: int) -> NoReturn:
     """End this process with the exit status `status`, without freeing its objects one by one.
 
-    Threads are joined, exit functions are called, and output is flushed, as when Python exits. But
-    Python would then visit all objects of torch and transformers, which takes seconds.
+    Threads are joined, exit functions are called, and output is flushed, as when Python exits. A
+    normal exit would also visit all objects of torch and transformers, which takes seconds.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    # C libraries buffer their own output, for example the messages of NCCL.
+    # Flush the output that C libraries buffer, for example the messages of NCCL.
     ctypes.CDLL(None).fflush(None)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -152,7 +154,7 @@ def end_process(status: int) -> NoReturn:
 def end_after_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> NoReturn:
-    """Print the traceback of an error and end this process. Assign this to `sys.excepthook`."""
+    """Print the traceback of an error and end this process. A value for `sys.excepthook`."""
     sys.__excepthook__(kind, error, trace)
     end_process(1)
 
@@ -162,13 +164,15 @@ def report_error(error: InputError | OSError) -> int:
 
     In a rank that torchrun has started, the error is recorded instead of printed. torchrun then
     prints the message in its table of failures, which is the last output of a launch. Only the
-    first failing rank of a machine records its error: usually all ranks have the same error.
+    first failing rank of a machine records its error, because all ranks usually have the same
+    error.
     """
     # An OSError is reported with the kind and the status of an InputError.
     reported_as = error if isinstance(error, InputError) else InputError
     message = f"{reported_as.kind}: {error}"
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    # torchrun makes a folder for each attempt, and in it a folder for each rank.
+    # Test whether torchrun has started this rank. torchrun puts the error file of each rank into a
+    # folder that has the local rank as its name.
     if error_file.parent.name == os.environ.get("LOCAL_RANK"):
         _record_first(message, reported_as.status, error_file)
     else:
@@ -177,17 +181,18 @@ def report_error(error: InputError | OSError) -> int:
 
 
 def _record_first(message: str, status: int, error_file: Path) -> None:
-    """Write an error to `error_file`, unless another rank of this machine has recorded one before.
+    """Write an error to `error_file`, unless another rank of this machine has recorded an error.
 
     torchrun reads this file. The file has the format of torch.distributed.elastic, and torchrun
-    shows the entry `py_callstack` in its table. The entry contains the message here. torch's own
-    `@record` writes a traceback into it.
+    shows the entry `py_callstack` in its table of failures. Here, this entry contains the message.
+    torch's own decorator `@record` writes a traceback into the entry.
     """
     first = error_file.parent.parent / "first_message"
     with contextlib.suppress(FileExistsError):
         first.touch(exist_ok=False)
-        # torchrun shows the earliest failure last, and takes the present time for ranks without a
-        # record. Times are whole seconds.
+        # Record a time that is one second ago, so that torchrun shows this failure last. torchrun
+        # shows the earliest failure last, and uses the present time for ranks without a record.
+        # Times are whole seconds.
         details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
         record = {"message": message, "errorCode": status, "extraInfo": details}
         error_file.write_text(json.dumps({"message": record}), encoding="utf-8")

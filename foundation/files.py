@@ -34,9 +34,9 @@ CACHE = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"),
 def fsync(path: Path) -> None:
     """Flush a file, or the list of names in a folder, to the disk.
 
-    Flushing a file does not flush its name, so flush its folder as well. Raises OSError if flushing
-    fails. If `path` is a folder and its file system cannot flush folders, nothing is flushed, and
-    no error is raised.
+    Flushing a file does not flush the file's name, so flush the file's folder too. Raises
+    OSError if flushing fails. If `path` is a folder and its file system cannot flush folders,
+    nothing is flushed, and no error is raised.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -111,9 +111,10 @@ def free_bytes(path: Path) -> int:
     ).free
 
 
-ALWAYS_HASHED_BYTES = 2**30  # `check_files` hashes files of at most this total size
-# Threads hash files in parallel, because hashing releases the interpreter lock. More threads than
-# this would only wait for the disk.
+# `check_files` always hashes files whose total size is at most this number of bytes.
+ALWAYS_HASHED_BYTES = 2**30
+# Largest number of threads that hash files in parallel. Hashing releases the interpreter lock. More
+# threads would only wait for the disk.
 _THREADS = 8
 
 
@@ -132,7 +133,7 @@ def hash_of(content: Any) -> str:
 
 
 def hash_file(path: Path, algorithm: str = "sha256") -> str:
-    """Return the hash of a file as hex digits. hashlib or xxhash provide `algorithm`.
+    """Return the hash of a file as hex digits. `algorithm` is a name in hashlib or xxhash.
 
     Raises InputError if the file cannot be read.
     """
@@ -214,8 +215,8 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
                 stacklevel=3,
             )
             has_locks = False
-        # This process holds the lock now. Replace the name in the lock file by its name. On a full
-        # disk the file stays empty, and other processes report "another process" as the name.
+        # Replace the content of the lock file by the name of this process. On a full disk the file
+        # stays empty, and other processes report "another process" as the name.
         file.truncate(0)
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -227,8 +228,8 @@ def is_locked(path: Path, *, without_locks: bool = True) -> bool:
 
     If the file system has no locks, return `without_locks`.
 
-    To find out, this function holds the lock itself for a moment. Another process that requests the
-    lock in this moment finds it held.
+    This function tests the lock by holding a shared lock for a moment. A process that calls
+    `locked` in this moment finds that the file is locked.
     """
     try:
         with open(path, "rb") as file:

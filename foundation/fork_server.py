@@ -4,7 +4,7 @@ A program that imports torch starts in 5 to 15 seconds, mostly because of import
 launches the program once, with the argument SERVE. The program imports its modules and calls
 `serve`, which forks a process for each request. A forked process has the state of a program that
 has just imported its modules, so it computes the same as a process that was launched separately. If
-it is killed, the server and the other forked processes continue.
+a forked process is killed, the server and the other forked processes continue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class ForkServer:
     The program ends when this process ends.
     """
 
-    # The command and environment of the launched program, and its process.
+    # Pair: the (command, environment) of the launched program, and the process of the program.
+    # Before the first launch, the process is None.
     _server: tuple[Any, subprocess.Popen[str] | None] = (None, None)
 
     def fork(
@@ -44,10 +45,10 @@ class ForkServer:
     ) -> int:
         """Fork a process that continues the program as if it was launched with `arguments`.
 
-        Launch the program first if it is not running with this `command` and `environment`, and
-        wait until it has imported its modules. Return the process ID, which is also the ID of the
-        process group. If the program ends with an error while it imports modules, return the ID of
-        the ended program.
+        If the program is not running with this `command` and `environment`, launch the program
+        first, and wait until it has imported its modules. Return the ID of the forked process,
+        which is also the ID of its process group. If the program ends with an error while it
+        imports modules, return the ID of the program's process.
 
         Args:
             command: Command that launches the program, without arguments of the program.
@@ -69,8 +70,9 @@ class ForkServer:
                     text=True,
                 )
             self._server = ((command, environment), process)
-            # Wait for the imports before the request, and skip what packages print. If this process
-            # is killed while it waits, the program ends without a fork.
+            # Read lines up to READY, and skip the lines that imported packages print. The request
+            # is sent after the imports: if this process is killed while it waits, the program ends
+            # without a fork.
             any(line == READY for line in cast(IO[str], process.stdout))
         assert process.stdin and process.stdout
         with suppress(BrokenPipeError):
@@ -82,13 +84,14 @@ def serve() -> None:
     """Fork a process for each request on stdin, and return in each forked process.
 
     A forked process has its own process group, and the arguments, variables and output of its
-    request. In the server itself, exit at the end of stdin.
+    request. The server itself exits at the end of stdin.
     """
     print(READY, end="", flush=True)
     while line := sys.stdin.readline():
         process = os.fork()
-        # Set the group in both processes, because either may be the first to need it. The call
-        # fails in the server if the forked process has already ended.
+        # Set the process group in the server and in the forked process, because either of them may
+        # be the first one that needs the group. In the server, the call fails if the forked process
+        # has already ended.
         with suppress(ProcessLookupError, PermissionError):
             os.setpgid(process, process)
         if process == 0:
@@ -107,7 +110,7 @@ def serve() -> None:
 def open_log(path: Path) -> BinaryIO:
     """Open a log file for appending. Lock it until all processes that write to it have ended."""
     log = path.open("ab")
-    # A file system without locks is accepted.
+    # On a file system without locks, leave the log unlocked.
     with suppress(OSError):
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return log

@@ -1,6 +1,6 @@
 """Show the progress of long tasks: a bar on a terminal, or a line every 30 seconds in a log.
 
-Code inside a task calls `advance` for each unit of work. It needs no reference to the progress bar.
+Code inside a task calls `advance` for each unit of work, without a reference to the progress bar.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def advance() -> None:
 class _LogLines:
     """Stream that writes each state of a bar to stderr as a line, for a log.
 
-    tqdm moves the cursor with control characters. Its texts without a state of the bar are dropped.
+    tqdm also writes texts that only move the cursor or clear a line. These texts are dropped.
     """
 
     def write(self, text: str) -> None:
@@ -66,7 +66,8 @@ class Progress(tqdm):
             leave=False,
             dynamic_ncols=True,
             mininterval=TERMINAL_INTERVAL if on_terminal else LOG_INTERVAL,
-            # A task without a unit shows only its name and erases it again. Omit it in a log.
+            # A task without a unit shows only its name, and erases the name at the end. In a log,
+            # show nothing for such a task.
             disable=not shown or not (unit or on_terminal),
             **options,
         )

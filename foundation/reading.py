@@ -16,12 +16,14 @@ import yaml
 from foundation.errors import InputError
 
 
-# The base class uses libyaml, which is faster than Python's parser. A report reads many YAML files.
+# Use the loader with libyaml, because a report reads many YAML files. libyaml is faster than
+# PyYAML's parser in Python.
 class _Loader(yaml.CSafeLoader):
     """YAML loader that rejects repeated keys and reads `1e6`, `1e-5` and `1.0e6` as numbers.
 
-    By YAML's own rules, the last of several equal keys is used without a message. A number with an
-    exponent is a text unless it has both a dot and a sign after the `e`.
+    PyYAML's own loaders use the last of several equal keys without a message. These
+    loaders read a number with an exponent as a text, unless the number has both a dot and a sign
+    after the `e`.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -57,7 +59,8 @@ def parse_yaml(text: str) -> Any:
 def load_yaml(path: str | os.PathLike[str], remedy: str = "") -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
-    Raises InputError, with `remedy`, if the file is not a YAML mapping.
+    Raises InputError if the file does not exist. If the file cannot be read or is not a YAML
+    mapping, the message of the InputError ends with `remedy`.
     """
     path = Path(path)
     if not path.exists():

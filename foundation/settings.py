@@ -34,8 +34,8 @@ class Settings(BaseModel):
 def at_home(value: Any) -> Any:
     """Expand `~/` at the beginning of a text. Return a value of any other kind unchanged.
 
-    A shell does not expand `~/` in an argument such as `data.packs=~/packs`. In a recipe, no shell
-    expands it.
+    A shell does not expand `~/` inside of an argument such as `data.packs=~/packs`, and a recipe is
+    not read by a shell.
     """
     if isinstance(value, str) and value.startswith("~") and "/" in value:
         return os.path.expanduser(value)
@@ -123,7 +123,7 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
 
     The result is the first key that is found in this order: a key with the same name, the key for a
     name that another program uses (`OTHER_NAMES` of `cls`), a key with a similar name. If several
-    sections have a key of this name, the section `keys` is preferred.
+    sections have a key with that name, the key in the section `keys` is preferred.
     """
     section = ".".join([*keys, ""]) if keys else ""
 
@@ -134,7 +134,8 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
     for key in sorted(_keys_of(cls), key=is_outside):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
     if keys:
-        # The key `name` is the run's name. An unknown `name` in a section has another meaning.
+        # Do not suggest the top-level key `name`, the name of the run, for an unknown `name` in a
+        # section, which has another meaning.
         by_name.pop("name", None)
     other_names = getattr(cls, "OTHER_NAMES", {})
     if match := by_name.get(name.lower()) or other_names.get(name.lower()):
@@ -152,7 +153,7 @@ def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that an annotation allows: the members of (nested) unions, or the type."""
+    """Return the types that an annotation allows: members of unions, or the annotation."""
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
@@ -179,8 +180,8 @@ def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
 def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """Return the value of the argument `key=text` of a command line.
 
-    `text` is parsed as YAML, except for keys of texts and paths. YAML would read the template
-    `{title}: {text}` as a mapping. For keys of texts and paths:
+    `text` is parsed as YAML, unless the key may hold a text or a path. YAML would read the template
+    `{title}: {text}` as a mapping. For a key that may hold a text or a path:
 
     * `null` means None, and two quotes mean the empty text.
     * `\\n` and `\\t` are replaced by a line feed and a tab. A shell passes each of them on as two

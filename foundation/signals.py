@@ -84,6 +84,7 @@ class StopRequest:
         if is_first and self._announced:
             repeat = "; a second Ctrl-C exits at once" if received == signal.SIGINT else ""
             text = f"\n{received.name}: finishing this step, then saving{repeat}\n"
-            # Writing fails if the terminal is gone. Ctrl-C also ends a `tee` that reads our output.
+            # Ignore a failure to write: the terminal may be gone, or Ctrl-C may also have ended a
+            # `tee` that reads the output.
             with suppress(OSError):
                 os.write(_STDERR, text.encode())

@@ -29,7 +29,7 @@ class Timeline:
     """Seconds of the parts of this process since its launch.
 
     The part "launcher" is the time that `accelerate launch` took to start this process. The part
-    "imports" begins with this process. The time in no other part counts for it.
+    "imports" begins with this process, and has all time that belongs to no other part.
     """
 
     def __init__(self) -> None:
@@ -37,18 +37,20 @@ class Timeline:
 
     def restart(self) -> None:
         """Measure from the launch of this process. A forked process calls this method."""
-        # Map each part to its seconds, from the launch to `end`. Empty before `end` was called.
+        # Map each part to its seconds, from the launch to `end`. Empty until `end` is called.
         self.start: dict[str, float] = {}
         self._seconds = defaultdict[str, float](float)
         self._running = ["imports"]  # The innermost part is the last one.
         process = psutil.Process()
         self._since = process.create_time()
-        # The parent process may belong to another user. Then it cannot be read.
+        # Skip the part "launcher" if the parent process cannot be read, because it may belong to
+        # another user.
         with suppress(psutil.Error):
             parent = process.parent()
             if parent and not LAUNCHERS.isdisjoint(parent.cmdline()):
                 self._seconds["launcher"] = self._since - parent.create_time()
-        # On Linux, psutil rounds the time of the boot down to whole seconds.
+        # Make the launch time of this process exact. On Linux, psutil computes this time from the
+        # time of the boot, rounded down to whole seconds.
         if hasattr(time, "CLOCK_BOOTTIME"):
             booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
             self._since += booted - psutil.boot_time()

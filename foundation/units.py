@@ -59,7 +59,7 @@ def percent(share: float) -> str:
 
 
 def operations(value: float) -> str:
-    """Format floating-point operations with four digits: 10.58 GFLOP, 1.387 PFLOP."""
+    """Format a number of floating-point operations with four digits: 10.58 GFLOP, 1.387 PFLOP."""
     prefixes = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
     # Round first, so that 999,960 is formatted as 1 MFLOP, and not as 1000 kFLOP.
     rounded = float(f"{value:.4g}")
