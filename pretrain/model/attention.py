@@ -12,8 +12,8 @@ arguments of the model's forward to the function:
   to a multiple of 16, so that few different shapes occur.
 * `max_seqlen`: int, the pack length, which no document exceeds. The pack length is a constant of
   the run, so kernels are compiled once.
-* `document_mask`: result of `document_mask`, which is computed once for a batch instead of once for
-  each layer. Only packed_sdpa reads it.
+* `document_mask`: result of the function `document_mask`. The mask is computed once for a batch
+  instead of once for each layer. Only packed_sdpa reads the mask.
 
 No mask functions are registered for these attention functions. The mask registry of transformers
 does not contain their names, so the model builds no attention mask.
@@ -51,14 +51,14 @@ from foundation.files import CACHE
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
-# FlashAttention-4 reads these two variables when it is imported. Transformer Engine imports it too,
-# so they are set before either of the two packages can be imported.
+# FlashAttention-4 reads these two environment variables when it is imported. Transformer Engine
+# imports FlashAttention-4 too, so the variables are set before either package can be imported.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_attn_4"))
 
-# Backends from the fastest to the slowest. In recipes, `fa4` is called `flash_attn`. It has another
-# name here, because transformers loads its own kernels for names that contain "flash". `varlen` is
-# torch's version of FlashAttention-2.
+# Backends from the fastest to the slowest. In recipes, `fa4` is called `flash_attn`. This name is
+# not used here, because transformers loads its own kernels for names that contain "flash". `varlen`
+# is torch's version of FlashAttention-2.
 FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
 MAX_FLASH_HEAD_DIM = 256
 # Head sizes for which FlashAttention-4 is used. Smaller heads have not been measured.
@@ -66,11 +66,12 @@ FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
 # Compute capabilities for which FlashAttention-4 is used: Hopper and data-centre Blackwell. The
 # speed was measured on Hopper only.
 FA4_GENERATIONS = (9, 10)
-# `flash_backward_in_parts` computes dk and dv in parts only if the mean number of tokens of a
-# document, times the number of query heads that share a KV head, is at most LONG. Above this limit,
-# the matrix products of FlashAttention-4 take so long that memory traffic does not matter. Unused
-# entries of cu_seqlens are counted as documents, because the host does not know which entries are
-# unused. For example, 4 packs of one document each are counted as 15 documents.
+# `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
+# the mean number of tokens of a document, times the number of query heads that share a KV head, is
+# at most LONG. Above this limit, the matrix products of FlashAttention-4 take so long that memory
+# traffic does not matter. Unused entries of cu_seqlens are counted as documents, because the host
+# does not know which entries are unused. For example, 4 packs of one document each are counted as
+# 15 documents.
 LONG = 8192
 # The largest number of query heads per KV head for which `flash_backward_in_parts` computes dk and
 # dv in parts. It calls the kernel once for each query head of a KV head, and more than four calls
@@ -95,8 +96,8 @@ def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.d
     """Return the attention backend for a device, a head size and a compute dtype.
 
     If `requested` is "auto", return the first backend of FASTEST_FIRST that can run. Otherwise
-    raise InputError if the requested backend cannot run. The results of the backend are not tested
-    here, but by the parity check at the start of a run.
+    return the requested backend, or raise InputError if this backend cannot run. The results of the
+    backend are not tested here, but by the parity check at the start of a run.
     """
     kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
     reasons = ["requested"]
@@ -175,8 +176,8 @@ def check(model: PreTrainedModel, length: int) -> None:
         "kernels that reset their state at each document": (
             unsupported or (model._is_stateful and layer_types is None)
         ),
-        # Such a model would ignore the name of the registered function, and tokens would attend to
-        # other documents.
+        # A model that does not use the registry would ignore the attention function of this
+        # project, and tokens would attend to other documents.
         "does not use transformers' attention registry, which keeps documents apart": (
             not model._supports_attention_backend
         ),
@@ -202,7 +203,8 @@ def check(model: PreTrainedModel, length: int) -> None:
             )
     window = getattr(config, "sliding_window", None)
     has_window = layer_types is None or "sliding_attention" in layer_types
-    # Models that do not support FlashAttention pass the window only to their masks.
+    # Reject models that do not support FlashAttention: they pass the window only to their attention
+    # masks, and packed attention has no such masks.
     if window is not None and window < length and has_window and not model._supports_flash_attn:
         raise InputError(
             f"{name} does not pass its sliding window to its attention function; "
@@ -250,8 +252,8 @@ class Packed(NamedTuple):
     max_seqlen: int
     mask: Tensor | None  # result of `document_mask`, for packed_sdpa only
     scale: float  # factor of q k^T
-    # Number of keys to which a query attends, including the key of the same token. None if a query
-    # attends to all earlier keys of its document.
+    # Maximum number of keys to which a query attends, including the key of the query's token. None
+    # if a query attends to all earlier keys of its document.
     window: int | None
 
 
@@ -271,12 +273,12 @@ def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
 
 
 def _registered(kernel: Kernel) -> Kernel:
-    """Register the function `kernel` with transformers under its name, and return `kernel`.
+    """Register an attention function that calls `kernel`, under the name of `kernel`.
 
-    `kernel` maps q, k and v [T, heads, D] to the output [T, heads, D]. The registered function
-    gets q, k and v as [1, heads, T, D] from a layer of transformers and changes their layout. It
-    casts queries and keys to the dtype of v, because they may be FP32 after a rotation with FP32
-    factors.
+    Return `kernel` itself, which maps q, k and v [T, heads, D] to the output [T, heads, D]. The
+    registered function gets q, k and v as [1, heads, T, D] from a layer of transformers and changes
+    their layout. It casts queries and keys to the dtype of v, because queries and keys may be FP32
+    after a rotation with FP32 factors.
     """
 
     def attention(
@@ -370,8 +372,8 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
 
     The kernel does not compute scores of queries and keys from different documents.
     """
-    # Number of keys before the token of the query, where -1 stands for all keys, and number of keys
-    # after the token. The second number is 0, because attention is causal.
+    # The number of keys before the query's token, where -1 stands for all earlier keys, and the
+    # number of keys after this token, which is 0 because attention is causal.
     window = (-1 if packed.window is None else packed.window - 1, 0)
     documents = (packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen)
     options: dict[str, Any] = {"scale": packed.scale, "window_size": window}
@@ -505,8 +507,8 @@ def flash_backward(
 @cache
 def _flash() -> ModuleType:
     """Import FlashAttention-4 and return its module with the kernels."""
-    # Load Transformer Engine before FlashAttention-4. If it were loaded afterwards, it would load
-    # parts of another cuDNN and fail.
+    # Load Transformer Engine before FlashAttention-4. If Transformer Engine were loaded afterwards,
+    # it would load parts of another cuDNN and fail.
     transformer_engine.missing()
     from flash_attn.cute import interface
 

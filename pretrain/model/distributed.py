@@ -54,7 +54,7 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
 def compute_in_a_fixed_order() -> None:
     """Make results on a GPU reproducible bit for bit, for `deterministic: true`.
 
-    Call this function before the GPU is used, because cuBLAS reads the environment variable when it
+    Call this function before the GPU is used, because cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it
     starts. Three kinds of code check whether torch is in deterministic mode: the gradients of
     embedding tables, the search for the fastest algorithm of a matrix product, and compiled
     reductions. docs/training.md lists everything that reproducible runs need.
@@ -62,9 +62,9 @@ def compute_in_a_fixed_order() -> None:
     # The value is the workspace size that torch uses on Hopper.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # In deterministic mode, torch would fill every new tensor with a constant. This is not needed,
-    # because the program writes all values before it reads them. mypy does not know that the
-    # attribute is a property of the module's class.
+    # Do not fill every new tensor with a constant, as torch does by default in deterministic mode.
+    # The program writes all values before it reads them. mypy does not know that the attribute is a
+    # property of the module's class.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -243,7 +243,7 @@ def from_all_ranks(item: T) -> list[T]:
 
 
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
-    """Return the largest `value` of all ranks. With it, all ranks leave a loop together.
+    """Return the largest `value` of all ranks, so that all ranks can leave a loop together.
 
     All ranks must call this function.
     """

@@ -4,9 +4,9 @@ A grouped product multiplies the tokens of each expert by the weight matrix of t
 experts of a layer in one call. `GroupedExperts` has the Parameters of the module that it replaces,
 under the same names. It sorts the tokens by expert (`arrange`), and computes one grouped product,
 the activation, and a second grouped product. The output of a token is the weighted sum of the
-outputs of its experts. The routers of transformers are not replaced. They choose the experts of
-each token, and the weight of each chosen expert's output. Both are arguments of
-`GroupedExperts.forward`.
+outputs of its experts. The routers of transformers are not replaced. A router chooses the experts
+of each token, and computes the weight of each chosen expert's output. `GroupedExperts.forward` gets
+the chosen experts and the weights as arguments.
 """
 
 from __future__ import annotations
