@@ -2,18 +2,20 @@
 
 If the activation is gated, each row of `hidden` [T, 2 F] has the gate in its first half and up in
 its second half, and the activated values [T, F] are function(gate) * up. Otherwise `hidden` is
-[T, F] and the activated values are function(hidden). They are computed in FP32 from BF16. Each
-value is read once. The functions are SiLU, GELU and the approximation of GELU by tanh.
+[T, F] and the activated values are function(hidden). The activated values are computed in FP32 from
+BF16 inputs. Each input value is read once. The functions are SiLU, GELU and the approximation of
+GELU by tanh.
 
 Backward must read `hidden`, so it can also recompute the activated values. Only the weight gradient
 of the next linear layer reads the transpose of the activated values. Backward writes this
-transpose, so that it takes no memory between forward and backward. The compiler may not fuse
-multiplications with additions, so that forward and backward compute the same bits. Backward can
-also sum the gradient over the tokens of a tile, for the gradient of a bias.
+transpose, so that the transpose takes no memory between forward and backward. The compiler may not
+fuse multiplications with additions, so that forward and backward compute the same bits. Backward
+can also sum the gradient over the tokens of a tile, for the gradient of a bias.
 
 The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. The
 kernels round values to BF16 before they quantize them, as do the unfused model and the emulation.
-All three compute the amax of current scaling before they round values to BF16.
+The kernels, the unfused model and the emulation compute the amax of current scaling before they
+round values to BF16.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-# The factors of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+# The coefficients of x and of x^3 in 2 sqrt(2 / pi) (x + 0.044715 x^3).
 _LINEAR = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(0.044715 * 1.5957691216057308)
 # Tiles of the kernels that write FP8 codes. A tile has 32 rows, so that the codes of a column fill
@@ -300,8 +302,8 @@ def activate(hidden: Tensor, kind: Activation) -> Tensor:
     """
     F = kind.width(hidden)
     activated = hidden.new_empty(len(hidden), F)
-    # BF16 has no scale: the kernel's `scale`, `amax`, `used` and `scale_inv` are None, and so is
-    # the last argument, `fp8`.
+    # A BF16 result has no scale and no FP8 format. Therefore the kernel's arguments `scale`,
+    # `amax`, `used`, `scale_inv` and `fp8` are None.
     unscaled = (None, None, None, None)
     arguments = (hidden, activated, *unscaled, F, None)
     _launch(_activation_forward, _along_rows(len(hidden), F), hidden, kind, *arguments)
@@ -327,8 +329,9 @@ def activate_backward(
         )
         tile = Tile(rows, columns, BACKWARD.warps)
     sums = _sums(hidden, tile) if summed else None
-    # BF16 has no scale: the kernel's `scale`, `amax` and `scale_inv` are None, and so are both
-    # `columns`, both fields of the activated values' scale, `fp8` and `activated_fp8`.
+    # A BF16 result has no transpose, no scale and no FP8 format. Therefore the kernel's arguments
+    # `columns`, `scale`, `amax`, `scale_inv`, `activated_columns`, `activated_scale`,
+    # `activated_scale_inv`, `fp8` and `activated_fp8` are None.
     unscaled = (None, None, None)
     gradient = (d_hidden, None, *unscaled)
     recomputed = (activated, *unscaled)

@@ -11,8 +11,8 @@ The operations between the products are norms, activations and rotations. They a
 (`pretrain.model.fused.formulas`), by Triton kernels for BF16 on a GPU, or by Transformer Engine.
 In low precision, norms and activations write their results as quantized operands of the next
 product. Under delayed scaling, the Triton kernel for the backward of the rotation writes a
-quantized operand too. The kernels that compute gradients of outputs also sum them over tokens,
-which gives the gradients of biases.
+quantized operand too. The kernels that compute gradients of outputs also sum these gradients over
+tokens, which gives the gradients of biases.
 """
 
 from __future__ import annotations
@@ -216,10 +216,11 @@ class StackedPass(LinearPass):
 def add_to_main_gradients(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Add gradients to the main gradients of their parameters, and return those that remain.
+    """Add gradients to the main gradients of their parameters, and return all other gradients.
 
-    One kernel adds all of them, because a layer has many small parameters. A returned gradient is
-    None if it has been added. Gradients of parameters without a main gradient remain.
+    The result has one entry for each parameter: None if the gradient has been added, and the
+    gradient itself if the parameter has no main gradient. One kernel adds all gradients, because a
+    layer has many small parameters.
     """
     remaining = list(gradients)
     sums = []
@@ -318,9 +319,9 @@ class Arithmetic:
     ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
         """Return the gradient of x plus `residual` [tokens, hidden], and sums of gradients.
 
-        The second result has the gradients of the norm's parameters. The third result has the sums
-        of the first one and of `residual` over tokens, FP32 [hidden]. They are None if no kernel
-        has computed them, and always unless `summed` is set. `dy` is the gradient of the norm's
+        The second result has the gradients of the norm's parameters. The third result has two sums
+        over tokens, FP32 [hidden]: the sum of the first result, and the sum of `residual`. Both
+        sums are None for an RMSNorm, and unless `summed` is set. `dy` is the gradient of the norm's
         output, and `rstd` and `mean` are statistics from `norm`.
         """
         weight = norm.weight.detach().to(self.context.compute_dtype)
@@ -416,9 +417,9 @@ class Arithmetic:
     ) -> tuple[Operand, Operand | None]:
         """Return the activated values as the input operand of `down`, and a value for backward.
 
-        `hidden` [tokens, ...] is the output of `gate_up`. The value to keep is either the operand
-        itself, or the scale with which backward quantizes the recomputed operand. It is None if
-        backward recomputes the operand and needs no scale.
+        `hidden` [tokens, ...] is the output of `gate_up`. The value for backward is either the
+        operand itself, or the scale with which backward quantizes the recomputed operand. This
+        value is None if backward recomputes the operand and needs no scale.
         """
         kernels = self.kernels.activation
         quantizer = down.quantizer("input")
@@ -506,8 +507,8 @@ class Arithmetic:
     def save(self, ctx: Any, *operands: Operand | None) -> None:
         """Save operands of any kind for backward, if a backward may follow.
 
-        Of a quantized operand, only the form that the weight gradient needs may be saved. Therefore
-        backward must use a saved operand in no other product.
+        A saved quantized operand can lack the forms that the weight gradient does not need.
+        Therefore backward must use a saved operand in no other product.
         """
         if self.differentiable:
             tensors, ctx.rest = self.gemm_class.save(*operands)

@@ -89,8 +89,8 @@ def norm_backward(
     """Return the gradient of x plus `residual`, and sums over tokens, FP32 [1, 2 or 4, width].
 
     For an RMSNorm, the sum is the gradient of `weight`. For a LayerNorm, the sums are the gradients
-    of `weight` and of the bias. If `summed` is set, the sums of the first result and of `residual`
-    follow.
+    of `weight` and of the bias. For a LayerNorm with `summed`, the sums of the first result and of
+    `residual` follow.
 
     `dy` is the gradient of the norm's output, and `rstd` and `mean` are results of `norm`.
     `residual` is the gradient of x from the residual branch.
@@ -182,8 +182,8 @@ def rotate(
         norms: Norms of query and key heads, or None if the model has no head norms.
 
     Returns:
-        Queries [T, query, dim], keys and values [T, kv, dim], in the dtype of `qkv`. They are
-        contiguous. Without rotation they are views of `qkv`.
+        Queries [T, query, dim], keys and values [T, kv, dim], in the dtype of `qkv`. With rotation,
+        all three are contiguous. Without rotation, all three are views of `qkv`.
     """
     q, k, v = heads.split(qkv)
     if cos is None or sin is None:

@@ -3,7 +3,7 @@
 On Hopper, both operands of an FP8 matrix product must be contiguous along the dimension over which
 the product sums. If one product sums over the columns of a tensor [M, K] and another product sums
 over its rows, the tensor is stored twice: by rows [M, K] and transposed [K, M]. A kernel that has
-computed a tile in registers writes both.
+computed a tile in registers writes both copies.
 
 As in Transformer Engine, infinities and values beyond the range of the format become the largest
 value of the format. NaN stays NaN in the codes, and amaxes ignore it. All functions require tiles
@@ -125,9 +125,9 @@ def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.conste
 def tensor_scale(scale, amax, used, scale_inv, fp8: tl.constexpr):
     """Return the scale of a tensor, an FP32 scalar.
 
-    It is the value at `scale`. If `scale` is None, it is computed from the value at `amax`. The
-    first program of the grid also writes the reciprocal of the scale to `scale_inv`, and the scale
-    to `used` unless `used` is None.
+    The result is the value at `scale`. If `scale` is None, the result is computed from the value at
+    `amax`. The first program of the grid also writes the reciprocal of the scale to `scale_inv`,
+    and the scale to `used` unless `used` is None.
     """
     value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), fp8)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -169,8 +169,8 @@ def scale_from_amax(amax, fp8: tl.constexpr):
 def fp8_codes(values, scale, fp8: tl.constexpr):
     """Return the bytes of values * scale in `fp8`, rounded to nearest even and saturated.
 
-    `values` and `scale` are FP32 and are broadcast to the same shape. The GPU converts them by the
-    instruction `cvt.rn.satfinite`.
+    `values` and `scale` are FP32 and are broadcast to the same shape. The GPU converts the products
+    by the instruction `cvt.rn.satfinite`.
     """
     return (values * scale).to(fp8).to(tl.uint8, bitcast=True)
 

@@ -73,7 +73,7 @@ _LLAMA = Names(
 )
 _GPT2_MLP = {name: (name,) for name in ("mlp.c_fc", "mlp.c_proj")}
 # Full names of the layer classes that can be fused. Classes are compared by name, because importing
-# them would import six architectures at every start.
+# the classes would import six architectures at the start of every run.
 _FUSED = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _LLAMA,
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
@@ -91,10 +91,10 @@ _FUSED = {
 
 
 def stack_of(linear: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the product that computes a linear of a fused layer, and its linears.
+    """Return the name of the product that computes `linear`, and the names of all its linears.
 
-    `linear` and the returned names are names in the model. Checkpoints store the histories of the
-    product under its name.
+    `linear` is a linear of a fused layer. It and the returned names are names in the model.
+    Checkpoints store the histories of the product under its name.
     """
     for product, members in [stack for names in _FUSED.values() for stack in names.stacks.items()]:
         for member in members:
@@ -189,7 +189,7 @@ def assess_layer(
     parts = Parts.of(layer)
     if parts.function not in NAMES:
         return f"their activation {parts.function} is neither SiLU nor GELU", low
-    # Names of the dropout of the residual branches in GPT-2 and in StarCoder2.
+    # The configuration keys of the dropout of the residual branches, in GPT-2 and in StarCoder2.
     if any(getattr(parts.attention.config, key, 0) for key in ("resid_pdrop", "residual_dropout")):
         return "they have dropout", low
     for stack in parts.stacks.values():
@@ -389,8 +389,9 @@ class FusedLayer:
 # ── The autograd nodes of a layer ──
 #
 # Parameters are arguments of the nodes only to make them inputs of the autograd graph, as FSDP2 and
-# `RankSums` require. Products and norms read the parameters from the layer. Backward adds gradients
-# of parameters to their main gradients, if they have any, and returns only the other gradients.
+# `RankSums` require. Products and norms read the parameters from the layer. Backward adds the
+# gradient of a parameter to its main gradient, if the parameter has one. It returns only the
+# gradients of parameters without a main gradient.
 
 
 class NormedAttention(torch.autograd.Function):
@@ -406,9 +407,9 @@ class NormedAttention(torch.autograd.Function):
     kernel that computes the gradient of the norm. The backward of the rotation writes its result in
     the format that the products of the input gradient and the weight gradient read.
 
-    If heads are normalized, the output of the query-key-value product is saved for backward.
-    Backward recomputes queries, keys and values from it, unless `arithmetic.keeps_rotated` is set
-    and they are saved too.
+    If heads are normalized, forward saves the output of the query-key-value product, and backward
+    recomputes queries, keys and values from this output. With `arithmetic.keeps_rotated`, forward
+    also saves queries, keys and values, and backward does not recompute them.
     """
 
     @staticmethod

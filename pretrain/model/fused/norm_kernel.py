@@ -6,9 +6,10 @@
                                                                                  FP32, then BF16
     dweight = sum over tokens of dy * rstd * x                                   FP32
 
-This is an RMSNorm. In a LayerNorm, x - mean(x) takes the place of x, y = ... + bias, and
-rstd * mean(weight * dy) is subtracted from dx. Its bias has the gradient sum of dy. Where the sums
-of dx and of `residual` are needed for biases of linears, they are computed too.
+These are the formulas of an RMSNorm. In a LayerNorm, x - mean(x) replaces x, the bias is added to
+y, and rstd * mean(weight * dy) is subtracted from dx. The gradient of the bias is the sum of dy
+over tokens. If biases of linears need the sums of dx and of `residual` over tokens, the kernel of a
+LayerNorm computes these sums too.
 
 The residual branch of the layer has the same input x as the norm. `residual` is the gradient of x
 from the residual branch. The kernels read each input value once and write each result once, so only
@@ -86,8 +87,8 @@ def _norm_backward(
 ):
     """Compute dx for the `rows` rows of a program, and sums over these rows.
 
-    `count` is the number of sums. One is the sum of dweight, for an RMSNorm. Two are the sums of
-    dweight and dy, for a LayerNorm. Four are also the sums of dx and `residual`.
+    `count` is the number of sums: 1 for an RMSNorm (dweight), 2 for a LayerNorm (dweight and dy),
+    or 4 for a LayerNorm with the sums for biases of linears (also dx and `residual`).
 
     `height` rows are computed at a time. `step` is `width` rounded up to a power of two.
     """
@@ -138,7 +139,8 @@ def norm(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute `pretrain.model.fused.formulas.norm` for BF16.
 
-    x is contiguous. An RMSNorm does not round the normalized values.
+    x is contiguous. Unlike in `formulas.norm`, an RMSNorm does not round the normalized values
+    before it multiplies them by the weight.
     """
     tokens, width = x.shape
     height, step, warps = _tile(width)

@@ -9,13 +9,13 @@ the registers of one thread.
 
 In backward, a tile consists of a few tokens of one head. The gradient is written in BF16. Under
 delayed scaling, the scale is known before the gradient is computed, so the gradient can be written
-as FP8 codes by rows and by columns instead. Fusing multiplications with additions is
-disabled, so that the BF16 values are the same bit for bit, whether they are written or quantized.
+as FP8 codes by rows and by columns instead. Fusing multiplications with additions is disabled, so
+that the BF16 values are the same bit for bit, whether they are written or quantized.
 
 If there are head norms, a program of backward computes many tiles and sums the gradients of the
-norms' weights over them. torch then adds the sums of all programs, in an order that depends only on
-shapes. To keep the number of sums small, no more programs are started than the GPU can run at once.
-The gradients of biases are summed in the same way.
+norms' weights over these tiles. torch then adds the sums of all programs, in an order that depends
+only on shapes. To keep the number of sums small, no more programs are started than the GPU can run
+at once. The gradients of biases are summed in the same way.
 
 In a model without rotation, such as GPT-2, `cos` and `sin` are None. Forward then needs no kernel,
 and backward copies the gradients of queries, keys and values into one tensor.
@@ -52,9 +52,9 @@ _TOKENS = 32  # number of tokens in a tile
 _BACKWARD_WARPS = 8  # number of warps for heads of 128 values; proportional to the head size
 _REGISTERS = 112  # maximum number of registers of a thread
 _PROGRAMS = 264  # maximum number of programs if there are head norms
-# Number of tiles that a program loads ahead if there are head norms. All of them except the last
-# are stored in shared memory. Heads of 128 values need 70 KiB of shared memory, or 103 KiB if the
-# gradients are in four parts.
+# Number of tiles that a program loads ahead if there are head norms, or if the gradient is summed
+# over tokens. All of these tiles except the last are stored in shared memory. Heads of 128 values
+# need 70 KiB of shared memory, or 103 KiB if the gradients are in four parts.
 _STAGES = 3
 # Number of tiles that a program computes if the gradient is summed over tokens and heads have no
 # norms.
@@ -136,7 +136,7 @@ def _rotate_backward(
     dq,  # BF16 [tokens, query, dim]
     dk,  # BF16 [tokens, kv, dim] or [tokens, kv, parts, dim]; the parts are summed
     dv,  # BF16 [tokens, kv, dim] or [tokens, kv, parts, dim]; the parts are summed
-    # The next eight are strides of the tokens, heads and parts of these gradients.
+    # The next eight are strides between tokens, heads and parts of dq, dk and dv.
     dq_token,
     dq_head,
     dk_token,
@@ -169,7 +169,7 @@ def _rotate_backward(
     stages: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Write the gradient of one head for the tokens of this program, and its sum over them.
+    """Write the gradient of one head for the tokens of this program, and its sum over these tokens.
 
     With head norms, also write the gradient of the norm's weight, summed over these tokens. A
     program computes tiles of `height` tokens. `full` is True if no tile has fewer tokens. If `fp8`
@@ -262,7 +262,8 @@ def _write_gradient(
     qkv,  # input of the norm [tokens, count x dim], or None without norms
     weight,  # weight of the norm [dim], or None without norms
     norm_sum_at,  # FP32 [dim], written: gradient of `weight`, or None without norms
-    dqkv,  # written, as the next four arguments of `_rotate_backward`
+    # The next five are as in `_rotate_backward`, except that `scale` is the FP32 value itself.
+    dqkv,
     columns,
     scale,
     amax,
@@ -280,7 +281,7 @@ def _write_gradient(
     stages: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Write the gradient of a head for the tiles of a program, and the sums over their tokens."""
+    """Write the gradient of a head for the tiles of a program, and sums over the tiles' tokens."""
     half: tl.constexpr = dim // 2
     width: tl.constexpr = count * dim
     largest = tl.zeros([height], tl.float32)
@@ -440,8 +441,9 @@ def _write_head(
         tl.store(index, d1.to(rows.dtype.element_ty), mask=inside)
         tl.store(index + half, d2.to(rows.dtype.element_ty), mask=inside)
     else:
-        # A thread could store sixteen codes at once. But then it would also load sixteen
-        # neighbouring values, and the order of sums over a head would differ from that of BF16.
+        # Promise the compiler only eight contiguous values. With more, a thread could store sixteen
+        # codes at once. But then it would also load sixteen neighbouring values, and the order of
+        # sums over a head would differ from the order of sums in BF16.
         i = tl.max_contiguous(i, _IN_A_THREAD)
         j = tl.max_contiguous(j, _IN_A_THREAD)
         d1 = d1.to(tl.bfloat16).to(tl.float32)
