@@ -3,8 +3,9 @@
 Autograd accumulates in `parameter.grad`, in the dtype of the parameter. In BF16, this sum is
 rounded for every microbatch after the first. Main gradients are FP32 or BF16, whatever the dtype of
 the parameter. They are summed over microbatches and then over ranks. A hook adds the gradient that
-autograd writes to `.grad` to the main gradient, and frees `.grad` at once. A matrix product may
-also add to the main gradient itself. It then returns no gradient for this weight.
+autograd writes to `.grad` to the main gradient, and frees `.grad` at once. A matrix product can
+also add the gradient of its weight directly to the main gradient. It then returns no gradient of
+this weight to autograd.
 
 All main gradients of a model are in one allocation. Therefore a run that does not fit into memory
 fails at its start, and one write clears all gradients. A cleared gradient contains -0.0, because a
@@ -112,7 +113,7 @@ def attach_sums(
     single = [[parameter] for parameter in trained if id(parameter) not in stacked]
     all_stacks = [*stacks, *single]
     indices = {id(parameter): index for index, parameter in enumerate(trained)}
-    # Backward starts with the last parameters.
+    # Put the last parameters first, because backward starts with them.
     all_stacks.sort(key=lambda stack: min(indices[id(p)] for p in stack), reverse=True)
     sizes = [_aligned(sum(map(torch.numel, stack))) for stack in all_stacks]
     if memory is None:
@@ -129,9 +130,9 @@ def attach_sums(
 
 
 def values_of_sums(parameters: Iterable[Tensor]) -> int:
-    """Return the maximum number of values that the main gradients need, for any stacks.
+    """Return the number of values that the main gradients of `parameters` need at most.
 
-    The number includes padding for alignment.
+    The number includes padding for alignment, and it suffices however the parameters are stacked.
     """
     return sum(_aligned(parameter.numel()) for parameter in parameters)
 
@@ -258,14 +259,14 @@ class RankSums:
     step, so a resumed run sums in the same order as an uninterrupted run.
 
     The all-reduces have a separate process group. Delayed scaling exchanges amaxes in the default
-    group during backward, and the order of both kinds of exchanges may differ between ranks.
+    group during backward, and the order of amax exchanges and all-reduces may differ between ranks.
     """
 
     def __init__(self, parameters: Iterable[Summed]) -> None:
         """Create the buckets.
 
-        All ranks must call this method, and pass the same parameters. Their main gradients must be
-        in one allocation.
+        All ranks must call this method, and pass the same parameters. The main gradients of the
+        parameters must be in one allocation.
         """
         attached = {id(p): p for p in parameters if getattr(p, "main_grad", None) is not None}
         in_order = sorted(attached.values(), key=lambda p: p.main_grad.storage_offset())

@@ -131,7 +131,7 @@ class Routing:
         The result maps each name of `names` to an FP32 scalar. This scalar is a sum over all
         forwards in training since the last call. Each summand is the value of one forward, times
         its number of tokens with a label. The loads of the experts are reset too. Return an empty
-        dictionary if there was no such forward.
+        dictionary if there was no forward in training since the last call.
         """
         sums = self._sums
         self._sums = {}

@@ -13,8 +13,9 @@ and head are tied, they are one shard group. There are two modes, which docs/sca
 In both modes, FSDP2 accumulates the unsharded gradient of a parameter in the tensor
 `unsharded_accumulated_grad`, and reduces this tensor over ranks. `Sharding` allocates the tensor
 and also makes it the `main_grad` of the gathered parameter, so that matrix products can add to it.
-With ZeRO-3, groups share the same memory, because only one of them at a time is in its backward. A
-group whose backward overlaps with the backward of other groups has separate memory.
+With ZeRO-3, the main gradients of all groups share the same memory, because only one group at a
+time is in its backward. The only exceptions are groups whose backward overlaps with the backward of
+other groups: each of them has separate memory.
 
 FSDP2 returns reduced gradients in the dtype of the parameter, which would round the FP32 sums of
 BF16 weights. `Sharding` changes the returned dtype to `kept`. If `kept` is FP32, BF16 shards and
@@ -127,8 +128,8 @@ class Sharding:
         self.once_a_step = once_a_step
         self._model: Any = model
         self._kept = kept
-        # A fused layer returns a view of its result. torch warns about this, because the next layer
-        # could write into the view. The warning does not apply, because no layer writes into its
+        # Ignore a warning of torch: a fused layer returns a view of its result, and the next layer
+        # could write into this view. The warning does not apply, because no layer writes into its
         # input.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)

@@ -15,7 +15,7 @@ Softmax is in FP32, and the weight gradient is summed over chunks in FP32.
 kernel of this package never writes the logits. It takes even less memory, and it may skip gradient
 blocks that are too small to matter.
 
-With any other `loss.kind`, the products are computed by torch, or by low-precision products as in
+With any other `loss.kind`, the matrix products are computed by torch or in low precision, as in
 other linear layers. On some GPUs, the softmax between low-precision products also writes the
 gradient of the logits in low precision (`pretrain.model.loss.fp8_head`).
 """
@@ -186,7 +186,7 @@ class LossHead(nn.Linear):
         Returns:
             The loss to minimize, an FP32 scalar, and the parts of this loss, FP32 [1] or [2]. The
             first part is the sum of cross-entropies. The second part is the sum of penalties, not
-            multiplied by their weight. Without a penalty, it is missing.
+            multiplied by their weight. Without a penalty, the second part is missing.
         """
         all_losses = torch.empty(
             2 if self.penalty else 1, len(labels), dtype=torch.float32, device=labels.device

@@ -53,9 +53,9 @@ def score_gradient(score, maximum, inverse_total, is_target):
     """Return the gradient of the cross-entropy with respect to the scores: softmax - one_hot, FP32.
 
     `maximum` is the largest score of the row, and `inverse_total` is the reciprocal of the row's
-    sum of exp(score - maximum). Subtracting the log-sum-exp from large scores instead of the
-    maximum would lose too many digits. The function is compiled without fused multiply-adds, so
-    the result has the same bits in every kernel.
+    sum of exp(score - maximum). The maximum is subtracted, because subtracting the log-sum-exp from
+    large scores would lose too many digits. The function is compiled without fused multiply-adds,
+    so the result has the same bits in every kernel.
     """
     return tl.exp(score - maximum) * inverse_total - is_target
 
