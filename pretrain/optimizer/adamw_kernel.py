@@ -8,8 +8,9 @@ All roundings are explicit in the code, and the compiler is not allowed to fuse 
 weights and BF16 weights with remainders are updated by the same code, so their masters are equal
 bit for bit. The kernel rounds the results of the same operations as torch on a CPU. `lerp_` and
 `addcmul_` of torch use fused multiply-adds, so the kernel computes them by `tl.fma`. There are two
-differences. For a beta1 of 0.5 or less, `lerp_` uses another formula. And the square root of the
-kernel is correctly rounded, while the square root of torch on a CPU may be wrong in the last place.
+differences from torch. For a beta1 of 0.5 or less, `lerp_` uses another formula. And the square
+root of the kernel is correctly rounded, while the square root of torch on a CPU may be wrong in the
+last place.
 """
 
 # Kernel arguments without annotations are allowed in this file, because Triton reads annotations

@@ -29,21 +29,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # Map the values of `optimizer.offload` to the names of the state tensors in host memory.
 OFFLOADED = {"none": (), "moments": MOMENTS, "state": (*MOMENTS, "remainder")}
 # Maximum number of values in a piece, 32 MiB of an FP32 tensor. The copy of such a piece takes
-# longer than the host needs to start the copies and the update of the next one.
+# longer than the host needs to start the copies and the update of the next piece.
 PIECE = 1 << 23
-# Number of pieces that have memory on the GPU. One is copied in, one is updated, and one is copied
-# back. The fourth one allows for the small copies of the update, which delay the large ones.
+# Number of pieces that have memory on the GPU. One piece is copied in, one piece is updated, and
+# one piece is copied back. The fourth piece is needed because the update makes small copies too,
+# which delay the large copies of the pieces.
 SLOTS = 4
 
 
 def pinned_zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return zeros in pinned host memory, with the shape and the sharding of `parameter`.
 
-    This process's part of `parameter` must not be empty. Raises InputError if CUDA cannot pin the
+    This process's part of `parameter` must not be empty. Raise InputError if CUDA cannot pin the
     memory.
     """
     part = local_part(parameter)
-    # The tensor has pages of its own, because CUDA pins a page only once. Their content is zero.
+    # Allocate separate pages for this tensor, because CUDA pins a page only once. New pages contain
+    # zeros.
     pages = mmap.mmap(-1, part.numel() * dtype.itemsize)
     zeros = torch.frombuffer(pages, dtype=dtype).view(part.shape)
     if not pin(zeros):

@@ -89,12 +89,13 @@ def check(settings: ScheduleSettings, total_steps: int) -> None:
 def fit_to_command_line(
     recipe: Recipe, overrides: Sequence[str], steps: int | None = None
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe with a schedule that fits the length set in `overrides`, and notices.
+    """Shorten the schedule to the length set in `overrides`. Return the recipe and notices.
 
-    If the schedule is shortened, a notice is returned. If `overrides` do not change the number of
-    steps, `check` refuses a schedule that is too long.
+    The list of notices has one entry if the schedule was shortened. Otherwise the list is empty. If
+    `overrides` do not change the number of steps, the recipe is returned unchanged, and `check`
+    refuses a schedule that is too long.
 
-    steps: number of steps, which is needed if the recipe gives the length in epochs.
+    steps: number of steps, required if the recipe gives the length in epochs.
     """
     steps = steps or recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
     given = {key for key, _ in parse_overrides(overrides)}
@@ -109,11 +110,11 @@ def fit_to_command_line(
 def shorten(
     settings: ScheduleSettings, total_steps: int, *, keep_warmup: bool = False
 ) -> ScheduleSettings:
-    """Return a schedule that fits into `total_steps` steps, or `settings` if it fits.
+    """Return a schedule that fits into `total_steps` steps, or `settings` if they already fit.
 
     Warm-up and decay are shortened in proportion. At least one step comes after the warm-up.
 
-    keep_warmup: shorten only the decay if the warm-up leaves a step for it.
+    keep_warmup: shorten only the decay, if at least one step comes after the warm-up.
     """
     decay = decay_steps(settings, total_steps)
     needed = settings.warmup + max(decay, 1)
