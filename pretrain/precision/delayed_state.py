@@ -2,9 +2,9 @@
 
 The state consists of the amaxes (largest absolute values) of past microbatches, and of the scales
 that are computed from them. The order of the updates is the same as in Transformer Engine
-(FP8GlobalStateManager in pytorch/quantization.py). docs/precision.md describes it. The histories of
-all tensors of a model are columns of one matrix, so an update needs only a few kernels and one
-reduction.
+(FP8GlobalStateManager in pytorch/quantization.py). docs/precision.md describes this order. The
+histories of all tensors of a model are columns of one matrix, so an update needs only a few kernels
+and one reduction.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class DelayedState:
         self._device = device
         self._modules: list[str] = []
         self._states: dict[Direction, DirectionState] = {}
-        # The scales of the current or, outside of a forward, of the latest forward. The tensor is
-        # replaced, never modified, because recomputed layers use it again.
+        # The scales of the current forward, or of the latest forward if no forward is running. The
+        # tensor is replaced, never modified, because recomputed layers use it again.
         self.forward_scales = torch.empty(0)
         self._in_forward = False
         self._recording = True
@@ -123,9 +123,10 @@ class DelayedState:
         If an operand is recorded several times in a microbatch, the history keeps the largest amax.
         """
         if role == "grad_output":
-            # The scales of gradients are updated when the current backward ends. Autograd then runs
-            # a callback, in the same way as for FSDP. The chunks of the LM head run their backward
-            # inside of the forward. Their amaxes are processed when the model's backward ends.
+            # Queue a callback that autograd runs when the current backward ends, as FSDP does. The
+            # callback updates the scales of gradients. The chunks of the LM head run their backward
+            # inside of the forward, where no callback is queued. Their amaxes are processed when
+            # the model's backward ends.
             self._backward_ran = True
             if not self._in_forward and not self._end_expected:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)

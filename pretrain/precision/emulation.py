@@ -34,7 +34,7 @@ class Operand(NamedTuple):
     # the format has no tensor scale.
     scale: Tensor | None
     # [rows or rows / block, k / block]: the scales of the blocks, for observers. None if the format
-    # has no blocks. The values are already multiplied by them.
+    # has no blocks. `values` are already multiplied by these scales.
     block_scale: Tensor | None = None
 
     def t(self) -> Operand:
@@ -67,8 +67,9 @@ class EmulationEngine(GemmEngine):
         self.active = active
         self.precision = active.quantized_precision
         self.device = device
-        # BF16 represents codes times powers of two or E4M3 scales exactly, and tensor cores
-        # multiply it fast. FP32 scales of blocks need FP32.
+        # Multiply in BF16 on a GPU if BF16 represents all operands exactly, because tensor cores
+        # multiply BF16 fast. BF16 represents codes times powers of two or E4M3 scales exactly, but
+        # not codes times FP32 scales of blocks.
         is_exact = not self.precision.block_scaled or self.precision.scales.kind != "FP32"
         in_bf16 = device.type == "cuda" and is_exact
         self.operand_dtype = torch.bfloat16 if in_bf16 else torch.float32
@@ -117,9 +118,8 @@ class EmulationEngine(GemmEngine):
     ) -> tuple[Operand, Tensor | None]:
         """Quantize x [rows, features] for a product that sums along `along`.
 
-        Return the operand, and the amax of x. With delayed scaling, x is quantized along its
-        features to record the amax. In all other cases, the returned amax is None. `scale` is the
-        scale of delayed scaling, or None.
+        Return the operand, and the amax of x. The amax is None, except with delayed scaling and a
+        product that sums along the features. `scale` is the scale of delayed scaling, or None.
         """
         *operand, amax = self._prepare(role, along)(x, scale)
         return Operand(*operand), amax

@@ -7,7 +7,7 @@ A linear layer has three products, called its GEMMs:
     wgrad    dw = dy^T x        if the weight has the attribute `main_grad`, dw is added to it
 
 A `Gemm` computes the three products of one layer in one precision. A `GemmEngine` creates the Gemms
-of a model and stores the state that they share. There are two pairs of implementations, one for
+of a model and stores the state that they share. Both classes have two implementations, one for
 Transformer Engine and one for the emulation. `TorchGemm` multiplies without quantization and needs
 no engine. The autograd functions in `pretrain.precision.product` call the Gemms.
 
@@ -124,10 +124,10 @@ class Gemm(ABC):
 
         left, right: the factors in the formulas at the top of this file, in the same order.
         bias: the bias [out] of a forward product. It is added before the result is rounded.
-        residual: the residual [tokens, out] of a forward product. It is added before or after the
-            rounding, and is not modified.
-        ends: the end of each expert's rows, int32 [experts]. If given, the product is grouped, and
-            `dtype` may be None. The result then has the dtype that the kernel writes.
+        residual: the residual [tokens, out] of a forward product. The residual is added before or
+            after the result is rounded, and is not modified.
+        ends: the end of each expert's rows, int32 [experts]. With `ends`, the product is grouped.
+            Only then, `dtype` can be None, and the result has the dtype that the kernel writes.
         """
 
     def accumulate(

@@ -10,7 +10,7 @@ A token chooses several experts. `arrange` sorts the choices of all tokens by ex
 choice, so the rows of one expert are consecutive. The first row of each expert is a multiple of a
 number that kernels and formats require. The rows between two experts are zero and add nothing to a
 product. The number of rows depends only on the number of tokens and the number of experts, so the
-CPU never waits for the GPU to learn it.
+CPU never waits for the GPU to learn the number of rows.
 
 An operand is quantized as one matrix: an activation as [rows, in], and a weight as
 [experts x out, in]. In a format with one scale per tensor, all experts share the scale. In a format
@@ -80,8 +80,8 @@ def check_experts(model: PreTrainedModel) -> None:
 class Groups:
     """An assignment of each choice of each token to a row. The rows are sorted by expert.
 
-    Choices are numbered through. Choice n is a choice of token n // choices, where `choices` is the
-    number of experts that a token chooses.
+    The choices of all tokens have consecutive numbers. Choice n is a choice of token n // choices,
+    where `choices` is the number of experts that a token chooses.
     """
 
     ends: Tensor  # int32 [experts]: the end of each expert's rows. The last end is the row count.

@@ -68,6 +68,6 @@ class ModelPrecision:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Set the current precision to `name` during the caller's `with` statement."""
+        """Use the precision `name` inside of the context, then restore the previous precision."""
         with overridden(self.context, backend=self.in_model[name].backend):
             yield

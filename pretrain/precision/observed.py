@@ -53,7 +53,7 @@ class ProductWatcher(ABC):
 
     @abstractmethod
     def observes(self, names: Sequence[str]) -> bool:
-        """Return whether products of the linear layers `names` are observed at present."""
+        """Return True if products of the linear layers `names` are currently observed."""
 
     @abstractmethod
     def during(
@@ -87,7 +87,8 @@ def watched(
 ) -> AbstractContextManager[None]:
     """Return a context in which the active observer observes all products.
 
-    The context has no effect if no observer is active, or if it does not observe these layers.
+    The context has no effect if no observer is active, or if the observer does not observe these
+    layers.
 
     names: the names of the linear layers that the products belong to.
     gemm: the kind of product: forward, dgrad or wgrad.
@@ -107,7 +108,8 @@ def see(left: Any, right: Any, layout: str) -> None:
     """
     watcher = ProductWatcher.current
     if watcher is not None:
-        # Libraries swap left and right, because cuBLAS stores matrices column by column.
+        # Pass `right` first. Libraries swap the operands of a product, because cuBLAS stores
+        # matrices column by column.
         watcher.library_product((right, layout[1] == "N"), (left, layout[0] == "T"))
 
 

@@ -66,7 +66,8 @@ class PrecisionContext:
     result_observers: list[Callable[[str, GemmKind, Tensor, Tensor | None], None]] = field(
         default_factory=list
     )
-    # False while parity or the measurement of `log.gap` runs the model without quantization.
+    # False while the parity check or the measurement of `log.gap` runs the model without
+    # quantization.
     quantizing: bool = True
     # Map a layer's name to the indices at which the rows of its experts end in the latest products.
     groups: dict[str, Tensor] = field(default_factory=dict)
@@ -377,7 +378,7 @@ class LinearPass:
         saved: the data that `forward` returned. None if the weight needs no gradient.
         total: the gradient sum to which the weight's gradient is added, see `weight_gradient`.
 
-        The weight's gradient is None if `saved` is None, and if the gradient was added to `total`.
+        The weight's gradient is None if `saved` is None, or if the gradient was added to `total`.
         """
         gradient = self.quantize("grad_output", dy.contiguous())
         dx = self.gradient_product("dgrad", gradient, self._weight)

@@ -2,7 +2,8 @@
 
 A schedule is computed from the recipe, the precisions that the machine supports, and the number of
 steps. It does not depend on the state of the run, so a resumed run has the same schedule. The only
-exception is the switch to BF16 that `health.on_gap` can cause: a checkpoint stores its step.
+exception is the switch to BF16 that `health.on_gap` can cause: a checkpoint stores the step of the
+switch.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class PrecisionSchedule:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans of the run in the order of their steps, including a switch.
+        """Return the spans of the run in the order of their steps.
 
-        Raise InputError if a phase would have no step.
+        If the run was switched to `unquantized`, the last span is the span after the switch. Raise
+        InputError if a phase would have no step.
         """
         ends = last_steps([until for until, _ in self.phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]

@@ -1,9 +1,9 @@
 """Decide which linear layers of a model are quantized.
 
 A layer stays unquantized if `fp8_config.scope` excludes it, if a setting keeps it in BF16, or if
-its shape does not suit the precision. The decision is made for each linear layer separately. If it
-were made for all linear layers of a decoder layer together, a single one with an unsuitable shape
-would keep the others unquantized too.
+its shape does not suit the precision. The decision is made for each linear layer separately. If all
+linear layers of a decoder layer were decided together, a single linear layer with an unsuitable
+shape would keep all of them unquantized.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def decide(
         for name, module in stacked_experts(hf)
         for key in STACKS
     }
+    # The reason why no expert stack is quantized. None if expert stacks can be quantized.
     no_groups = None
     if stacks and active.backend == "transformer_engine":
         if capability is None and torch.cuda.is_available():
@@ -96,9 +97,10 @@ def decide(
 def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> None:
     """Raise InputError if the settings of `active` do not suit the linear layers of `hf`.
 
-    This is the case if a pattern of `fp8_config.keep_bf16` matches no linear layer, and if no
-    linear layer would be quantized: the model would train in BF16, although the recipe sets another
-    precision. The arguments are as in `decide`.
+    Two kinds of settings are refused. The first is a pattern of `fp8_config.keep_bf16` that matches
+    no linear layer. The second is a set of exceptions that leaves no linear layer to quantize: the
+    model would train in BF16, although the recipe sets another precision. The arguments are as in
+    `decide`.
     """
     decisions = decide(hf, layers, active)
     model_class = type(hf).__name__

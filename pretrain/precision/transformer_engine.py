@@ -117,7 +117,7 @@ def split_accumulator(te_recipe: Any, product: str) -> bool:
     """Return True if `product` (fprop, dgrad or wgrad) is summed in full FP32 precision.
 
     If False, the tensor cores sum the product with less precision, which is faster. The recipe
-    determines the value. If it does not, only dgrad and wgrad are summed in full precision.
+    determines the value. If the recipe does not, only dgrad and wgrad are summed in full precision.
     """
     setting = getattr(te_recipe, f"fp8_gemm_{product}", None)
     return product != "fprop" if setting is None else setting.use_split_accumulator

@@ -35,7 +35,7 @@ class Quantized:
     """A quantized tensor x. x is approximately codes * block_scale * tensor_scale, all in FP32.
 
     A matrix product can multiply its result by the tensor scale. It must multiply by block scales
-    before it sums, because they vary along the contraction dimension.
+    before it sums, because block scales vary along the contraction dimension.
     """
 
     # Values of `grid`, in the shape of x.

@@ -24,7 +24,7 @@ from pretrain.precision.quantizers import Grid, Quantized
 
 FP32_MANTISSA_BITS = 23
 FP32_EXPONENT = 0xFF << FP32_MANTISSA_BITS  # mask of the exponent bits
-# This integer minus the bits of a power of two is equal to the bits of its reciprocal.
+# This integer minus the bits of a power of two is equal to the bits of the power's reciprocal.
 TWICE_THE_BIAS = 2 * 127 << FP32_MANTISSA_BITS
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -43,10 +43,10 @@ def round_to_grid(x: Tensor, grid: Grid) -> Tensor:
 def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
     """Round x, FP32 of any shape, stochastically to `grid`. Return FP32.
 
-    A value between two neighbours in the grid is rounded to one of them. It is rounded away from
-    zero if its random number in `uniform` is below its relative distance from the neighbour that is
-    closer to zero. So the expectation of the result is the value before rounding. Values of the
-    grid, NaN, and values beyond the maximum have the same results as in `round_to_grid`.
+    A value between two neighbours in the grid is rounded to one of them. The value is rounded away
+    from zero if its random number in `uniform` is below its distance, in quanta, from the neighbour
+    that is closer to zero. So the expectation of the result is the value before rounding. Values of
+    the grid, NaN, and values beyond the maximum have the same results as in `round_to_grid`.
 
     uniform: random numbers in [0, 1), FP32, in the shape of x.
     """
@@ -63,8 +63,8 @@ def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Return three FP32 tensors: saturated x, the quantum at each x, and the quanta's reciprocals.
 
     Quanta and reciprocals are powers of two, so multiplying by them is exact. They are computed
-    from the bits of x, because compilers for GPUs approximate FP32 divisions. If x is NaN, they are
-    not finite.
+    from the bits of x, because compilers for GPUs approximate FP32 divisions. If x is NaN, the
+    quantum and its reciprocal are not finite.
     """
     x = x.float().clamp(-grid.maximum, grid.maximum)
     power = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)
@@ -75,7 +75,7 @@ def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
 def absolute_maximum(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -> Tensor:
     """Return the largest absolute value of x, in FP32, along `dim` or over all dimensions.
 
-    NaN is ignored, as in TE's kernels, which use fmaxf.
+    NaN is ignored, as in the kernels of Transformer Engine (TE), which use fmaxf.
     """
     return x.abs().nan_to_num(0.0, torch.inf).amax(dim, keepdim).float()
 
@@ -90,7 +90,7 @@ def scale_from_amax(
     power_of_two: True if the factor is rounded down to a power of two.
     overflow: the factor if the quotient overflows FP32.
 
-    This is compute_scale_from_amax in TE's common/recipe/recipe_common.cuh.
+    The rule is that of compute_scale_from_amax in TE's common/recipe/recipe_common.cuh.
     """
     scale = (torch.full_like(amax, maximum, dtype=torch.float64) / amax).float()
     scale = scale.masked_fill(scale.isinf(), overflow)
@@ -150,8 +150,8 @@ def update_scale(
     the amax is zero or not finite. A column with a zero in row 0 belongs to a tensor that was not
     quantized in the microbatch. Its history and its scale are returned unchanged.
 
-    This is the fused kernel in TE's common/recipe/delayed_scaling.cu. In contrast, TE's fallback in
-    Python also moves the rows of tensors that were not quantized.
+    The fused kernel in TE's common/recipe/delayed_scaling.cu follows the same rules. In contrast,
+    TE's fallback in Python also moves the rows of tensors that were not quantized.
     """
     newest = amax_history[0]
     seen = newest != 0
