@@ -113,8 +113,9 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     failures that torchrun prints. See `report_error`.
 
     If the environment variable PRETRAIN_STATUS_FILE is set to a path, global rank 0 also writes the
-    exit status to this file, unless `command` returns None. A batch script needs this file, because
-    `accelerate launch` exits with 1 for every failure.
+    exit status to this file, unless `command` returns None. For an unexpected exception, which is
+    raised again, the status is 1. A batch script needs this file, because `accelerate launch` exits
+    with 1 for every failure.
     """
     try:
         status = command()
@@ -130,10 +131,19 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
         status = SIGPIPE_STATUS
     except (InputError, OSError) as error:
         status = report_error(error)
-    path = os.environ.get("PRETRAIN_STATUS_FILE")
-    if path and status is not None and os.environ.get("RANK", "0") == "0":
-        Path(path).write_text(f"{status}\n", encoding="utf-8")
+    except Exception:
+        _write_status(1)
+        raise
+    if status is not None:
+        _write_status(status)
     return status or 0
+
+
+def _write_status(status: int) -> None:
+    """Write an exit status to the file of PRETRAIN_STATUS_FILE, if it is set, on rank 0."""
+    path = os.environ.get("PRETRAIN_STATUS_FILE")
+    if path and os.environ.get("RANK", "0") == "0":
+        Path(path).write_text(f"{status}\n", encoding="utf-8")
 
 
 def end_process(status: int) -> NoReturn:

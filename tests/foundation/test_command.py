@@ -106,3 +106,17 @@ raise RuntimeError("a bug")
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.endswith("RuntimeError: a bug\n") and "Traceback" in ended.stderr
+
+
+def test_the_status_file_has_the_status_of_an_unexpected_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "status"
+    path.write_text("138\n")  # of an earlier start of the same job
+    monkeypatch.setenv("PRETRAIN_STATUS_FILE", str(path))
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ZeroDivisionError):
+        run_command(failing(ZeroDivisionError("a bug")))
+    assert path.read_text() == "1\n"
+    assert run_command(failing(InputError("a mistake"))) == 2
+    assert path.read_text() == "2\n"
