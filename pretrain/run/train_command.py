@@ -15,6 +15,7 @@ import os
 import runpy
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -167,10 +168,18 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
         logging.getLogger(name).addFilter(lambda line: not str(line.msg).startswith(_OMITTED))
     # The options with which accelerate would start a single process.
     single: list[argparse.Namespace] = []
+    simple_launcher = launch.simple_launcher
+
+    def start(options: argparse.Namespace) -> None:
+        if options.mpirun_hostfile is None:
+            single.append(options)
+        else:  # mpirun starts the processes of the training.
+            simple_launcher(options)
+
     try:
         with (
             _passing_on_signals(),
-            overridden(launch, simple_launcher=single.append),
+            overridden(launch, simple_launcher=start),
             as_input_error(
                 _REFUSED,
                 f"{configuration}: accelerate does not accept this configuration",
@@ -180,6 +189,8 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
         ):
             launch.launch_command(launch.launch_command_parser().parse_args(arguments))
             started = [launch.prepare_simple_launcher_cmd_env(options) for options in single]
+    except subprocess.CalledProcessError as error:
+        return _status(error.returncode)
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:
