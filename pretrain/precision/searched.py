@@ -29,7 +29,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -55,7 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import CACHE, replace_file
 from foundation.timeline import START
 from pretrain.precision.observed import fp8_format, see
 
@@ -378,9 +377,8 @@ def cache_file(kind: tuple[Any, ...], problem: Problem) -> Path:
 
     kind: everything else that the choice depends on.
     """
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(repr((kind, problem)).encode()).hexdigest()
-    return caches / "low_precision" / "gemm_algorithms" / digest
+    return CACHE / "gemm_algorithms" / digest
 
 
 @functools.cache

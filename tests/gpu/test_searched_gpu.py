@@ -35,7 +35,7 @@ ROUNDING = 0.01
 @pytest.fixture(autouse=True)
 def forget_searched_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the searched algorithms. The GEMM makes torch load cuBLASLt."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(searched, "CACHE", tmp_path)
     products_on.cache_clear()
     torch.ones(16, 16, device="cuda", dtype=BF16) @ torch.ones(16, 16, device="cuda", dtype=BF16)
 
@@ -118,7 +118,7 @@ def test_a_cached_algorithm_is_used_without_trials(
     assert torch.equal(multiply(), searched_y)
     # A file that was not written completely is ignored.
     monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(searched, "CACHE", tmp_path)
     cached.write_bytes(b"")
     products_on.cache_clear()
     assert torch.equal(multiply(), searched_y)

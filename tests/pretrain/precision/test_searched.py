@@ -130,6 +130,15 @@ def test_only_algorithms_with_the_bits_of_the_first_are_compared(dtype: torch.dt
     assert same_as_first(writing(d, None, None), d, added) == ([], False)
 
 
+def test_a_user_without_a_home_folder_has_a_cache_file(monkeypatch: pytest.MonkeyPatch):
+    """A container may run as a user that its list of users does not contain."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    problem = Problem(16, 16, 16, (BF16, BF16, BF16), (True, False), False, False)
+    assert searched.cache_file((1,), problem) != searched.cache_file((2,), problem)
+
+
 @pytest.mark.parametrize("empty", [0.0, -0.0, 1.5])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_products_that_are_zero_or_not_finite_do_not_decide(dtype: torch.dtype, empty: float):
