@@ -266,6 +266,8 @@ def checkpoints_to_merge(checkpoint: Path, number: int) -> list[Path]:
 
     Raises InputError if the run has fewer checkpoints, or if one of them is damaged.
     """
+    # The path may be a link, or `.` in the folder of a checkpoint.
+    checkpoint = checkpoint.resolve()
     folders = step_folders(checkpoint.parent)
     merged = folders[folders.index(checkpoint) :][:number] if checkpoint in folders else []
     if len(merged) < number:

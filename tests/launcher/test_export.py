@@ -117,6 +117,19 @@ def test_merge_exports_the_mean_of_the_last_checkpoints(
         assert not (tmp_path / "none").exists()
 
 
+def test_a_link_to_a_checkpoint_is_merged_with_earlier_ones(
+    exact: Path, tmp_path: Path, capsys: Any
+) -> None:
+    link = exact / "checkpoints" / "newest"
+    link.symlink_to("step-00000008")
+    try:
+        status, output = command(capsys, "export", link, tmp_path / "merged", "--merge", 2)
+    finally:
+        link.unlink()
+    assert status == 0, output
+    assert "checkpoints of steps 8, 4" in output
+
+
 def test_what_exists_is_not_written_over_and_damage_is_named(
     exact: Path, tmp_path: Path, capsys: Any
 ) -> None:
