@@ -101,7 +101,7 @@ def figures(a: Tensor, b: Tensor, ends: Tensor) -> dict[str, float]:
 
 
 def codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the E4M3 codes of x, in its memory layout, and the factor that restores x."""
+    """Return the E4M3 codes of x, in the memory layout of x, and the factor that restores x."""
     scale = x.abs().amax().float() / torch.finfo(E4M3).max
     return (x / scale).to(E4M3), scale
 

@@ -122,8 +122,8 @@ def write_recipe(
 ) -> Path:
     """Write a recipe and return its path.
 
-    Checkpoints and evaluations occur at the same and at different steps. An epoch ends within a
-    step.
+    Some steps have a checkpoint and an evaluation, and other steps have only one of them. An epoch
+    ends within a step.
     """
     recipe = {
         "name": name,
@@ -168,12 +168,13 @@ def kill_in(
 ) -> float | None:
     """Kill `process`, or one `rank` of it, at a random moment of `phase`.
 
-    Returns the seconds after which all processes had ended, or None if they ended before that
-    moment.
+    Returns the seconds from the kill until all processes had ended. Returns None if the processes
+    ended before the kill. The moments of the phases are:
 
-    The phases are start-up: before the first step, which takes about `startup` seconds. steps:
-    within 0.8 s after the first step, including evaluations and saves. saving: within 15 ms after a
-    change of the checkpoints. exporting: within 15 ms after a change of the exported model.
+    * start-up: within `startup` seconds, the usual time until the first step.
+    * steps: within 0.8 s after the first step, including evaluations and saves.
+    * saving: within 15 ms after a change of the checkpoints.
+    * exporting: within 15 ms after a change of the exported model.
     """
     if phase == "start-up":
         moment = time.monotonic() + rng.uniform(0, startup)
@@ -268,8 +269,9 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
 def phases(kills: int, rng: random.Random) -> list[str]:
     """Return the phase of each kill.
 
-    A tenth, but at least two, are in the export, which is last. A quarter are in the start-up, a
-    quarter while saving, and the rest among the steps, in random order.
+    The last kills are in the export: a tenth of all kills, but at least two. Of all kills, a
+    quarter are in the start-up, a quarter while saving, and the rest among the steps, in random
+    order.
     """
     exporting = min(kills, max(2, kills // 10))
     earlier = ["start-up"] * (kills // 4) + ["saving"] * (kills // 4)
@@ -282,9 +284,10 @@ def phases(kills: int, rng: random.Random) -> list[str]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return how two finished runs differ: in metrics, tensors of the last checkpoint, or model.
+    """Return a text for each difference between two finished runs.
 
-    The list is empty if they do not differ.
+    The metrics, the tensors of the last checkpoint, and the exported model are compared. The list
+    is empty if they are equal.
     """
     lines = []
     curves = [[_figures(record) for record in read_metrics(run_dir)] for run_dir in (one, other)]
@@ -328,7 +331,7 @@ def prove(
     rng: random.Random,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Train a model without and with kills. Return the kills, and whether the runs are equal."""
+    """Train a model without and with kills. Return the kills and the differences of the runs."""
     steps = max(STEPS, STEPS_A_KILL * kills)
     recipe = write_recipe(folder, name, packs, steps, processes)
     uninterrupted = folder / f"{name}-uninterrupted"

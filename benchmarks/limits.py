@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(recipe: Recipe) -> dict[str, Any]:
-    """Return the rates of all products in TFLOP/s by precision, and the floors in seconds."""
+    """Return the TFLOP/s of all products, and the minimum seconds of a step, by precision."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = recipe.data.length * (
         1 if recipe.batch.microbatch_is_searched else recipe.batch.microbatch
@@ -210,8 +210,8 @@ def fp8_product(
     """Return a call of torch._scaled_mm with one scale per tensor and output in `dtype`.
 
     Forward operands are in E4M3 and gradients in E5M2, with fast accumulation. FP8 tensor cores
-    before Blackwell need both operands with the summed dimension innermost. The transposes that
-    training needs for that do not count.
+    before Blackwell need both operands with the summed dimension innermost. The time of the
+    transposes that a training needs for this layout is not measured.
     """
     a = torch.randn(m, k, dtype=dtype, device=device).to(E4M3 if gemm == "forward" else E5M2)
     b = torch.randn(n, k, dtype=dtype, device=device).to(E4M3).t()

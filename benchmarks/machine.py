@@ -85,7 +85,7 @@ def with_tables(page: Path, marker: str, *tables: str) -> str:
 
 
 def without_padding(text: str) -> str:
-    """Return `text` with its Markdown tables as short as possible."""
+    """Return `text` without the padding of the cells in its Markdown tables."""
     lines = [
         re.sub("-{4,}", "---", re.sub(" {2,}", " ", line)) if line.startswith("|") else line
         for line in text.split("\n")
@@ -108,7 +108,8 @@ def run_to_its_end(
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        # The training processes would survive a killed launcher and occupy the device.
+        # Kill the training processes too. They would survive a killed launcher and occupy the
+        # device.
         for running in [*psutil.Process(process.pid).children(recursive=True), process]:
             running.kill()
         return "timeout", process.communicate()[0]

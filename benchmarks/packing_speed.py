@@ -5,14 +5,15 @@
 
 `core`: document lengths are log-normal with a mean of 200 tokens (sigma 1, roughly as in web text).
 Documents are on disk as 16-bit tokens in another order than the packs, so packing has to gather
-them. Each figure is the median of 5 runs in CPU seconds of one thread, which does not depend on
-other load of the machine.
+them. Each speed is computed from the median CPU seconds of 5 runs in one thread. CPU seconds do not
+depend on other load of the machine.
 
 `prepare`: the text is the source code of Python's standard library with one document per file. The
 tokenizer is a byte-level BPE with 8,192 ids. `tokenizers.encode_batch` has all texts in memory,
 tokenizes them in one call with the same number of threads as `prepare` has processes, and discards
 the result. `prepare` reads, parses, starts its processes, orders, packs, hashes and syncs to disk.
-The two alternate, each run in its own process, so that other load affects both.
+Runs of `encode_batch` and `prepare` alternate, each in its own process, so that other load affects
+both.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def measure_prepare() -> dict[str, Any]:
 def one_run(way: str, folder: Path) -> dict[str, float]:
     """Return wall and CPU seconds of "prepare" or "encode_batch".
 
-    CPU seconds include threads and finished child processes. Call it in a new process.
+    CPU seconds include threads and finished child processes. Call this function in a new process.
     """
     corpus = folder / "corpus.jsonl"
     file = folder / "tokenizer.json"

@@ -32,7 +32,7 @@ DISTRIBUTIONS: dict[str, Callable[[int], Tensor]] = {
     "student-t": lambda size: DEGREES.sample((size, size)),
     "uneven rows": lambda size: DEGREES.sample((size, size)) * torch.exp2(2 * torch.randn(size, 1)),
 }
-# Map the name of each column to the role of the operand and the axis of the sum.
+# Map the name of each column of the table to the role of an operand and the axis of the sum.
 OPERANDS: dict[str, tuple[Role, Along]] = {
     "weight": ("weight", "features"),
     "weight in dgrad": ("weight", "rows"),

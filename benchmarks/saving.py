@@ -117,7 +117,11 @@ def measure(
     device: torch.device,
     saves: int,
 ) -> dict[str, Any]:
-    """Return the median seconds of a save, and the median milliseconds of a step."""
+    """Return medians of the seconds of a save, and of the milliseconds of a step.
+
+    Seconds of a save: until the training continues, and until the checkpoint is on the disk.
+    Milliseconds of a step: without a save, and while a checkpoint is written.
+    """
     work = step_on(device)
     checkpoints.save(1, model, optimizer, {})
     undisturbed = [work() for _ in range(30)]

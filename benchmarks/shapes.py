@@ -13,7 +13,8 @@ fits into memory with exact weights. On Hopper, their experts are in FP8 with gr
 Most of a training's time here is the start, and only seconds are timed. So ways share compiled
 kernels, and skip parity, which the doctor and tests/gpu check. Steps have 65,536 tokens. With
 131,072 tokens the share of the update would be half as large. The first two steps, which search and
-compile, are not timed. The result is the median of the others, and the table shows their spread.
+compile, are not timed. The result is the median of the other steps, and the table shows the spread
+of these steps.
 `hf_eager`, if requested, is plain transformers, and the other ways are checked against it.
 
 `--report` prints the table. `--tiny` runs everything with a small model on a CPU.
@@ -213,7 +214,7 @@ def measure_shape(
 ) -> dict[str, Any]:
     """Measure the ways of a shape like `benchmarks.throughput`, and add their MFU.
 
-    Ways in the earlier result `before` are kept.
+    Ways in the `earlier` result that are not measured again are kept if its recipe is the same.
     """
     if arguments.tiny:
         model = "tiny"

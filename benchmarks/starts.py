@@ -6,11 +6,13 @@
 
 The command `python -m pretrain train RECIPE` is started several times: once with empty caches of
 compiled kernels, and then `--starts` times with the caches of the first start. The result is the
-median of these. `--accelerate` starts `accelerate launch ... train_accelerate.py RECIPE` instead,
-and adds its times under names of their own. All times are in seconds since the launch: until the
-end of the first step, until full speed, until the last line of output, and until all processes have
-ended. A run has full speed after its last early step that takes 10 % longer than the median of the
-later steps. The result has the timeline of the start, from the run's summary.json.
+median of the later starts. `--accelerate` starts `accelerate launch ... train_accelerate.py RECIPE`
+instead, and adds its times under names of their own. All times are in seconds since the launch:
+until the end of the first step, until full speed, until the last line of output, and until all
+processes have ended. A run has full speed after its last slow step, or else after the first step. A
+step is slow if it takes over 10 % longer than the median of all steps after the first two. The last
+two steps of a run never count as slow. The result has the timeline of the start, from the run's
+summary.json.
 
 `--microbatches` measures the cost of the checks in the first two steps: for each number of
 microbatches in a step of a process, the time of these steps beyond a usual step. Compilation that
@@ -67,14 +69,14 @@ TINY_SETTINGS = (
     "fp8_config.on_unsupported=emulate",
     "fp8_config.scope=linear+head",
 )
-# Steps that are checked, and excluded from the median.
+# Number of first steps, which are checked and excluded from the median.
 EARLY = 2
 # A step is slow if it takes longer than this factor times the median.
 SLOW = 1.1
 # Environment variables with the folders of compiled kernels.
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 STEP_LINE = re.compile(r"step +(\d+)/")
-# Times of a start that the result has the median of.
+# Times of a start. The result has the median of each of these times.
 TIMES = ("first_step", "full_speed", "last_line", "end", "after_last_line")
 LAST_OUTPUT = 3000
 

@@ -124,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def check_device(arguments: argparse.Namespace) -> None:
     """Keep the tiny model on the CPU. Raises InputError if there is no GPU for other models.
 
-    They would train for days on a CPU.
+    Other models would train for days on a CPU.
     """
     if arguments.model == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

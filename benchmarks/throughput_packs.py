@@ -7,7 +7,7 @@ The packs are the same on every machine. Documents have log-normal lengths like 
 encyclopaedia: median 110 tokens, mean 200, a long tail, cut at the end of a pack. So 32,768 tokens
 have some 165 to 190 documents, and Σlen²/T is about 500. Attention's share of a step depends on
 this value, so speeds are comparable only between packs of similar documents. With `--whole`, each
-pack is one document, as in most published figures. Tokens follow Zipf's law. As in text, a few
+pack is one document, as in most published measurements. Tokens follow Zipf's law. As in text, a few
 tokens are frequent, which affects the embedding's gradient and the loss, and a model can learn
 something within a dozen steps.
 """
@@ -27,8 +27,8 @@ from pretrain.settings.recipe import Recipe
 LOG_MEAN = 4.7
 LOG_DEVIATION = 1.1
 SHORTEST = 8
-# Ids at the end of the vocabulary that do not occur: special tokens, and rows that round up its
-# size.
+# Number of ids at the end of the vocabulary that do not occur: special tokens, and rows that round
+# up the size of the vocabulary.
 SPARED = 1936
 SEED = 1
 
@@ -58,7 +58,7 @@ def main() -> None:
 def folder_of(recipe: Recipe, steps: int, *, whole_documents: bool = False) -> Path:
     """Return the folder of packs for `steps` steps of `recipe`.
 
-    Its name contains everything that decides the content.
+    The name of the folder contains everything that determines its content.
     """
     kind = "whole" if whole_documents else "zipf"
     vocabulary = recipe.model.config["vocab_size"]
@@ -66,9 +66,9 @@ def folder_of(recipe: Recipe, steps: int, *, whole_documents: bool = False) -> P
 
 
 def make(folder: Path, recipe: Recipe, steps: int, *, whole_documents: bool = False) -> list[str]:
-    """Write packs for `steps` steps of `recipe` to `folder` unless it exists.
+    """Write packs for `steps` steps of `recipe` to `folder` unless the folder exists.
 
-    Returns the settings that use them.
+    Returns the settings with which a recipe reads these packs.
     """
     if not folder.exists():
         write(

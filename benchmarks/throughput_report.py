@@ -117,16 +117,17 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
             "Limits of this machine, if a step had only GEMMs with their measured speeds, "
             f"in tokens/s: {named}."
         )
-    # Added to the file by hand.
+    # Show a note that was added to the result file by hand.
     if note := result.get("note"):
         parts.append(note)
     return wrapped(" ".join(parts))
 
 
 def ordered(result: Mapping[str, Any]) -> list[Way]:
-    """Return the ways, the fastest first.
+    """Return the ways in the order of the table.
 
-    Ways that train something else come after them, and ways that did not run are last.
+    The order is: other ways from the fastest to the slowest, ways that train something else in the
+    same order, and ways that did not run.
     """
 
     def key(way: Way) -> tuple[int, float]:
@@ -138,7 +139,7 @@ def ordered(result: Mapping[str, Any]) -> list[Way]:
 
 
 def reference_speed(result: Mapping[str, Any]) -> float | None:
-    """Return the tokens/s of the reference's faster way, or None if none has run correctly."""
+    """Return the tokens/s of the reference's faster way, or None if neither ran correctly."""
     ways = [
         way for name, way in result["ways"].items() if name in REFERENCES and way["status"] == "ok"
     ]

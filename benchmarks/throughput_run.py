@@ -124,7 +124,7 @@ class Bench:
             self._continue(json.loads(out.read_text()))
 
     def _continue(self, earlier: dict[str, Any]) -> None:
-        """Take over the results `before`. Raises InputError if they have other settings."""
+        """Take over `earlier` results. Raises InputError for other settings or another device."""
         changed = [
             key
             for key, value in self.result["settings"].items()
@@ -240,9 +240,9 @@ class Bench:
     def _measure_trainer(
         self, entry: Entry, environment: Mapping[str, str], run_dir: Path
     ) -> dict[str, Any]:
-        """Train with another trainer, in the recipe's microbatch or in the largest part that fits.
+        """Train with another trainer. Halve the microbatch until the training fits in memory.
 
-        The microbatch is halved until it fits, because plain transformers keeps all logits.
+        The recipe's microbatch may be too large, because plain transformers keeps all logits.
         """
         settings = self.settings
         tried: list[int] = []
@@ -261,7 +261,7 @@ class Bench:
             microbatch //= 2
 
     def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
-        """Run `python -m command`, and return the JSON object in its last line, or its failure."""
+        """Run `python -m command`. Return the JSON object in its last line, or `failure`."""
         status, output = run_to_its_end(
             [sys.executable, "-m", *command], self.settings.timeout, environment
         )

@@ -4,8 +4,9 @@
 
 A series has the paired differences of twenty seeds. An interval misses if it excludes the true mean
 after any number of seeds, from its minimum on. `normal_is_told` is the share of series of normal
-differences with mean zero that are equivalent after 5, 10 and 20 seeds, by the standard deviation
-in margins. The interval of the product is compared with alternatives that allow for skewness:
+differences with mean zero that are equivalent after 5, 10 and 20 seeds, for several standard
+deviations in units of the margin. The interval of the product is compared with alternatives that
+allow for skewness:
 
 * `wider`: its half-width times 1.5.
 * `skewness`: its half-width times 1 + 2 |g| / √n, where g is the sample's skewness.
@@ -46,7 +47,8 @@ DIFFERENCES: dict[str, tuple[Draw, float]] = {
         10.0,
     ),
 }
-# Factor of the half-width, weight of the skewness in it, Johnson's correction, minimum of seeds.
+# Map an interval to: factor of the half-width, weight of the skewness in the half-width, True for
+# Johnson's correction, and least number of seeds.
 INTERVALS: dict[str, tuple[float, float, bool, int]] = {
     "the product's": (1.0, 0.0, False, FEWEST_SEEDS),
     "the product's, from 6 seeds on": (1.0, 0.0, False, 6),
@@ -58,7 +60,7 @@ INTERVALS: dict[str, tuple[float, float, bool, int]] = {
 
 
 def half_widths(values: np.ndarray, error: float) -> np.ndarray:
-    """Return `anytime_half_width` after each seed of each series; infinite where it is None."""
+    """Return `anytime_half_width` after each seed of each series, with infinity for None."""
     mean = np.cumsum(values, axis=1) / SEEDS
     squares = np.maximum(np.cumsum(values**2, axis=1) - SEEDS * mean**2, 0.0)
     spread = 1 + SEEDS * MIXED_OVER
@@ -83,7 +85,7 @@ def skewness(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def miss_rate(values: np.ndarray, true: float, error: float, interval: str) -> float:
-    """Return the share of series whose interval excludes the true mean after any seed."""
+    """Return the share of series whose interval excludes the true mean at least once."""
     factor, weight, johnson, least = INTERVALS[interval]
     distance = np.cumsum(values, axis=1) / SEEDS - true
     deviation, skew = skewness(values)

@@ -153,7 +153,7 @@ def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that an annotation allows: members of unions, or the annotation."""
+    """Return the types that an annotation allows: the annotation, or members of (nested) unions."""
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):

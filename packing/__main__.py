@@ -176,7 +176,8 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
                 documents, chunk_counts = read_chunk(
                     chunk, source.records, settings.on_bad_line == "skip"
                 )
-                # The document of a chat is a pair: its text, and its answers.
+                # The document of a chat is a pair: the text of the chat, and the spans of its
+                # answers.
                 chunk_texts = [text if isinstance(text, str) else text[0] for text in documents]
                 yield from chunk_texts
                 counts += chunk_counts + Counts(documents=len(chunk_texts))

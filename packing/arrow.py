@@ -5,8 +5,9 @@
     held_out/...              if a share of the text is held out
     tokenizer.json            and other files that belong to the packs
 
-Writer and reader need no library except pyarrow. The columns of a memory-mapped record batch can be
-used as NumPy arrays without a copy. `datasets.Dataset.from_file` can read each file, too.
+Writer and reader need no libraries except pyarrow and NumPy. The columns of a memory-mapped record
+batch can be used as NumPy arrays without a copy. `datasets.Dataset.from_file` can also read
+each file.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Split = Literal["train", "held_out"]
 IGNORE = -100
 MANIFEST = "packs.json"
 FIRST = "part-00000000"  # folder of a stream's first part, which always stays on the disk
-SHARD_BYTES = 512 * 2**20  # a new file is started when the current file has this size
+SHARD_BYTES = 512 * 2**20  # a new file is started when the current file has this size or more
 _REMEDY = "prepare the packs again, or copy them again if they are a copy"
 
 
@@ -64,15 +65,15 @@ class Packs:
     length: int  # number of tokens in a pack
     # SHA-256 that identifies the training data. Equal fingerprints mean equal packs in equal order.
     fingerprint: str
-    # Map name, fingerprint, vocab_size, bos_id, eos_id and pad_id of the tokenizer to their values,
-    # as far as the format records them.
+    # Map name, fingerprint, vocab_size, bos_id, eos_id and pad_id of the tokenizer to their values.
+    # Values that the format does not record are missing. None: the format records no values.
     tokenizer: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Pack:
-        """Return the pack with this index. Raise IndexError unless it is in 0 to len - 1.
+        """Return the pack with this index. Raise IndexError unless the index is in 0 to len - 1.
 
         Most formats return views into memory-mapped files, so that bytes are read from the disk
         when they are used.
@@ -104,7 +105,7 @@ class JoinedPacks(Packs):
 
 
 def checked_index(index: int, count: int) -> int:
-    """Return `index`. Raise IndexError unless it is in 0 to count - 1.
+    """Return `index`. Raise IndexError unless `index` is in 0 to count - 1.
 
     Negative indices are rejected too, because they hide mistakes in the computation of an index.
     """
@@ -143,7 +144,7 @@ class PackWriter(AbstractContextManager):
         self._splits: dict[Split, _SplitWriter] = {}
 
     def __exit__(self, *exception: object) -> None:
-        # If `finish` has renamed the folder, there is nothing to remove.
+        # Remove an incomplete folder. After `finish` has renamed the folder, nothing is removed.
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, split: Split, *packs: Pack) -> None:
@@ -198,8 +199,8 @@ class _SplitWriter:
         self.length = length
         self.totals: Counter[str] = Counter()
         self.shards: list[Path] = []
-        # Each column has its own hash. So the fingerprint does not depend on how packs are divided
-        # into batches.
+        # One hash for each column. With a hash of whole batches, the fingerprint would depend on
+        # how packs are divided into batches.
         self.hashes: list[Any] = []
         self.open_files = ExitStack()
 

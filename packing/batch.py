@@ -27,9 +27,10 @@ from packing.order import Order, spread
 
 T = TypeVar("T")
 
-# The number of offsets in `cu_seqlens` is rounded up to a multiple of this, so that few different
-# numbers occur. Padding to the worst case (1,024 offsets for 165 documents) costs 10 % of the
-# training speed on an H200, because attention also spends time on empty documents.
+# The number of offsets in `cu_seqlens` is rounded up to a multiple of this number, so that only few
+# different numbers of offsets occur. Padding to the worst case (1,024 offsets for 165 documents)
+# costs 10 % of the training speed on an H200, because attention also spends time on empty
+# documents.
 OFFSETS_MULTIPLE = 16
 _AHEAD = 2  # number of results that a thread builds in advance
 
@@ -62,14 +63,15 @@ class StepBatches:
 
     microbatches: list[Microbatch]  # microbatches of this rank
     tokens: int  # number of tokens over all ranks, including padding: packs * length
-    # Number of labels that are not IGNORE, over all ranks. The sum of the losses is divided by it.
+    # Number of labels that are not IGNORE, over all ranks. The sum of the losses is divided by this
+    # number.
     valid_tokens: int
     # Sum of squared document lengths over all ranks, from which the FLOPs of attention follow.
     # Padding is excluded, because attention over padding is not useful work.
     sum_squared_lengths: int
     epoch: float  # number of epochs after this step, such as 1.25
-    # Metrics after this step (`Order.figures`): the epochs and the share of each of several
-    # sources, and the current part of a stream.
+    # Metrics after this step (`Order.figures`): the epochs and the share of each source if there
+    # are several sources, and the current part of a stream.
     sources: dict[str, float] = field(default_factory=dict)
     # Indices of the step's packs in the endless stream of packs (see `Order`), over all ranks.
     places: range = range(0)
@@ -87,7 +89,8 @@ def build_microbatch(
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
-    # Documents and padding together cover the microbatch without a gap.
+    # Treat the padding of a pack as a document, so that documents cover the microbatch without a
+    # gap.
     paddings = [length - int(pack.lengths.sum()) for pack in packs]
     parts = [
         np.append(pack.lengths, padding) if padding else pack.lengths
@@ -128,7 +131,10 @@ def _tensor(array: np.ndarray, pin_memory: bool) -> Tensor:
 
 
 def sum_of_squares(lengths: np.ndarray) -> int:
-    """Return the sum of squared document lengths. Causal attention's cost is proportional to it."""
+    """Return the sum of squared document lengths.
+
+    The cost of causal attention is proportional to this sum.
+    """
     lengths = lengths.astype(np.int64)
     return int(lengths @ lengths)
 
@@ -243,8 +249,8 @@ class Batching:
     world_size: int
     mask_boundaries: bool
     pin_memory: bool = False
-    # Number of the model's token ids. An id in a pack that is not below this number raises
-    # InputError, because it would crash the device. None disables the check.
+    # Number of the model's token ids. A pack with an id that is not below this number raises
+    # InputError, because the id would crash the device. None disables the check.
     vocab_size: int | None = None
     # Number of positions that the model supports. InputError is raised if a document that was cut
     # between packs reaches a later position. None disables the check.

@@ -21,7 +21,8 @@ from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-# The byte order mark of little-endian UTF-32 begins with the one of UTF-16, so UTF-32 is first.
+# UTF-32 is tested before UTF-16, because the byte order mark of little-endian UTF-32 begins with
+# the mark of little-endian UTF-16.
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -51,9 +52,9 @@ class Chunk:
 def open_stream(path: Path) -> pa.NativeFile:
     """Open a file for reading, and decompress it if its suffix is .gz or .zst.
 
-    Raises OSError if the file cannot be opened. Arrow's decompressors, unlike Python's, raise an
-    error for a truncated stream. Arrow's decompressors would read an empty file as an empty text,
-    so this function raises OSError for an empty file with such a suffix.
+    Raises OSError if the file cannot be opened. Arrow's decompressors raise OSError for a truncated
+    stream, but would read an empty file as an empty text. So this function raises OSError for an
+    empty file with one of these suffixes.
     """
     raw = pa.OSFile(str(path))
     compression = COMPRESSION.get(path.suffix.lower())
@@ -67,8 +68,9 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.CompressedInputStream(raw, compression)
 
 
-# Map columns by which chats are recognised to the value of `data.messages` that reads them, as
-# YAML. The first entry whose columns a dataset has is used.
+# Map names of columns by which a chat is recognised to the value of `data.messages` that reads the
+# chat, as YAML. If a dataset has the columns of several entries, the first of these entries is
+# used.
 CHAT_COLUMNS = {
     ("messages",): "messages",
     ("conversations",): "conversations",
@@ -136,7 +138,8 @@ class Counts:
             self.skipped + other.skipped,
             self.empty + other.empty,
             self.first_skipped or other.first_skipped,
-            # Some datasets use data as the names of columns, so the number of names is unbounded.
+            # Keep at most 30 names. Some datasets use data as names of columns, so the number of
+            # names is unbounded.
             tuple(sorted({*self.unread, *other.unread})[:30]),
         )
 
@@ -178,7 +181,8 @@ def tokenize(
         tokens=len(tokens),
         trained=int(np.count_nonzero(tokens < UNTRAINED)),
         unknown=int(np.count_nonzero(tokens & ~UNTRAINED == tokenizer.unknown)),
-        # A record may have several documents. Then `encoded` is longer than `documents`.
+        # Count the records without tokens. If records have several documents, `encoded` may be
+        # longer than `documents`, and none is counted.
         empty=max(0, len(documents) - len(encoded)),
     )
     return Tokens(tokens, lengths, counts, chunk.after)

@@ -134,8 +134,9 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
         needed = bytes_below(settings.packs) + round(1.002 * arranged.bytes()) + 2**16
         if needed <= limit:
             manifest = write_part(makers[name], start, arranged, after)
-            # The run's position is read from JSON. Take the start of the next part from the
-            # manifest, which was converted to JSON and back too, so that both compare equal.
+            # Take the start of the next part from the manifest, whose values were converted to JSON
+            # and back. The starts in the run's position are read from JSON too, so that equal
+            # starts compare equal.
             starts[name].append(PartStart(**manifest["statistics"]["stream"]["after"]))
             yield True
         elif start.first >= position["ends"][name]:
@@ -153,8 +154,8 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
     """Delete all parts of a source, except the first part and the consecutive parts from `start`.
 
     Returns the starts of these consecutive parts, followed by the start of the next part to make.
-    `earlier` is the result of the previous call. Its parts are not verified again. A damaged part
-    and all parts after it are deleted.
+    `earlier` is the result of the previous call. The parts in `earlier` are not verified again. A
+    damaged part and all parts after the damaged part are deleted.
     """
     if start in earlier[:1]:
         return earlier
@@ -179,9 +180,9 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
 
 
 def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
-    """Tokenise the documents of a part and lay them out. Also return the start of the next part.
+    """Tokenise a part. Return its documents, laid out in packs, and the start of the next part.
 
-    If the source has ended, the part starts at the beginning of the source again. Then the
+    If the source has ended, the part starts at the beginning of the source again. In this case, the
     documents that the first part has held out are held out again. Raises InputError if the source
     has no text.
     """
@@ -197,7 +198,7 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
 
 
 def _tokenize_window(maker: PackMaker, place: Place) -> Tokens:
-    """Return the tokens from `place` on, until they fill a part or the source ends."""
+    """Return the tokens from `place` on, up to the size of a part or the end of the source."""
     window = maker.settings.streamed.window
     chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
     ids = [np.zeros(0, np.uint32)]

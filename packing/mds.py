@@ -1,11 +1,11 @@
 """Read MDS shards of MosaicML's streaming library: version 2, raw or compressed.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
-the shards and the columns of each. A shard file consists of the number of samples `n` (uint32),
-`n + 1` byte offsets (uint32), a copy of the shard's configuration, and the samples. A sample
-consists of the sizes of its variable-size columns (uint32 each) and of the values of all columns in
-the order of `column_names`. An encoding such as `uint32` may mean one number or an array of numbers
-(see docs/data.md). It means one number if the declared size is the size of one number.
+the shards and the columns of each shard. A shard file consists of the number of samples `n`
+(uint32), `n + 1` byte offsets (uint32), a copy of the shard's configuration, and the samples. A
+sample consists of the sizes of its variable-size columns (uint32 each) and of the values of all
+columns in the order of `column_names`. An encoding such as `uint32` may mean one number or an array
+of numbers (see docs/data.md). It means one number if the declared size is the size of one number.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
 
 
 def _decode_array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -> np.ndarray:
-    """Return the array in `data`. If dtype or shape are not given, they are stored before it."""
+    """Return the array in `data`. A dtype or shape that is not given is read from `data`."""
     if not dtype:
         dtype = _VALUE_DTYPES[data[0]]
         data = data[1:]
@@ -138,8 +138,8 @@ class Shard(Packs):
 
         Raises InputError if the offsets do not fit the size of the file or the index.
         """
-        # Unlike Python's memory map, Arrow's memory map does not keep the file open. A terabyte of
-        # data is 16,000 shards, and many systems limit a process to 1,024 open files.
+        # Use Arrow's memory map. Unlike Python's memory map, it does not keep the file open. A
+        # terabyte of data is 16,000 shards, and many systems limit a process to 1,024 open files.
         file = self._decompressed() if self.reads_compressed else pa.memory_map(str(self.path))
         data = memoryview(file.read_buffer())
         fits = data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(data)
@@ -152,7 +152,7 @@ class Shard(Packs):
         return data, offsets
 
     def content_hash(self) -> str:
-        """Return the SHA-256 of the decompressed content, which may not fit on the disk."""
+        """Return the SHA-256 of the decompressed content, without storing it on the disk."""
         with self._stream(f"{self.path}: cannot be read") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -237,8 +237,8 @@ def read_index(folder: Path) -> list[Shard]:
         shards = [Shard(folder, entry) for entry in load_object(folder / INDEX, _REMEDY)["shards"]]
     check_files(folder, [shard.record for shard in shards], _REMEDY)
     for shard in shards:
-        # Check the table of samples. A compressed file is decompressed and checked later, when its
-        # first pack is read.
+        # Read `content`, which checks the table of samples. A compressed file is decompressed and
+        # checked later, when its first pack is read.
         if not shard.reads_compressed:
             _ = shard.content
     return shards

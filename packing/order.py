@@ -152,7 +152,7 @@ class Order:
         return first + permute(within, count, splitmix64(key + epoch.astype(np.uint64)))
 
     def stop_waiting(self) -> None:
-        """Stop a thread that waits for packs. Prepared packs exist, so no thread waits for them."""
+        """Stop a thread that waits for packs. Do nothing here, because prepared packs exist."""
 
     def epoch_of(self, step: int) -> float:
         """Return the number of packs before `step`, divided by the number of packs in all sources.
@@ -193,7 +193,7 @@ class MixedPacks(JoinedPacks):
         self.parts = dict(parts)
         self.weights = {name: weights[name] for name in parts}
         self.length = self.joined[0].length
-        # MDS and token .bin files do not record their tokenizer.
+        # Compare only packs that record their tokenizer. MDS and token .bin files do not record it.
         recorded = [packs for packs in self.joined if (packs.tokenizer or {}).get("fingerprint")]
         self.tokenizer = (recorded or self.joined)[0].tokenizer
         fingerprint = (self.tokenizer or {}).get("fingerprint")

@@ -212,12 +212,12 @@ class _OpenPacks:
         self._rooms = 0  # Bit r is set if a pack has room for exactly r tokens.
 
     def tightest(self, size: int) -> int:
-        """Return the room of the fullest pack that can take `size` tokens, or 0 without one."""
+        """Return the room of the fullest pack that can take `size` tokens, or 0 if no pack can."""
         fitting = self._rooms >> size
         return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
 
     def take(self, room: int, most: int) -> list[int]:
-        """Remove and return at most `most` of the packs with this room, the latest ones."""
+        """Remove and return at most `most` packs with this room: those that were added last."""
         packs = self._by_room[room]
         taken = packs[-most:]
         del packs[-most:]
@@ -226,7 +226,7 @@ class _OpenPacks:
         return taken
 
     def add(self, room: int, packs: list[int]) -> None:
-        """Add packs that have this room. Do nothing if they are full."""
+        """Add packs that have this room. Full packs (`room` is 0) are not added."""
         if room and packs:
             self._by_room.setdefault(room, []).extend(packs)
             self._rooms |= 1 << room

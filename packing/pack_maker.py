@@ -65,9 +65,9 @@ class PackMaker(AbstractContextManager):
         self.reading = recognise_chats(settings, self.source)
         self.records = records_of(self.reading, self.tokenizer)
         self.source.records = self.records
-        # Each worker loads the tokenizer itself. A tokenizer is larger than the buffer of a pipe.
-        # So sending it would block forever if the worker died meanwhile.
-        with _isolated_children():  # The pool also starts multiprocessing's resource tracker.
+        # Let each worker load the tokenizer itself. A tokenizer is larger than the buffer of a
+        # pipe. So sending a tokenizer would block forever if the worker died meanwhile.
+        with _isolated_children():  # for multiprocessing's resource tracker, which the pool starts
             self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (self.reading,))
 
     def __exit__(self, *exception: object) -> None:
@@ -165,14 +165,14 @@ def _isolated_children() -> Iterator[None]:
     """Context manager that isolates processes that start in the caller's `with` statement.
 
     These processes import neither the caller's script (the training script would import torch) nor
-    modules of the current folder. They ignore Ctrl-C, because the caller receives it too and ends
-    them.
+    modules of the current folder. The processes ignore Ctrl-C, because the caller receives it too
+    and ends them.
     """
     main = sys.modules["__main__"]
     previous_safe_path = os.environ.get("PYTHONSAFEPATH", "")
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ["PYTHONSAFEPATH"] = "1"
-    # Child processes inherit the signal mask.
+    # Block Ctrl-C in child processes, which inherit the signal mask.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -187,7 +187,7 @@ def _start_worker(settings: DataSettings) -> None:
     global _task
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    # Threads of one worker would compete with the other workers.
+    # Tokenise in one thread. More threads of one worker would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load_tokenizer(str(settings.tokenizer))
     # Remove the post-processor, which would add special tokens and exclude blanks from offsets.

@@ -42,7 +42,7 @@ _PROGRESS = "progress.json"
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
-    """Make the packs that `settings` describe, unless the packs exist, and return their folder.
+    """Return the folder of the packs that `settings` describe. Make packs that do not exist yet.
 
     All processes may call this function. The first process locks the packs and makes them. The
     other processes wait for the lock, and then find that the packs exist. On a file system without
@@ -129,16 +129,16 @@ def holds_packs_of(settings: DataSettings) -> bool:
     manifest = read_manifest(packs)
     recorded = dict(manifest["settings"])
     requested = content_settings(settings)
-    # Different paths or names may mean the same file or dataset.
+    # Ignore a different path or name of the source if both mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
         requested["source"] = recorded["source"]
     # The packs remain valid if their chats were recognised by their columns, and the settings
     # now name these columns.
     if requested["messages"] == manifest["statistics"].get("chat_columns", ""):
         requested["messages"] = recorded["messages"]
-    # If the tokenizer has the recorded name, and is no file or folder on this machine, the equal
-    # name suffices, because packs may be copied to a machine without their tokenizer. Otherwise,
-    # compare the fingerprints of the tokenizers instead of their names.
+    # Compare the fingerprints of the tokenizers instead of their names. An equal name suffices if
+    # no file or folder has this name, because packs may be copied to a machine without their
+    # tokenizer.
     if recorded["tokenizer"] != requested["tokenizer"] or Path(str(settings.tokenizer)).exists():
         recorded["tokenizer"] = manifest["tokenizer"]["fingerprint"]
         requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint
@@ -291,7 +291,7 @@ def summary(manifest: dict[str, Any]) -> str:
     values = {
         **manifest["statistics"],
         "tokenizer": (manifest["tokenizer"] or {}).get("name"),
-        # The value of a stream is a nested dict. None hides it, because false values are skipped.
+        # Hide the value of a stream, which is a nested dict. The lines below skip false values.
         "stream": None,
     }
     if "fill" in values:

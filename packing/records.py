@@ -173,8 +173,8 @@ class TextTemplate(Records):
         return text
 
     def encode(self, tokenizer: Tokenizer, texts: list[str]) -> Iterator[np.ndarray]:
-        # Skip texts without tokens: many tokenizers return none for blanks. The fast method does
-        # not compute offsets.
+        # Skip texts without tokens: many tokenizers return no tokens for blanks. Use the fast
+        # method, which does not compute offsets.
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             if ids := encoding.ids:
                 yield np.array([*ids, *self.end], np.uint32)
@@ -260,7 +260,7 @@ class ChatColumns(Records):
                 yield np.where(trained, ids, ids | UNTRAINED)
 
     def _chat(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages of a record. A system message is the first one.
+        """Return the messages of a record. If there is a system message, it is the first message.
 
         Raises ValueError if the record has several system messages.
         """
@@ -298,7 +298,7 @@ class ChatColumns(Records):
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
             values: dict[str, Any] = {"content": None} if accepts_null else {}
-            # NaN is the only value that does not equal itself. It is treated as null.
+            # Skip null and NaN. NaN is the only value that does not equal itself.
             values |= {
                 keys.get(key, key): without_nulls(item)
                 for key, item in message.items()
@@ -335,7 +335,7 @@ class ChatColumns(Records):
         try:
             blank_text, _ = self._render([*chat[:number], blank, *chat[number + 1 :]], tools)
         except ValueError:
-            return True  # The template rejects a blank message, so it does read the message.
+            return True  # The template rejects a blank message, so it reads the message's content.
         return blank_text != text
 
     def _after_prompts(

@@ -74,8 +74,8 @@ class SourceSettings(Settings):
     subset: str | None = None  # name of a config of a Hugging Face dataset
     split: str = "train"  # split of a Hugging Face dataset
     # Column with a text, or a template with columns: `"{title}\n\n{body}"`. An EOS token ends each
-    # document. If the text has a special token, such as `<|endoftext|>`, it becomes the id of that
-    # token. This is Hugging Face's default.
+    # document. A special token in the text, such as `<|endoftext|>`, becomes the id of the token,
+    # as is the default at Hugging Face.
     text: str = "text"
     # Chats instead of `text`: a column with a list of {role, content}, or a list of two entries,
     # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
@@ -265,9 +265,10 @@ class DataSettings(SourceSettings):
 
 
 def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
-    """Return True if two sources have a common file, or if one is a folder with the other inside.
+    """Return True if two sources have a common file, or if one contains the other.
 
-    An exception is a dataset of `save_to_disk`. The folders inside of it are different splits.
+    Sources with equal paths must also have equal `subset` and `split`. If a source is inside of a
+    dataset of `save_to_disk`, return False, because folders inside of the dataset are splits.
     """
     first, second = (
         {Path(os.path.realpath(path)) for path in matching_files(name) or [Path(name)]}
@@ -292,7 +293,7 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
     If `source` sets the kind of its records, keys of other kinds are not taken. If its key `source`
     differs from the one of `data`, `subset` and `split` are not taken.
     """
-    # If a source has no key `source`, its packs already exist.
+    # Return a source without a key `source` unchanged, because its packs already exist.
     if not isinstance(source, dict) or source.get("source") is None:
         return source
     keys = {key for key in SourceSettings.model_fields if key in data and key != "source"}

@@ -7,9 +7,9 @@ with more than a few dozen cores.
 `FileSource` and `DatasetSource` have the same attributes:
 
 * `description` is a text for the user.
-* `identity` is a JSON-able value that differs if the documents may differ.
-* `chunks()` yields the chunks. As long as the source does not change, they are the same in every
-  call. If a file or a row cannot be read, InputError names it.
+* `identity` is a JSON-able value that changes if the documents may have changed.
+* `chunks()` yields the chunks. Every call yields the same chunks as long as the source does not
+  change. If a file or a row cannot be read, InputError names the file or the row.
 * `chunks(begin)` continues after the chunk whose `after` is `begin`. It yields the same records as
   `chunks()`, but may divide them into other chunks.
 """
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 # Size of a chunk. A core needs about 50 ms for a chunk. This is short enough to keep all cores
 # busy, and so long that the time for sending a chunk to another process does not matter.
 CHUNK_BYTES = 2**20
-_ROWS = 1024  # number of rows of a table that are read at once, and then divided by size
+_ROWS = 1024  # number of rows of a table that are read at once, and then divided into chunks
 _MOST_FIELD = 2**23  # largest number of characters of a field in a CSV file
 _RECORD_START = re.compile(r"[^\s,\[\]]")  # first character of the next record of a JSON array
 _SUFFIXES = {
@@ -137,7 +137,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below `folder` in order, without hidden files and without other packs."""
+    """Yield the files below `folder` in order. Skip hidden files, and packs in inner folders."""
     packs = {manifest.parent for manifest in folder.rglob(MANIFEST)} - {folder}
     for path in sorted(folder.rglob("*")):
         names = path.relative_to(folder).parts
@@ -150,9 +150,9 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
     """Return the kind of the files to read, their paths, and a note about files that are not read.
 
     `name` is the folder or the pattern of `files`. If there are JSONL or Parquet files, other files
-    are not read, because many datasets have a README. Otherwise the kind with most bytes is read:
-    text or CSV. Raises InputError if there are JSONL and Parquet files, or if the files to read
-    have fewer bytes than the files that are not read.
+    are not read, because many datasets have a README. Otherwise text or CSV files are read,
+    whichever have more bytes. Raises InputError if there are both JSONL and Parquet files, or if
+    the files to read have fewer bytes than the files that are not read.
     """
     by_kind: dict[str | None, list[Path]] = {}
     for path in files:
@@ -273,7 +273,7 @@ class FileSource:
         with open_stream(path) as stream:
             if stream.seekable():
                 stream.seek(at)
-            else:  # A compressed file is decompressed up to the place.
+            else:  # Decompress a compressed file up to the place, because it cannot seek.
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
@@ -298,8 +298,8 @@ class FileSource:
         lines: list[str] = []
         while start := _RECORD_START.search(text, at):
             _, at = json.JSONDecoder().raw_decode(text, start.start())
-            # Outside of JSON strings, a line break means the same as a blank. JSON strings contain
-            # no line breaks.
+            # Replace line breaks by blanks, which mean the same outside of JSON strings. JSON
+            # strings contain no line breaks.
             lines.append(text[start.start() : at].replace("\n", " "))
             if at - begin >= size or not _RECORD_START.search(text, at):
                 payload = "\n".join(lines).encode()
@@ -312,7 +312,7 @@ class FileSource:
     def _csv_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of rows. All values are texts. Rows before `place` are read and skipped."""
         with open_stream(path) as stream:
-            # Reject UTF-16. The message says how to convert it.
+            # Reject UTF-16 here, with a message that says how to convert the file.
             decoded(stream.read(2**16).partition(b"\n")[0])
         with open_stream(path) as stream:
             rows = _csv_rows(stream, path)
@@ -322,7 +322,8 @@ class FileSource:
             check_columns(str(path), self.records, names)
             columns = {*self.records.columns, *self.records.optional} or names
             schema = pa.schema([(name, pa.string()) for name in names if name in columns])
-            # Reverse each row, so that the first one of several columns with one name is read.
+            # Reverse each row, so that `dict` keeps the first of several columns with the same
+            # name.
             batches = (
                 pa.RecordBatch.from_pylist(
                     [dict(zip(names[::-1], row[::-1], strict=True)) for row in batch], schema
@@ -343,7 +344,7 @@ class FileSource:
             ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
             first_group = bisect_right(ends, at)
             row = ends[first_group - 1] if first_group else 0
-            # pyarrow ignores names that the file does not have.
+            # Request the optional columns too. pyarrow ignores names that the file does not have.
             columns = [*self.records.columns, *self.records.optional]
             batches = file.iter_batches(
                 _ROWS, row_groups=list(groups[first_group:]), columns=columns
@@ -379,7 +380,7 @@ class DatasetSource:
 
     @property
     def columns(self) -> set[str]:
-        """Names of all columns. It is empty if a streamed dataset does not state its columns."""
+        """Names of all columns. The set is empty if a streamed dataset does not state them."""
         return set(self._data.features or ())
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:

@@ -192,7 +192,7 @@ class PackerProcess(ExitStack):
 
     def _refuse(self, holder: str) -> None:
         time.sleep(0.1)
-        # A packer holds the lock for a moment to test it. This is not a second run.
+        # Test the lock again, because a packer that tests the lock also holds it for a moment.
         if is_locked(self._packs / RUN_LOCK):
             raise InputError(
                 f"{self._packs}: another run, {holder}, trains on this stream; "
@@ -293,10 +293,11 @@ class SourceStream:
 
 
 class StreamedPacks(Packs):
-    """The packs of one or several streamed sources. Pack n of source s has index n * sources + s.
+    """The packs of one or several streamed sources.
 
-    `order` returns a `StreamOrder`. Its `packs_of_step` waits until the packs of a step exist. Call
-    it before these packs are read.
+    Pack n of source s has the index n * S + s, where S is the number of sources. `order` returns a
+    `StreamOrder`. Its method `packs_of_step` waits until the packs of a step exist. Call this
+    method before the packs of the step are read.
     """
 
     def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
@@ -317,7 +318,7 @@ class StreamedPacks(Packs):
         ]
         windows = [part.streamed.window for part in parts.values()]
         self.fingerprint = hash_of([content, windows])
-        # The packer that this process has started. It is None on all other ranks.
+        # The packer that this process has started, or None if another rank starts the packer.
         self.packer: PackerProcess | None = None
         self._ends = dict.fromkeys(self.sources, 0)
 
@@ -345,7 +346,7 @@ class StreamedPacks(Packs):
         return part.packs[place - part.start.first]
 
     def start_at(self, record: Mapping[str, Any] | None) -> None:
-        """Continue from the `record` of a checkpoint. If it is None, start at the first pack."""
+        """Continue from the `record` of a checkpoint, or start at the first pack if it is None."""
         for name, source in self.sources.items():
             source.start_at(record[name] if record else None)
         self._ends = dict.fromkeys(self.sources, 0)
@@ -357,7 +358,7 @@ class StreamedPacks(Packs):
         return {name: source.record for name, source in self.sources.items()}
 
     def advance_to(self, places: range) -> None:
-        """Close the parts that the run has read, and tell the packer how far it has read.
+        """Close the parts that the run has read, and tell the packer how far the run has read.
 
         `places` are the indices of the packs that the next step reads, in the stream of all packs.
         """
@@ -370,7 +371,7 @@ class StreamedPacks(Packs):
 
     @property
     def position(self) -> dict[str, dict[str, Any]]:
-        """Position of the run for the packer. It consists of two dicts by the names of the sources.
+        """Position of the run, for the packer: the two dicts `starts` and `ends`.
 
         `starts` maps each source to the start of the first part that the run may still read, as a
         dict of PartStart. `ends` maps each source to the place after the last pack that the current
@@ -427,7 +428,7 @@ class StreamOrder(Order):
         return packs * len(self.packs.sources) + number
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Map the name of each source to the number of times that it has ended before `step`."""
+        """Map each source's name to the number of times that the source has ended before `step`."""
         return {name: float(part.after.epoch) for name, part in self._parts_before(step).items()}
 
     def epoch_of(self, step: int) -> float:

@@ -17,7 +17,7 @@ from foundation.files import hash_file, hash_of
 from packing.arrow import Pack, Packs, checked_index
 
 _SAMPLED_TOKENS = 2**20  # number of uint16 values from which the dtype is inferred
-_FEWEST_TOKENS = 64  # With fewer tokens, all high words may be small by chance.
+_FEWEST_TOKENS = 64  # With fewer values, assume uint16: all high words may be small by chance.
 # In a uint32 file with a vocabulary below 2^20, the upper 16 bits of each id are less than this.
 _HIGH_WORD_LIMIT = 16
 _HEADER_BYTES = 1024  # size of llm.c's header

@@ -44,12 +44,12 @@ _NOT_PART_OF_THE_FINGERPRINT = {"version", "truncation", "padding", "post_proces
 class TextTokenizer:
     """A tokenizer and the ids of its special tokens.
 
-    Do not change it, because `load_tokenizer` returns the same object to all callers.
+    Do not change this object, because `load_tokenizer` returns the same object to all callers.
     """
 
     name: str
     tokenizer: Tokenizer
-    special: dict[str, int]  # ids of bos, eos and pad, as far as the tokenizer has them
+    special: dict[str, int]  # ids of bos, eos and pad, without tokens that do not exist
 
     @cached_property
     def fingerprint(self) -> str:
@@ -68,7 +68,7 @@ class TextTokenizer:
             without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":")
         )
         fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
-        # The folder may be read-only.
+        # Do not cache the fingerprint if the folder is read-only.
         with suppress(InputError):
             replace_file(cached, fingerprint.encode())
         return fingerprint
@@ -210,9 +210,9 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer of `vocabulary` tokens on `texts`.
 
-    Its tokens are the end-of-text token (id 0), the tokens of `special`, the 256 bytes, and merges
-    of bytes. The same texts in the same order give the same tokenizer. If there is little text, the
-    tokenizer may have fewer tokens than `vocabulary`.
+    The trained tokens are the end-of-text token (id 0), the tokens of `special`, the 256 bytes, and
+    merges of bytes. The same texts in the same order give the same tokenizer. If there is little
+    text, the tokenizer may have fewer tokens than `vocabulary`.
     """
     tokenizer = ByteLevelBPETokenizer()
     special_tokens = [END_OF_TEXT, *special]
@@ -228,7 +228,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
-        # Keep the spaces of "a , b". Otherwise it is decoded as "a, b", which changes code.
+        # Keep the spaces of "a , b". Otherwise this text is decoded as "a, b", which changes code.
         "clean_up_tokenization_spaces": False,
     }
     folder.mkdir(parents=True)
