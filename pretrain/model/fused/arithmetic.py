@@ -131,17 +131,14 @@ class StackedLinear(LinearState):
             return None
         return gradients[0].t() if self.transposed else _rows_of_one(gradients)
 
-    def bias_gradients(self, dy: Tensor | None, total: Tensor | None = None) -> list[Tensor]:
-        """Return the gradient of each bias: the sum of dy [tokens, out] over tokens, in FP32.
+    def bias_gradients(self, total: Tensor | None) -> list[Tensor]:
+        """Return the gradient of each bias, FP32. The list is empty if there are no biases.
 
-        `total` is this sum [out] if a kernel has computed it. `dy` may then be None.
+        `total` [out] is the gradient of the output, summed over tokens in FP32. It may be None if
+        there are no biases.
         """
-        if not self.biases:
-            return []
-        if total is None and dy is not None:
-            total = dy.sum(dim=0, dtype=torch.float32)
-        assert total is not None
-        return list(total.split([len(bias) for bias in self.biases]))
+        sizes = [len(bias) for bias in self.biases]
+        return list(total.split(sizes)) if total is not None and sizes else []
 
     def start(self, x: Tensor) -> StackedPass:
         """Start a forward over `x` [tokens, ...] in the current precision."""
@@ -319,21 +316,27 @@ class Arithmetic:
     ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
         """Return the gradient of x plus `residual` [tokens, hidden], and sums of gradients.
 
-        The second result has the gradients of the norm's parameters. The third result has two sums
-        over tokens, FP32 [hidden]: the sum of the first result, and the sum of `residual`. Both
-        sums are None for an RMSNorm, and unless `summed` is set. `dy` is the gradient of the norm's
-        output, and `rstd` and `mean` are statistics from `norm`.
+        The second result has the gradients of the norm's parameters. With `summed`, the third
+        result has two sums over tokens, FP32 [hidden]: the sum of the first result, and the sum of
+        `residual`. Otherwise both are None. `dy` is the gradient of the norm's output, and `rstd`
+        and `mean` are statistics from `norm`.
         """
         weight = norm.weight.detach().to(self.context.compute_dtype)
+        gradients: Sequence[Tensor]
+        totals: Sequence[Tensor] = ()
         if mean is None and self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
-            dx, d_weight = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
-            return dx, [d_weight], (None, None)
-        inputs = (dy, x, rstd, mean, weight, residual)
-        dx, sums = self.kernels.norm.norm_backward(*inputs, summed=summed)
-        count = 1 if mean is None else 2
-        return dx, sums[:count].unbind(), sums[count:].unbind() or (None, None)
+            dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
+        else:
+            inputs = (dy, x, rstd, mean, weight, residual)
+            dx, sums = self.kernels.norm.norm_backward(*inputs, summed=summed)
+            count = 1 if mean is None else 2
+            gradients = sums[:count].unbind()
+            totals = sums[count:].unbind()
+        if summed and not totals:  # The kernels of an RMSNorm do not sum these gradients.
+            totals = [values.sum(dim=0, dtype=torch.float32) for values in (dx, residual)]
+        return dx, gradients, totals or (None, None)
 
     def _parameters_of(self, norm: Any) -> tuple[Tensor, Tensor | None]:
         """Return the weight and the bias of a norm, cast to the compute dtype as in unfused layers.
@@ -402,7 +405,7 @@ class Arithmetic:
         if not writes_codes:
             dqkv, *d_norms, total = rotation.rotate_backward(*gradients, *inputs, summed=summed)
             gradients.clear()
-            return product.quantize("grad_output", dqkv), d_norms, stack.bias_gradients(dqkv, total)
+            return product.quantize("grad_output", dqkv), d_norms, stack.bias_gradients(total)
         # Observers get the gradient before it is quantized.
         if product.observed.observers:
             product.show("grad_output", rotation.rotate_backward(*gradients, *inputs)[0])
@@ -410,7 +413,7 @@ class Arithmetic:
             quantizer, gradients, *inputs, summed=summed
         )
         gradients.clear()
-        return codes, d_norms, stack.bias_gradients(None, total)
+        return codes, d_norms, stack.bias_gradients(total)
 
     def activate(
         self, hidden: Tensor, kind: formulas.Activation, gate_up: StackedPass, down: StackedPass
@@ -462,8 +465,8 @@ class Arithmetic:
                 d_activated, hidden, kind, summed=summed
             )
             operand = down.gemm.quantize("input", activated) if kept is None else kept
-            d_biases = stack.bias_gradients(d_hidden, total)
-            return gate_up.quantize("grad_output", d_hidden), operand, d_biases
+            d_hidden = gate_up.quantize("grad_output", d_hidden)
+            return d_hidden, operand, stack.bias_gradients(total)
         gradient_quantizer = gate_up.quantizer("grad_output")
         # Observers get the gradient before it is quantized.
         if writer is kernels:
@@ -473,7 +476,7 @@ class Arithmetic:
             *operands, total = kernels.quantized_activate_backward(
                 d_activated, hidden, kind, gradient_quantizer, quantizer, kept, summed=summed
             )
-            return *operands, stack.bias_gradients(None, total)
+            return *operands, stack.bias_gradients(total)
         if gate_up.observed.observers:
             gate_up.show("grad_output", writer.dswiglu(d_activated, hidden, None))
         return writer.dswiglu(d_activated.contiguous(), hidden, gradient_quantizer), kept, []

@@ -538,14 +538,16 @@ class OutputAndMLP(torch.autograd.Function):
         d_gate_up = [*gate_up.weight_gradients(d_hidden, normed), *d_biases]
         del d_hidden, normed
         dx, d_norm, (d_output_bias, d_down_bias) = arithmetic.norm_backward(
-            d_normed, x, *statistics, layer.norms[1], residual=dy, summed=True
+            *(d_normed, x, *statistics, layer.norms[1]),
+            residual=dy,
+            summed=bool(output.stack.biases or down.stack.biases),
         )
-        d_down += down.stack.bias_gradients(dy, d_down_bias)
+        d_down += down.stack.bias_gradients(d_down_bias)
         del d_normed, x
         quantized = output.quantize("grad_output", dx)
         d_attended = output.input_gradient(quantized)
         d_output = output.weight_gradients(quantized, operand)
-        d_output += output.stack.bias_gradients(dx, d_output_bias)
+        d_output += output.stack.bias_gradients(d_output_bias)
         d_parameters = add_to_main_gradients(
             layer.mlp_parameters, [*d_norm, *d_output, *d_gate_up, *d_down]
         )
