@@ -25,6 +25,16 @@ REPEAT_SECONDS = 0.5
 _STDERR = 2  # file descriptor
 
 
+def end_on_ctrl_c() -> None:
+    """Let Ctrl-C end this process without a traceback, unless the process ignores Ctrl-C.
+
+    Call this function before slow imports. Some packages catch an exception that interrupts their
+    import, and then fail with another one.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class StopRequest:
     """Context manager that catches SIGNALS and IF_NOT_IGNORED and records them.
 

@@ -11,11 +11,10 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # During imports, let Ctrl-C end the process without an exception and its traceback. Some
-    # packages catch an exception that interrupts their import, and then fail with another
-    # exception.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from foundation.signals import end_on_ctrl_c
+
+if __name__ == "__main__":
+    end_on_ctrl_c()
 
 from foundation.command import end_process, run_command
 from pretrain import __version__

@@ -29,7 +29,7 @@ import psutil
 from foundation.errors import InputError
 from foundation.overrides import overridden
 from foundation.reading import as_input_error, load_yaml
-from foundation.signals import IF_NOT_IGNORED, SIGNALS
+from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
 from foundation.units import plural
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import is_true
@@ -153,9 +153,7 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     failure. If torchrun's record of a failure has no traceback, only the message in the record is
     printed.
     """
-    # During imports, let Ctrl-C end the process without a traceback.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_on_ctrl_c()
     # Turn off garbage collection during the imports. Imports create no garbage, but garbage
     # collection took a fifth of the time of the imports.
     gc.disable()
