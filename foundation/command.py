@@ -113,9 +113,8 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     failures that torchrun prints. See `report_error`.
 
     If the environment variable PRETRAIN_STATUS_FILE is set to a path, global rank 0 also writes the
-    exit status to this file, unless `command` returns None. For an unexpected exception, which is
-    raised again, the status is 1. A batch script needs this file, because `accelerate launch` exits
-    with 1 for every failure.
+    exit status to this file, unless `command` returns None. A batch script needs this file, because
+    `accelerate launch` exits with 1 for every failure.
     """
     try:
         status = command()
@@ -131,9 +130,6 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
         status = SIGPIPE_STATUS
     except (InputError, OSError) as error:
         status = report_error(error)
-    except Exception:
-        _write_status(1)
-        raise
     if status is not None:
         _write_status(status)
     return status or 0
@@ -164,8 +160,12 @@ def end_process(status: int) -> NoReturn:
 def end_after_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> NoReturn:
-    """Print the traceback of an error and end this process. A value for `sys.excepthook`."""
+    """Print the traceback of an error and end this process. A value for `sys.excepthook`.
+
+    The status is 1. It is also written to the file of PRETRAIN_STATUS_FILE, see `run_command`.
+    """
     sys.__excepthook__(kind, error, trace)
+    _write_status(1)
     end_process(1)
 
 

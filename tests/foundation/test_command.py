@@ -115,8 +115,15 @@ def test_the_status_file_has_the_status_of_an_unexpected_error(
     path.write_text("138\n")  # of an earlier start of the same job
     monkeypatch.setenv("PRETRAIN_STATUS_FILE", str(path))
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ZeroDivisionError):
-        run_command(failing(ZeroDivisionError("a bug")))
+    program = """
+import sys
+from foundation.command import end_after_error, run_command
+sys.excepthook = end_after_error
+run_command(lambda: 1 / 0)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert path.read_text() == "1\n"
     assert run_command(failing(InputError("a mistake"))) == 2
     assert path.read_text() == "2\n"
