@@ -47,7 +47,7 @@ from pretrain.checkpoint.format import (
     step_of,
     write_tensors,
 )
-from pretrain.model.distributed import from_all_ranks
+from pretrain.model.distributed import from_all_ranks, processes_on_host
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.offload import pin
 
@@ -452,8 +452,7 @@ class Staging:
         needed = sum(_rounded(tensor.nbytes) for tensor in tensors)
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if self._memory.numel() < needed:
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            if needed * local_ranks > SHARE * free_memory():
+            if needed * processes_on_host() > SHARE * free_memory():
                 return None
             # `zeros` writes to all pages, so that the operating system allocates them.
             self._memory = torch.zeros(needed, dtype=torch.uint8)

@@ -149,6 +149,11 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
     return "CPU", psutil.virtual_memory().total // accelerator.num_processes
 
 
+def processes_on_host() -> int:
+    """Return the number of processes of this launch on this host. torchrun sets the variable."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
     """Return the topology of the run as a dict for environment.json."""
     topology = {

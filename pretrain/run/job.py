@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -28,6 +27,7 @@ from pretrain.model import attention
 from pretrain.model.distributed import (
     device_of,
     gathers_once_a_step,
+    processes_on_host,
     refused_together,
     replicas_of,
 )
@@ -354,8 +354,7 @@ def _check_offload(plan: Plan, accelerator: Accelerator) -> list[str]:
         return [
             f"`optimizer.offload: {offload}` has no effect on a CPU, which has host memory only"
         ]
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    refused_together(lambda: check_host_memory(plan, processes, free_memory()))
+    refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
     return []
 
 
