@@ -52,8 +52,9 @@ def assemble(
         dtype: Dtype in which layers compute.
         weights: Dtype in which weights are stored. None: `dtype`.
     """
-    depth = {"num_hidden_layers": LAYERS}
-    hf = build(ARCHITECTURES[name] | depth, torch.float32, DEVICE)
+    config = ARCHITECTURES[name]
+    depth = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    hf = build(config | {depth: LAYERS}, torch.float32, DEVICE)
     model.round_weights(hf, torch.bfloat16)
     model.round_weights(hf, weights or dtype)
     packed = PackedLanguageModel(
