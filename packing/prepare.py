@@ -132,8 +132,8 @@ def holds_packs_of(settings: DataSettings) -> bool:
     # Ignore a different path or name of the source if both mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
         requested["source"] = recorded["source"]
-    # The packs remain valid if their chats were recognised by their columns, and the settings
-    # now name these columns.
+    # The packs remain valid if the column of chats was found automatically when the packs were
+    # made, and the settings now name the same column.
     if requested["messages"] == manifest["statistics"].get("chat_columns", ""):
         requested["messages"] = recorded["messages"]
     # Compare the fingerprints of the tokenizers instead of their names. An equal name suffices if

@@ -137,7 +137,7 @@ class Verdict:
 
     @property
     def gain(self) -> float | None:
-        """Return the speedup divided by the factor of tokens for equal loss, or None if unknown."""
+        """Return `speedup` divided by `tokens`, or None if one of them is unknown."""
         return self.speedup / self.tokens if self.speedup and self.tokens else None
 
     @property

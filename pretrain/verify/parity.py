@@ -230,8 +230,9 @@ def _compare(
     ]
     step = replace(step, microbatches=[batch for batch, _ in drawn])
     tokens = accelerator.num_processes * sum(batch.valid_tokens for batch, _ in drawn)
-    # `forward_backward` divides losses by the number of labelled tokens in the training step. This
-    # factor converts the sum of these quotients into the mean over the compared tokens.
+    # `forward_backward` divides each loss by the number of labelled tokens in the training step.
+    # Multiply by this number, and divide by the number of compared tokens, to get the mean over the
+    # compared tokens.
     step_tokens = max(step.valid_tokens, 1)
     mean_over_compared = step_tokens / tokens
     with _comparable(model, shapes.input_ids.shape[1]) as head_factor:

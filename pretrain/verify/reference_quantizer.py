@@ -218,7 +218,7 @@ def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
 
 
 def _over_blocks(function: np.ufunc, values: Array, scaling: Scaling) -> Array:
-    """Reduce the magnitudes of each block by `function`, and repeat the result for its values."""
+    """Return an array in which the result of `function` over a block replaces its values."""
     size = scaling.block or values.shape[1]
     height = size if scaling.square else 1
     blocks = np.abs(values).reshape(len(values) // height, height, -1, size)

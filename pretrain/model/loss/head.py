@@ -83,8 +83,9 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
 class LossHead(nn.Linear):
     """LM head that maps hidden states and labels to the loss.
 
-    Without labels, it returns logits like the head that it replaces. It computes in the dtype of
-    the hidden states or in the current low precision. The dtype of the weight may be different.
+    Without labels, it returns logits like the head that it replaces. If the current precision
+    quantizes the head, the head computes in this precision. Otherwise it computes in the dtype of
+    the hidden states, which may differ from the dtype of the weight.
     """
 
     def __init__(

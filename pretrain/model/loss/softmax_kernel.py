@@ -220,9 +220,11 @@ def quantized_softmax_gradient(
         labels: Target of each token, [n] int64.
         ignore: Label of tokens whose loss and gradient are zero.
         fp8: torch.float8_e4m3fn or float8_e5m2.
-        amax: Recorded amax, FP32 [1]. It is raised to the largest magnitude of the gradient.
+        amax: Recorded amax, FP32 [1]. If the largest magnitude of the gradient exceeds it, it is
+            set to this magnitude.
         scale: Scale of the transposed codes under delayed scaling, one FP32 value. If it is None,
-            this scale is computed from `amax`, which must then be zero before the call.
+            the scale is computed from the largest magnitude of the gradient, and `amax` must be
+            zero before the call.
     """
     n, vocabulary = logits.shape
     device = logits.device
