@@ -164,8 +164,9 @@ class DataSettings(SourceSettings):
     mask_boundaries: bool = True
 
     # Several sources instead of `source`, each with its own keys from `source` to `labels`. Keys
-    # that a source does not set are taken from `data`, except keys of another kind of record. The
-    # packs of a source are in the folder `packs`/name.
+    # that a source does not set are taken from `data`. If a source names columns of another
+    # kind of record than `data`, such as chats instead of text, the columns of `data` are not
+    # taken. The packs of a source are in the folder `packs`/name.
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
     # Text for evaluation instead of `held_out`: another `source`, or another `split` of the same
     # source, with the keys from `source` to `labels`. Keys that are not set are taken from `data`,

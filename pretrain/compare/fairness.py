@@ -224,8 +224,8 @@ def _common_steps(
 def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
     """Return the number of steps whose packs were skipped by rollbacks, over the course of a run.
 
-    Map `first_step`, and the step of each later rollback, to the total number of steps whose packs
-    were skipped up to this step.
+    The keys of the result are `first_step` and the step of each later rollback. Each value is a
+    cumulative count: the packs of this number of steps were skipped up to the step.
     """
     skipped = {first_step: run.past["left_out"]}
     for record in run.metrics:

@@ -348,8 +348,8 @@ class TransformerEngine(GemmEngine):
             device="meta",
             name=name,
         )
-        # Disable gradients, because leaving an autocast with gradients enabled would update the
-        # histories of all layers.
+        # Disable gradients. If gradients are enabled when the autocast exits, Transformer Engine
+        # updates the amax histories of all layers.
         with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
             linear.init_fp8_metadata()
         return TransformerEngineGemm(self, name, members, linear)
