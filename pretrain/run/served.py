@@ -264,8 +264,7 @@ def _facts_about(layout: Layout, moved: int) -> dict[str, str]:
     """Return facts about the layout of an export. `moved` is the sum of `_moved`."""
     kind = layout.config.get("format", "blocks of 128 x 128")
     facts = {
-        "layout": f"{layout.config['quant_method']} ({kind}), with the codes and scales of the "
-        "training forward",
+        "layout": f"{layout.config['quant_method']} ({kind}), quantized as in the training forward",
         "activations": layout.activations,
     }
     if layout.tensors is _nvfp4:
