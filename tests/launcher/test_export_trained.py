@@ -286,7 +286,7 @@ def test_the_card_names_the_precision_of_the_weights_and_what_servers_do(
 ) -> None:
     card = (exported("delayed").folder / "README.md").read_text()
     assert "| weights exact in | delayed (327,680); all others are in BF16 |" in card
-    assert "| layout | compressed-tensors (float-quantized), with the codes" in card
+    assert "| layout | compressed-tensors (float-quantized), quantized as in the training" in card
     assert "| activations | quantized with the scales in the checkpoint" in card
     assert (
         "| activations | in BF16, because" in (exported("nvfp4").folder / "README.md").read_text()
