@@ -25,9 +25,9 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.overrides import overridden
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import step_folder
+from pretrain.checkpoint.format import step_folder, step_of
 from pretrain.metrics.run_folder import MATRIX_FILE, describe_environment
 from pretrain.metrics.run_record import LOSS_KEY, read_finished, read_run
 from pretrain.model.distributed import as_launched
@@ -59,6 +59,7 @@ USUAL = "nvfp4_1d"
 # Cells whose checkpoints are averaged, and the precisions in which the means are evaluated.
 MERGED_CELLS = ("bf16", "nvfp4")
 MERGED_SERVED = ("bf16", "nvfp4")
+FAILURES = (InputError, OSError, RuntimeError, ValueError, KeyError)
 PACKAGES = ("torch", "transformers", "transformer-engine")
 
 
@@ -66,14 +67,19 @@ PACKAGES = ("torch", "transformers", "transformer-engine")
 class Server:
     """A model that evaluates checkpoints in several precisions."""
 
+    # Label of the cells for each precision of the evaluation.
+    labels: Mapping[str, str]
     job: Job
     accelerator: Accelerator
     assembly: Assembly
 
     @classmethod
-    def of(cls, served: Sequence[str], overrides: Sequence[str]) -> Server:
-        """Assemble the model for the precisions `served`. `overrides` change the recipe."""
-        quantized = [name for name in served if name != "bf16"]
+    def of(cls, labels: Mapping[str, str], overrides: Sequence[str]) -> Server:
+        """Assemble the model, and evaluate its initial weights in all precisions once.
+
+        `labels` has the precisions and their labels. `overrides` change the recipe.
+        """
+        quantized = [name for name in labels if name != "bf16"]
         changed = [
             "run_dir=runs/served_cells",
             *overrides,
@@ -83,29 +89,39 @@ class Server:
         accelerator, _ = as_launched(recipe)
         job = prepare_job(recipe, accelerator, changed)
         job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
-        return cls(job, accelerator, assemble(job, accelerator))
+        server = cls(labels, job, accelerator, assemble(job, accelerator))
+        # This compiles all layers, and shows early if a precision cannot be evaluated.
+        for label, figures in server.figures(labels.values()):
+            print(f"{label}: initial loss {figures['held_out_loss']:.6f}", flush=True)
+        return server
 
-    def losses(
-        self, checkpoints: Sequence[Path], served: Sequence[str]
-    ) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield each precision of `served` and the held-out figures of the mean of `checkpoints`.
+    def load(self, checkpoints: Sequence[Path]) -> None:
+        """Load the mean weights of `checkpoints`, which are folders of one run, the newest first.
 
-        `checkpoints` are folders of one run, the newest first. A single checkpoint is evaluated
-        itself.
+        The weights of a single checkpoint are loaded unchanged.
         """
         newest = checkpoints[0]
         folder = Checkpoints(newest.parent, keep=1)
         source = find_resume_point(folder, str(newest), self.job, accept_changes=True)
         assert source is not None
-        context = self.assembly.context
         load_weights(source, folder, self.job.recipe.weights, self.assembly)
         if len(checkpoints) > 1:
             read = merged_reader(checkpoints, self.assembly.hf, self.job.recipe.weights)
             with torch.no_grad():
                 for name, parameter in self.assembly.hf.named_parameters():
                     parameter.copy_(read(name))
-        for name, in_model in self.assembly.precision.in_model.items():
-            if in_model.backend is None or name not in served:
+
+    def figures(self, chosen: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yield (label, held-out figures) of the present weights for each label in `chosen`."""
+        chosen = set(chosen)
+        context = self.assembly.context
+        measure = partial(held_out_figures, self.job, self.assembly.model, self.accelerator)
+        for name, label in self.labels.items():
+            if label not in chosen:
+                continue
+            if name == "bf16":
+                with overridden(context, evaluates_low=False):
+                    yield label, measure()
                 continue
             with (
                 self.assembly.precision.using(name),
@@ -116,21 +132,39 @@ class Server:
                 context.forget()
                 if context.state():
                     self.assembly.start_precision(name, self.job, self.accelerator)
-                yield name, self.figures()
-        if "bf16" in served:
-            with overridden(context, evaluates_low=False):
-                yield "bf16", self.figures()
+                yield label, measure()
 
-    def figures(self) -> dict[str, float]:
-        """Return the held-out figures of the present weights and precision."""
-        return held_out_figures(self.job, self.assembly.model, self.accelerator)
+
+def servers_of(served: Sequence[str], overrides: Sequence[str]) -> list[Server]:
+    """Return servers that evaluate in all precisions of `served`.
+
+    One server has all precisions, so that all are computed by the same layers. If one precision
+    fails, each precision gets a server of its own, and precisions that fail are omitted.
+    """
+    labels = {name: name for name in served if name != USUAL}
+    usual = ["fp8_config.disable_2d_quantization=true", *overrides]
+    groups: list[tuple[Mapping[str, str], Sequence[str]]] = []
+    servers = []
+    try:
+        servers.append(Server.of(labels, overrides))
+    except FAILURES:
+        traceback.print_exc()
+        groups = [({name: name}, overrides) for name in labels]
+    if USUAL in served:
+        groups.append(({"nvfp4": USUAL}, usual))
+    for group, settings in groups:
+        try:
+            servers.append(Server.of(group, settings))
+        except FAILURES:
+            traceback.print_exc()
+    return servers
 
 
 @dataclass
 class Evaluation:
     """The servers of this process, and the file of its results."""
 
-    servers: dict[str, Server]
+    servers: Sequence[Server]
     served: Sequence[str]
     merge: int
     out: Path
@@ -161,15 +195,13 @@ class Evaluation:
         self, facts: dict[str, Any], checkpoints: Sequence[Path], served: Sequence[str]
     ) -> None:
         """Evaluate the mean of `checkpoints` in each precision of `served`, and write the cells."""
-        steps = [int(folder.name.rpartition("-")[2]) for folder in checkpoints]
-        for label, server in self.servers.items():
-            names = ["nvfp4"] if label == USUAL else [name for name in served if name != USUAL]
-            if label == USUAL and USUAL not in served:
-                continue
-            for name, figures in server.losses(checkpoints, names):
-                cell = {"served": USUAL if label == USUAL else name, "merged": steps}
-                cell |= {"loss": figures["held_out_loss"]}
-                append(self.out, facts | cell | {"held_out_tokens": figures["held_out_tokens"]})
+        steps = [step_of(folder) for folder in checkpoints]
+        for server in self.servers:
+            server.load(checkpoints)
+            for label, figures in server.figures(served):
+                cell = {"served": label, "merged": steps, "loss": figures["held_out_loss"]}
+                cell["held_out_tokens"] = figures["held_out_tokens"]
+                append(self.out, facts | cell)
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -218,10 +250,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=0, help="time to end, in seconds since 1970")
     options = parser.parse_intermixed_args()
     served = options.served.split(",")
-    servers = {"": Server.of([name for name in served if name != USUAL], options.overrides)}
-    if USUAL in served:
-        usual = ["fp8_config.disable_2d_quantization=true", *options.overrides]
-        servers[USUAL] = Server.of(["nvfp4"], usual)
+    servers = servers_of(served, options.overrides)
     evaluation = Evaluation(servers, served, options.merge, options.out)
     taken = options.folder / ".evaluated"
     taken.mkdir(parents=True, exist_ok=True)
@@ -232,7 +261,7 @@ def main() -> None:
             started = time.monotonic()
             try:
                 evaluation.evaluate(run_dir)
-            except (InputError, OSError, RuntimeError):
+            except FAILURES:
                 traceback.print_exc()
             print(f"{run_dir.name}: {time.monotonic() - started:.1f} s", flush=True)
         elif len(list(taken.iterdir())) >= options.runs or time.time() > options.until:
