@@ -107,10 +107,9 @@ class MicrobatchGraphs:
 
         Call this method after `compute`, when the host has waited for the gradients of the step.
         """
-        if self.status != "auto":
-            return
-        self.waits.append((time.perf_counter() - self.launched) / self.launch_time)
-        if len(self.waits) == TIMED:
+        if self.status == "auto":
+            self.waits.append((time.perf_counter() - self.launched) / self.launch_time)
+        if self.status == "auto" and len(self.waits) == TIMED:
             wait = sorted(self.waits)[TIMED // 2]
             self._decide(
                 f"{'on' if wait < HOST_BOUND else 'off'}: at the end of a step, the host waits for "
@@ -134,9 +133,9 @@ class MicrobatchGraphs:
             Gemm.overwrites = True
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
             factor = torch.empty((), device=accelerator.device)
-            pool = next((graph.pool() for graph, *_ in self.captured.values()), None)
             recorded = self.record(
-                lambda: compute_microbatch(model, accelerator, fixed, factor), pool
+                lambda: compute_microbatch(model, accelerator, fixed, factor),
+                next((graph.pool() for graph, *_ in self.captured.values()), None),
             )
             self.captured[key] = (*recorded, fixed, factor)
         graph, loss, fixed, factor = self.captured[key]

@@ -113,6 +113,13 @@ class Gemm(ABC):
             self.weight = self.quantize("weight", matrix())
         return self.weight
 
+    def forget(self) -> None:
+        """Drop the cached weight, unless CUDA graphs read it at a fixed address.
+
+        In that case the next first microbatch overwrites it.
+        """
+        self.weight = self.weight if self.overwrites else None
+
     def overwrite_weight(self, matrix: Tensor) -> None:
         """Quantize the weight `matrix` [out, in] into the memory of the cached weight."""
         self.weight.copy_(matrix)  # type: ignore[union-attr]  # a cast weight of `TorchGemm`
@@ -328,8 +335,7 @@ class GemmEngine(ABC):
         for name, tensor in self.state().items():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
         for gemm in self.gemms.values():
-            # A weight at a fixed address is overwritten in the next first microbatch.
-            gemm.weight = gemm.weight if gemm.overwrites else None
+            gemm.forget()
 
     @abstractmethod
     def describe(self) -> str:
