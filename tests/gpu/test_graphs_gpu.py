@@ -208,7 +208,7 @@ def test_a_resumed_run_with_graphs_repeats_a_run_without(
     middle = graphs / "checkpoints" / "step-00000006"
     resumed = train_on_gpu("resumed", "model.cuda_graphs=auto", "--resume", str(middle))
     assert re.match("on: |off: at the end of a step", audit_of(resumed)["cuda_graphs"])
-    assert figures_of(resumed) == figures_of(plain)[6:]
+    assert figures_of(resumed)[-6:] == figures_of(plain)[-6:]
     expected, *others = (
         tensors_of(run_dir / "checkpoints" / "step-00000012")
         for run_dir in (plain, graphs, resumed)
