@@ -65,7 +65,8 @@ from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import Trackers
 from pretrain.model import distributed
-from pretrain.model.packed import forward_backward, same_on_all_ranks
+from pretrain.model.graphs import MicrobatchGraphs
+from pretrain.model.packed import compute_microbatch, forward_backward, same_on_all_ranks
 from pretrain.model.wrapping import wrap_layers
 from pretrain.observe.observers import StepWatch, is_due
 from pretrain.observe.profile import StepProfile
@@ -271,6 +272,7 @@ def build(
         else None,
     )
     run.observers = startup.make_observers(run)
+    run.graphs = MicrobatchGraphs(assembly.surroundings["cuda_graphs"], run.report_graphs)
     if source:
         checkpointing.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
@@ -373,11 +375,14 @@ def train_step(
             accelerator,
             watch.first_microbatch(),
             first_apart=watch.separates_first_microbatch,
+            compute=compute_microbatch if watch.due else run.graphs.compute,
         )
     norm = adamw.gradient_norm(model.parameters())
     means = model.mean_losses(accelerator, batches.valid_tokens, mean_loss)
     # This call waits for the device.
     gradient_norm, *values = same_on_all_ranks(accelerator, norm, *means.values())
+    if not watch.due:
+        run.graphs.end_step()
     losses = dict(zip(means, values, strict=True))
 
     decision = run.health.check(

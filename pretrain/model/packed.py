@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -21,6 +22,9 @@ from pretrain.model.routing import Routing
 from pretrain.model.sharding import Sharding
 from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings
+
+# The tensors of a microbatch.
+TENSORS = ("input_ids", "position_ids", "labels", "cu_seqlens")
 
 
 class PackedLanguageModel(nn.Module):
@@ -177,11 +181,22 @@ def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
 
     The tensors are copied asynchronously.
     """
-    names = ("input_ids", "position_ids", "labels", "cu_seqlens")
-    tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
+    tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in TENSORS}
     # cu_seqlens is the only tensor whose shape varies. It must not trigger a recompilation.
     torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)
     return {**tensors, "max_seqlen": batch.max_seqlen}
+
+
+def compute_microbatch(
+    model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float | Tensor
+) -> Tensor:
+    """Run forward and backward of a microbatch. Return its summed loss, an FP32 scalar.
+
+    scale: Factor of the loss in backward. A tensor must be an FP32 scalar on the model's device.
+    """
+    loss_sum = model(**inputs_of(batch, accelerator.device))
+    accelerator.backward(loss_sum * scale)
+    return loss_sum.detach()
 
 
 def forward_backward(
@@ -191,6 +206,7 @@ def forward_backward(
     around_first: AbstractContextManager[Any] | None = None,
     *,
     first_apart: bool = False,
+    compute: Callable[..., Tensor] = compute_microbatch,
 ) -> Tensor:
     """Accumulate the gradient of a step's mean loss and return that loss, an FP32 scalar.
 
@@ -207,6 +223,7 @@ def forward_backward(
             quantized.
         first_apart: True if no gradients may be exchanged before `around_first` is left, even if
             the step has only one microbatch.
+        compute: Function with the arguments and the result of `compute_microbatch`.
     """
     context = model.context
     rank_sums = model.rank_sums
@@ -225,9 +242,7 @@ def forward_backward(
                     contexts.enter_context(rank_sums.starting_early())
             elif model.sharding:
                 contexts.enter_context(model.sharding.accumulating())
-            loss_sum = model(**inputs_of(microbatch, accelerator.device))
-            accelerator.backward(loss_sum * (1 / tokens))
-        total += loss_sum.detach()
+            total += compute(model, accelerator, microbatch, 1 / tokens)
     # A forward between this step and the next one must cast or quantize the weights again.
     context.first_microbatch = True
     if rank_sums:

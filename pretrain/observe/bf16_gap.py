@@ -185,7 +185,7 @@ class GapMeter(Observer):
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
             # Drop the unquantized weight that the BF16 pass has cached. The step must not use it.
-            product.plain.weight = None
+            product.plain.forget()
 
     def _gradients(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield one tuple (parameter name, gradient, is_sum) for each trained parameter.

@@ -22,7 +22,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class Gemm(ABC):
 
     # False if the operands stay unquantized.
     quantizes: bool = True
+    # True if this process has CUDA graphs, which read quantized weights at fixed addresses. A new
+    # quantized weight then overwrites the cached one.
+    overwrites: ClassVar[bool] = False
     # The number of rows of each expert in a grouped product must be a multiple of this.
     row_multiple: int = grouped.ROW_MULTIPLE
 
@@ -101,12 +104,25 @@ class Gemm(ABC):
         """
         if not differentiable:
             return self.quantize("weight", matrix(), both=False)
-        if refresh or self.weight is None:
+        if refresh and self.overwrites and self.weight is not None:
+            self.overwrite_weight(matrix())
+        elif refresh or self.weight is None:
             # Free the cached weight before the next one is created. Memory may not suffice for two
             # copies of the largest weight.
             self.weight = None
             self.weight = self.quantize("weight", matrix())
         return self.weight
+
+    def forget(self) -> None:
+        """Drop the cached weight, unless CUDA graphs read it at a fixed address.
+
+        In that case the next first microbatch overwrites it.
+        """
+        self.weight = self.weight if self.overwrites else None
+
+    def overwrite_weight(self, matrix: Tensor) -> None:
+        """Quantize the weight `matrix` [out, in] into the memory of the cached weight."""
+        self.weight.copy_(matrix)  # type: ignore[union-attr]  # a cast weight of `TorchGemm`
 
     @abstractmethod
     def matmul(
@@ -319,7 +335,7 @@ class GemmEngine(ABC):
         for name, tensor in self.state().items():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
         for gemm in self.gemms.values():
-            gemm.weight = None
+            gemm.forget()
 
     @abstractmethod
     def describe(self) -> str:

@@ -276,7 +276,8 @@ class Products:
     """The cublasLt products of one GPU.
 
     All of them share a workspace, so only one stream may compute them: the stream that was current
-    when the object was created. The dynamic loader returns the cublasLt library that torch has
+    when the object was created. A CUDA graph of products is captured on another stream, and must be
+    launched on this one. The dynamic loader returns the cublasLt library that torch has
     already loaded, because both have the same name. So torch and this class use the same version
     and the same heuristic.
     """
@@ -323,7 +324,10 @@ class Products:
         """
         if (
             self.chosen.get(problem, ()) is None
-            or torch.cuda.current_stream().cuda_stream != self.stream
+            or (
+                torch.cuda.current_stream().cuda_stream != self.stream
+                and not torch.cuda.is_current_stream_capturing()
+            )
             or (a.scale is not None and not self._has_fp8)
         ):
             return None
@@ -604,7 +608,7 @@ class Matmul:
     def run(
         self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor
     ) -> int:
-        """Start the product of a and b, plus bias and `added`, on the stream of `Products`.
+        """Start the product of a and b, plus bias and `added`, on the current stream.
 
         The result is written to d.
 
@@ -630,5 +634,5 @@ class Matmul:
             algorithm,
             products.workspace.data_ptr(),
             products.workspace.numel(),
-            products.stream,
+            torch.cuda.current_stream().cuda_stream,
         )

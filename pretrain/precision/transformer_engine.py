@@ -173,7 +173,11 @@ class TransformerEngineGemm(Gemm):
         quantizer.set_usage(rowwise=True, columnwise=both)
         return quantizer
 
-    def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
+    def overwrite_weight(self, matrix: Tensor) -> None:
+        self.quantize("weight", matrix, out=self.weight)
+
+    def quantize(self, role: Role, x: Tensor, *, both: bool = True, out: Any | None = None) -> Any:
+        """Return x as an operand, see `Gemm.quantize`. `out` is an operand that is overwritten."""
         if role == "weight" and x.dim() > 2:
             x = x.flatten(0, -2)  # the weights of all experts are quantized as one matrix
         x = x.contiguous()  # the weight of a Conv1D is a transposed view
@@ -182,7 +186,9 @@ class TransformerEngineGemm(Gemm):
             # Blackwell's products read scales in a special order. If the quantizer writes the
             # scales in this order, the products need not reorder them.
             quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, x)
-        return quantizer(x)
+        if out is None:
+            return quantizer(x)
+        return importlib.import_module("transformer_engine_torch").quantize(x, quantizer, out, None)
 
     @staticmethod
     def codes(operand: Any) -> Tensor:

@@ -42,7 +42,7 @@ from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import WEIGHT_DTYPES
-from pretrain.run.job import Job
+from pretrain.run.job import Job, cuda_graphs
 
 # The number of packs from which delayed scaling fills its histories before the first step. At least
 # two packs are needed to record the gradients of all linears (see `rehearse`). The more packs run,
@@ -364,5 +364,6 @@ def describe_surroundings(
         "compiled": compiled,
         "weights": job.recipe.weights,
         "gradients": job.recipe.gradients_kept_in,
+        "cuda_graphs": cuda_graphs(job.plan, job.shapes, packed.hf.device.type),
         "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
@@ -247,7 +248,7 @@ def prepare_job(
     }
     plan = spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))
     if not is_elsewhere:
-        notices = [*notices, *_check_offload(plan, accelerator)]
+        notices = [*notices, *_check_hardware(plan, shapes, accelerator)]
     return Job(
         plan,
         run_dir,
@@ -341,12 +342,13 @@ def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> N
     check_labels(data, recipe.data, recipe.evaluate.packs)
 
 
-def _check_offload(plan: Plan, accelerator: Accelerator) -> list[str]:
+def _check_hardware(plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator) -> list[str]:
     """Return a notice if `optimizer.offload` is set but has no effect.
 
     All ranks must call this function. Raises InputError if the host has too little free memory for
-    the state of all its processes.
+    the state of all its processes, or if `model.cuda_graphs: on` is impossible.
     """
+    cuda_graphs(plan, shapes, accelerator.device.type)
     offload = plan.recipe.optimizer.offload
     if offload == "none":
         return []
@@ -356,6 +358,45 @@ def _check_offload(plan: Plan, accelerator: Accelerator) -> list[str]:
         ]
     refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
     return []
+
+
+def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
+    """Return the setting `model.cuda_graphs`, or "off" with a reason if graphs are impossible.
+
+    shapes: the model on the meta device.
+
+    Raises InputError if `model.cuda_graphs: on` is impossible.
+    """
+    model = plan.recipe.model
+    # Map each reason to a value that is true if the reason applies.
+    reasons = {
+        "the recipe turns them off": model.cuda_graphs == "off",
+        "they need a GPU": device_type != "cuda",
+        "they need a run with one process": plan.devices.count > 1 or plan.devices.sharded,
+        "they are not tested in every precision of this run": not all(
+            active.precision.in_graphs for active in plan.precisions
+        ),
+        "they need fused layers": any(
+            not layer.fused for layers in plan.layers.values() for layer in layers
+        ),
+        "they do not support dropout": any(
+            isinstance(part, nn.Dropout) and part.p for part in shapes.modules()
+        ),
+        "they do not support `model.gradient_checkpointing`": (
+            model.gradient_checkpointing != "none"
+        ),
+        "they do not support `loss.kind: cce`": plan.recipe.loss.kind == "cce",
+        "they do not support rotations that depend on the longest document": (
+            attention.longest_rotated(shapes.config) is not None
+        ),
+    }
+    obstacle = next((reason for reason, applies in reasons.items() if applies), None)
+    if obstacle and model.cuda_graphs == "on":
+        raise InputError(
+            f"`model.cuda_graphs: on` is impossible in this run: {obstacle}; set "
+            "`model.cuda_graphs: auto`"
+        )
+    return f"off: {obstacle}" if obstacle else model.cuda_graphs
 
 
 def check_host_memory(plan: Plan, processes: int, free: int) -> None:

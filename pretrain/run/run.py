@@ -28,6 +28,7 @@ from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import Record, last_screen, read_finished, same_measure
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.distributed import describe_topology
+from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.model.huggingface import kept_from_source
 from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
@@ -63,6 +64,7 @@ class Run:
     console: Console
     profile: StepProfile | None  # the observer that records one step (`--profile`)
     observers: Observers = field(init=False)
+    graphs: MicrobatchGraphs = field(init=False)
     # The evaluation with the lowest held-out loss, or None. Its checkpoint is not deleted
     # (`checkpoint.best`).
     best: Record | None = None
@@ -81,6 +83,12 @@ class Run:
         """Write audit.json if this is the main process."""
         if self.accelerator.is_main_process:
             write_json(self.folder.audit, self.assembly.audit)
+
+    def report_graphs(self, status: str) -> None:
+        """Print the decision about CUDA graphs, and write it to audit.json."""
+        self.assembly.surroundings["cuda_graphs"] = status
+        self.write_audit()
+        self.console.notice(f"CUDA graphs {status}")
 
     def introduce(self, notes: Iterable[str]) -> None:
         """Print the plan of the run, and write its settings, environment and audit to its folder.

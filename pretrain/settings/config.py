@@ -51,6 +51,7 @@ _NOT_IDENTITY = (
     "model.attention",
     "model.compile",
     "model.fused",
+    "model.cuda_graphs",
     "model.gradient_checkpointing",
     "optimizer.offload",
     # These two keys choose the engine that runs the quantized GEMMs. Emulation computes the same

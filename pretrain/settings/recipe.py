@@ -58,6 +58,10 @@ class ModelSettings(Settings):
     # off: compute each matrix product of the layer separately. auto: on if a GPU computes in BF16
     # or in a quantized precision that is not emulated, else off.
     fused: Switch = "auto"
+    # on: launch all kernels of a microbatch together, which changes no result. This needs one GPU,
+    # fused layers, and memory for the activations of a second microbatch. auto: on if the first
+    # steps show that a small model waits for its launches.
+    cuda_graphs: Switch = "auto"
 
     @property
     def repository(self) -> str | None:

@@ -203,7 +203,7 @@ def check_parity(
         for product in model.fused.products if model.fused else ():
             # Free the cached weight of the unquantized path, because it is possible that training
             # never uses this path.
-            product.plain.weight = None
+            product.plain.forget()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             # The peak memory that the run reports must not include this comparison.

@@ -92,6 +92,7 @@ SETTINGS = {
     "model.attention=varlen": "model.attention",
     "model.attention=flash": "`model.attention`",
     "precision=delayed fp8_config.backend=emulation model.fused=on": "`model.fused: on`",
+    "model.cuda_graphs=on": "`model.cuda_graphs: on` is impossible in this run: they need a GPU",
 }
 
 FILES = {

@@ -152,8 +152,9 @@ class LossHead(nn.Linear):
         if self.penalty is None:
             return trained
         # `parts[0]` is the sum of cross-entropies, and `parts[1]` is the sum of penalties. `_parts`
-        # accumulates both over forward passes, until `take_parts` resets it.
-        self._parts = parts if self._parts is None else self._parts + parts
+        # accumulates both over forward passes, until `take_parts` resets it. The tensor is not
+        # replaced, because CUDA graphs write to it.
+        self._parts = parts.clone() if self._parts is None else self._parts.add_(parts)
         return trained if self.training else parts[0]
 
     def _evaluate(self, hidden: Tensor, labels: Tensor, low: Gemm | None) -> tuple[Tensor, Tensor]:
@@ -206,10 +207,12 @@ class LossHead(nn.Linear):
         """Return the sums of cross-entropies and penalties since the last call, and reset them.
 
         The result is FP32 [2]. The penalties are not multiplied by their weight. Return None if the
-        loss has no penalty, or if there was no forward since the last call.
+        loss has no penalty, or if there was no forward.
         """
-        parts = self._parts
-        self._parts = None
+        if self._parts is None:
+            return None
+        parts = self._parts.clone()
+        self._parts.zero_()
         return parts
 
 

@@ -29,6 +29,7 @@ PRECISION = QuantizedPrecision(
     served_as="FP8 blocks",
     te_recipe="Float8BlockScaling",
     te_available="is_fp8_block_scaling_available",
+    in_graphs=True,
     operand_bytes=1 + 4 / 128,
     weight_bytes=1.0,  # one scale for 128 x 128 values takes negligible memory
     changed_by={

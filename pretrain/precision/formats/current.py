@@ -18,4 +18,5 @@ PRECISION = QuantizedPrecision(
     served_as="FP8",
     te_recipe="Float8CurrentScaling",
     te_available="is_fp8_available",
+    in_graphs=True,
 )

@@ -124,6 +124,8 @@ class Precision:
     multiple_of: int = 1
     # True in a phase with `forward: bf16`: forward products are not quantized.
     plain_forward: bool = False
+    # True if its products may be part of CUDA graphs, which tests/gpu/test_graphs_gpu.py checks.
+    in_graphs: bool = False
     # Map each option of `fp8_config` that the precision accepts to its default.
     options: Mapping[str, Any] = field(default_factory=dict)
     # Map an option to the fields that have other values if the option is true.

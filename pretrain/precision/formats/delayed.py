@@ -24,4 +24,5 @@ PRECISION = QuantizedPrecision(
     keeps_history=True,
     te_recipe="DelayedScaling",
     te_available="is_fp8_available",
+    in_graphs=True,
 )

@@ -11,4 +11,9 @@ FP32 = Precision(
     compute_dtype="float32",
     peak="fp32",
 )
-BF16 = Precision(name="bf16", description="BF16 products with FP32 accumulation", peak="bf16")
+BF16 = Precision(
+    name="bf16",
+    description="BF16 products with FP32 accumulation",
+    peak="bf16",
+    in_graphs=True,
+)

@@ -17,7 +17,7 @@ from pretrain.plan.plan import Plan, spend_spare_memory
 from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.run.job import check_host_memory
+from pretrain.run.job import check_host_memory, cuda_graphs
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.conftest import active_in
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
@@ -297,3 +297,40 @@ def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: 
     # Twice the size would be larger than the microbatch or the limit.
     assert chunk * 2 > tokens or chunk * 2 * words > 2**29
     assert with_memory(small, small.takes(packs)).chunk is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"precision": "mxfp8"}, "not tested in every precision"),
+        ({"model": {"cuda_graphs": "off"}}, "the recipe turns them off"),
+        ({"model": {"fused": "off"}}, "fused layers"),
+        ({"model": {"gradient_checkpointing": 2}}, "`model.gradient_checkpointing`"),
+        ({"loss": {"kind": "cce"}}, "`loss.kind: cce`"),
+        ({"devices": Devices(count=2)}, "one process"),
+        ({"config": {"embd_pdrop": 0.1}}, "dropout"),
+    ],
+)
+def test_the_plan_states_why_a_run_cannot_use_cuda_graphs(
+    changes: dict[str, Any], reason: str | None
+) -> None:
+    gpt2 = {"model_type": "gpt2", "n_layer": 2} | dict.fromkeys(
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
+    )
+    model = on_meta(gpt2 | changes.get("config", {}))
+    settings = recipe(
+        model={"source": "some/model", **changes.get("model", {})}, loss=changes.get("loss", {})
+    )
+    active = active_in(changes.get("precision", "delayed"), "transformer_engine")
+    layers = layers_of(model, flops_of(model), settings, active, "cuda", "packed_varlen")
+    schedule = schedule_of(settings, active)
+    devices = changes.get("devices")
+    run_plan = plan(
+        model, settings, devices, schedule=schedule, layers={active.precision.name: layers}
+    )
+    status = cuda_graphs(run_plan, model, "cuda")
+    if reason is None:
+        assert status == "auto"
+    else:
+        assert status.startswith("off: ") and reason in status

@@ -1,0 +1,146 @@
+"""Run microbatches as CUDA graphs, for models whose kernels take less time than their launches.
+
+A graph contains all kernels of the forward and the backward of one microbatch, and the host
+launches them by one call. The kernels, their order and their operands are the same as without
+graphs, so the results are the same bit for bit.
+
+A graph reads and writes fixed addresses. Each graph has buffers, to which its microbatches are
+copied. Parameters, main gradients, histories and scales never move, and quantized weights overwrite
+those of the previous step (`Gemm.overwrites`). A graph is captured when a microbatch first needs
+it. There is one graph for each length of `cu_seqlens`, and a separate one for first microbatches,
+which quantize the weights.
+
+Observed steps run without graphs, because observers are called between kernels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from foundation.errors import InputError
+from foundation.reading import one_line
+from packing.batch import Microbatch
+from pretrain.model.packed import (
+    TENSORS,
+    PackedLanguageModel,
+    compute_microbatch,
+    inputs_of,
+)
+from pretrain.precision.gemm import Gemm
+
+# The number of steps that `auto` times before it decides.
+TIMED = 3
+# With `auto`, graphs are used if the host waits at the end of a step for less than this share of
+# the time in which it has launched the last microbatch.
+HOST_BOUND = 0.25
+
+
+def capture(
+    function: Callable[[], Tensor], pool: Any | None
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Return a graph of the kernels of `function`, and the result of `function`.
+
+    The kernels do not run during the capture. Each run of the graph overwrites the result. Raises
+    OutOfMemoryError if the free memory is less than the memory that a step without graphs has used.
+    Observed steps need that memory again, in addition to the memory of the graphs.
+
+    pool: the memory pool of the earlier graphs, or None if this is the first graph.
+    """
+    graph = torch.cuda.CUDAGraph()
+    if pool is None and torch.cuda.mem_get_info()[0] < (
+        torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    ):
+        raise torch.OutOfMemoryError("the activations of a second microbatch do not fit")
+    # `torch.cuda.graph` does not leave its stream if the capture fails, but the first context does.
+    # Other threads may use CUDA during the capture. One of them pins the memory of batches.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
+    ):
+        return graph, function()
+
+
+@dataclass
+class MicrobatchGraphs:
+    """The CUDA graphs of a model, and the decision whether its steps use them."""
+
+    # The setting `model.cuda_graphs`, which a decision replaces by "on" or "off" with a reason.
+    status: str
+    # Function that is called with each decision.
+    report: Callable[[str], None]
+    # The function `capture`, or a function with the same arguments.
+    record: Callable[..., tuple[Any, Tensor]] = capture
+    # For each timed step, the time in which the host waits for the device, divided by the time in
+    # which it launches a microbatch.
+    waits: list[float] = field(default_factory=list)
+    # Map the properties of a microbatch to its graph, its loss, its buffers, and the buffer of the
+    # factor of the loss.
+    captured: dict[Any, tuple[Any, Tensor, Microbatch, Tensor]] = field(default_factory=dict)
+
+    def compute(
+        self, model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float
+    ) -> Tensor:
+        """Return the result of `compute_microbatch`, computed by a graph if graphs are on.
+
+        The next call may overwrite the result. Do not call this method in observed steps.
+        """
+        if self.status.startswith("on"):
+            try:
+                return self._replay(model, accelerator, batch, scale)
+            except RuntimeError as error:
+                self._decide(f"off: their capture failed ({one_line(error)})")
+        before = time.perf_counter()
+        loss = compute_microbatch(model, accelerator, batch, scale)
+        self.launched = time.perf_counter()
+        self.launch_time = self.launched - before
+        return loss
+
+    def end_step(self) -> None:
+        """Time the step if `auto` has not decided, and decide after TIMED steps.
+
+        Call this method after `compute`, when the host has waited for the gradients of the step.
+        """
+        if self.status == "auto":
+            self.waits.append((time.perf_counter() - self.launched) / self.launch_time)
+        if self.status == "auto" and len(self.waits) == TIMED:
+            wait = sorted(self.waits)[TIMED // 2]
+            self._decide(
+                f"{'on' if wait < HOST_BOUND else 'off'}: at the end of a step, the host waits for "
+                f"{wait:.2f} of the time in which it launches a microbatch"
+            )
+
+    def _decide(self, status: str) -> None:
+        """Change and report `status`. Raise InputError if the recipe has `cuda_graphs: on`."""
+        if self.status == "on":
+            raise InputError(f"`model.cuda_graphs: on`: {status}; set `model.cuda_graphs: off`")
+        self.captured.clear()
+        self.status = status
+        self.report(status)
+
+    def _replay(
+        self, model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float
+    ) -> Tensor:
+        """Run the graph of a microbatch. Capture it first if it does not exist."""
+        key = (model.context.backend, model.context.first_microbatch, batch.cu_seqlens.shape)
+        if key not in self.captured:
+            Gemm.overwrites = True
+            fixed = replace(batch, **inputs_of(batch, accelerator.device))
+            factor = torch.empty((), device=accelerator.device)
+            recorded = self.record(
+                lambda: compute_microbatch(model, accelerator, fixed, factor),
+                next((graph.pool() for graph, *_ in self.captured.values()), None),
+            )
+            self.captured[key] = (*recorded, fixed, factor)
+        graph, loss, fixed, factor = self.captured[key]
+        for name in TENSORS:
+            getattr(fixed, name).copy_(getattr(batch, name), non_blocking=True)
+        factor.fill_(scale)
+        graph.replay()
+        return loss

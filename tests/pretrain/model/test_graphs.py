@@ -1,0 +1,168 @@
+"""Test CUDA graphs of microbatches, with a substitute of a graph that runs on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from foundation.errors import InputError
+from packing.arrow import Pack
+from packing.batch import StepBatches, build_microbatch
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
+from pretrain.model.graphs import HOST_BOUND, TIMED, MicrobatchGraphs
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel, compute_microbatch, forward_backward
+from pretrain.model.wrapping import convert, fuse, wrap_layers
+from pretrain.precision.gemm import Gemm
+from pretrain.precision.product import PrecisionContext
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, VOCABULARY, build
+
+# Numbers of documents in the packs of a microbatch. `cu_seqlens` has 16 or 32 entries.
+STEPS = [[3, 20, 4], [3, 4, 20], [20, 3, 20]]
+
+
+class Repeated:
+    """Substitute of a CUDA graph: it calls the function again, which reads the same buffers."""
+
+    def __init__(self, function: Callable[[], Tensor]) -> None:
+        self.function = function
+        self.loss = torch.zeros(())
+        self.runs = 0
+
+    def replay(self) -> None:
+        self.loss.copy_(self.function())
+        self.runs += 1
+
+    def pool(self) -> str:
+        return "pool"
+
+
+def record(function: Callable[[], Tensor], pool: str | None) -> tuple[Repeated, Tensor]:
+    graph = Repeated(function)
+    return graph, graph.loss
+
+
+@pytest.fixture(autouse=True)
+def overwriting() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gemm, "overwrites", False)
+        yield
+
+
+def assemble(kind: str, penalty: str | None = None) -> PackedLanguageModel:
+    """Build a fused model with FP32 weights that computes in BF16."""
+    config = ARCHITECTURES[kind]
+    hf = build(config)
+    context = PrecisionContext(None, torch.bfloat16)
+    loss = LossSettings(chunk=32, penalty=penalty, penalty_weight=0.1 if penalty else None)
+    packed = PackedLanguageModel(hf, "packed_sdpa", loss, context).train()
+    packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(context))
+    convert(hf, {}, context, packed.fused)
+    attach_main_gradients(packed, torch.float32, packed.fused.stacks)
+    wrap_layers(packed, ModelSettings(config=config), cast_to=torch.bfloat16, compile_layers=False)
+    return packed
+
+
+def batches_of(documents: list[int], seed: int) -> StepBatches:
+    draw = np.random.default_rng(seed)
+    microbatches = []
+    for count in documents:
+        cuts = np.sort(draw.choice(np.arange(1, LENGTH), count - 1, replace=False))
+        lengths = np.diff([0, *cuts, LENGTH]).astype(np.int32)
+        pack = Pack(draw.integers(VOCABULARY, size=LENGTH).astype(np.uint32), lengths)
+        microbatches.append(build_microbatch([pack], mask_boundaries=True))
+    valid_tokens = sum(microbatch.valid_tokens for microbatch in microbatches)
+    return StepBatches(microbatches, LENGTH * len(documents), valid_tokens, 0, 1.0)
+
+
+def trained(
+    packed: PackedLanguageModel, accelerator: Accelerator, compute: Callable[..., Tensor]
+) -> list[Any]:
+    """Train a few steps, and return the losses, the sums of the loss and the final gradients."""
+    results: list[Any] = []
+    for seed, documents in enumerate(STEPS):
+        clear_main_gradients(packed.parameters())
+        step = batches_of(documents, seed)
+        results.append(forward_backward(packed, step, accelerator, compute=compute).item())
+        results += [sums.item() for sums in packed.take_sums().values()]
+        with torch.no_grad():
+            for parameter in packed.parameters():
+                parameter -= 0.05 * gradient_of(parameter)
+    return results + [gradient_of(parameter).clone() for parameter in packed.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "penalty"), [("gpt2", None), ("qwen3", None), ("qwen3", "non_max_sum")]
+)
+def test_steps_with_graphs_equal_other_steps_bit_for_bit(
+    kind: str, penalty: str | None, accelerator: Accelerator
+) -> None:
+    expected = trained(assemble(kind, penalty), accelerator, compute_microbatch)
+    packed = assemble(kind, penalty)
+    # The first steps of a run are observed, and have no graphs.
+    forward_backward(packed, batches_of([3], 0), accelerator)
+    graphs = MicrobatchGraphs("on", pytest.fail, record)
+    actual = trained(packed, accelerator, graphs.compute)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), index
+    assert len(graphs.captured) == 4, "one graph for first microbatches, and for each length"
+    assert sum(graph.runs for graph, *_ in graphs.captured.values()) == 9
+
+
+def test_captured_weights_stay_at_their_addresses_after_a_reset(accelerator: Accelerator) -> None:
+    packed = assemble("qwen3")
+    graphs = MicrobatchGraphs("on", pytest.fail, record)
+    forward_backward(packed, batches_of([3], 0), accelerator, compute=graphs.compute)
+    assert packed.fused
+    addresses = [product.plain.weight.data_ptr() for product in packed.fused.products]
+    packed.context.go_back(packed.context.copied_state())
+    for product in packed.fused.products:
+        product.plain.forget()  # as after a measurement of the gap to BF16
+    with torch.no_grad():
+        packed.fused.products[0].weights[0].fill_(0.5)
+    forward_backward(packed, batches_of([3], 1), accelerator)  # as in an observed step
+    assert addresses == [product.plain.weight.data_ptr() for product in packed.fused.products]
+    assert packed.fused.products[0].plain.weight[0, 0] == 0.5
+
+
+@pytest.mark.parametrize("wait", [0.5 * HOST_BOUND, 2 * HOST_BOUND])
+def test_auto_uses_graphs_if_the_host_rarely_waits(wait: float) -> None:
+    reports: list[str] = []
+    graphs = MicrobatchGraphs("auto", reports.append)
+    for step in range(TIMED):
+        assert graphs.status == "auto"
+        graphs.launch_time = 1000.0
+        # An outlier does not change the decision.
+        graphs.launched = time.perf_counter() - 1000.0 * (wait if step else 9.0)
+        graphs.end_step()
+    assert [graphs.status] == reports
+    assert graphs.status.startswith("on: " if wait < HOST_BOUND else "off: ")
+    graphs.end_step()
+    assert len(reports) == 1
+
+
+def test_without_a_capture_auto_continues_and_on_stops(accelerator: Accelerator) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    step = batches_of([3, 4], 0)
+    expected = forward_backward(assemble("gpt2"), step, accelerator)
+    reports: list[str] = []
+    graphs = MicrobatchGraphs("on: measured", reports.append, fail)
+    actual = forward_backward(assemble("gpt2"), step, accelerator, compute=graphs.compute)
+    assert actual == expected
+    assert reports == [
+        "off: their capture failed (operation not permitted when stream is capturing)"
+    ]
+    required = MicrobatchGraphs("on", pytest.fail, fail)
+    with pytest.raises(InputError, match=r"`model\.cuda_graphs: on`.* not permitted"):
+        forward_backward(assemble("gpt2"), step, accelerator, compute=required.compute)
