@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from foundation.overrides import overridden
 from pretrain.precision.quantizers import blocks
 from pretrain.verify.reference_quantizer import quantize_dequantize
 from tests.pretrain.conftest import active_in, emulation_of, linear_of
+from tests.pretrain.observe.test_operand_statistics import SmallModel
 from tests.pretrain.precision.test_emulation import IN, OUT, close, operands, run
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -98,3 +100,21 @@ def test_nvfp4_is_dequantized_in_the_order_of_the_kernel(options: dict[str, Any]
         others += (quantized.dequantize().bfloat16() != dequantized).sum().item()
     # With 448, the order makes no difference to the result in BF16.
     assert (others > 0) == bool(options)
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("precision", ["current", "nvfp4"])
+def test_recomputing_a_layer_changes_no_bit_of_its_gradients(precision: str, override: str) -> None:
+    gradients = []
+    for recompute in (False, True):
+        model = SmallModel(precision, backward_override=override)
+        call = model.context.checkpoint if recompute else nn.Module.__call__
+        for first in (True, False):
+            with (
+                overridden(model.context, first_microbatch=first),
+                model.context.forward(training=True),
+            ):
+                y = call(model.layers, model.x)
+            y.float().square().mean().backward()
+        gradients.append([weight.grad for weight in model.layers.parameters()])
+    assert all(map(torch.equal, *gradients))
