@@ -80,7 +80,8 @@ class _Extension(ModuleType):
         """Quantize x [rows, features] in the directions of the quantizer's usages.
 
         MXFP8 stores both directions in the layout of x. NVFP4 stores columns transposed, and the
-        scale of the tensor instead of its amax.
+        scale of the tensor instead of its amax. The result of `dequantize` is stored instead of the
+        scales of blocks.
         """
         assert x.is_contiguous()
         assert x.dtype == torch.bfloat16
@@ -90,7 +91,7 @@ class _Extension(ModuleType):
             ("rowwise", quantizer.rowwise_usage),
             ("columnwise", quantizer.columnwise_usage),
         ):
-            values = scale = None
+            values = scale = dequantized = None
             if is_used:
                 rows = x if direction == "rowwise" else x.t()
                 if fp4:
@@ -105,7 +106,8 @@ class _Extension(ModuleType):
                 if direction == "columnwise" and not fp4:
                     values = values.t()
                 scale = quantized.tensor_scale
-            parts |= {f"{direction}_data": values, f"{direction}_scale_inv": values}
+                dequantized = self._dequantized(rows, quantized, quantizer)
+            parts |= {f"{direction}_data": values, f"{direction}_scale_inv": dequantized}
             if fp4:
                 parts[f"amax_{direction}"] = scale
         metadata = quantizer.storage_metadata(torch.bfloat16)
@@ -128,6 +130,22 @@ class _Extension(ModuleType):
             error=quantizer.nvfp4_4over6_err_mode if quantizer.nvfp4_use_4over6 else None,
             largest_scale=float(quantizer.nvfp4_e4m3_max),
         )
+
+    def _dequantized(self, rows: Tensor, quantized: Quantized, quantizer: Any) -> Tensor:
+        """Return the values of `quantized` in BF16, as the library's kernels compute them."""
+        if not hasattr(quantizer, "with_rht"):
+            return quantized.operand.bfloat16()
+        amax = rows.abs().amax(1, keepdim=True) if quantizer.row_scaled_nvfp4 else rows.abs().max()
+        # dequantize_fp4_kernel rounds after each of these products.
+        scale = quantized.block_scale * amax.float()
+        scale = scale * torch.tensor(1 / (6 * quantizer.nvfp4_e4m3_max))
+        return (quantized.codes * scale).bfloat16()
+
+    def dequantize(self, operand: Any, dtype: Any) -> Tensor:
+        """Return the row-wise form of a quantized tensor in BF16."""
+        assert int(dtype) == self.DType.kBFloat16
+        assert operand._rowwise_data is not None
+        return operand._rowwise_scale_inv
 
     def generic_gemm(
         self,
@@ -264,6 +282,9 @@ def _import(references: Path) -> None:
     te.distributed = part("distributed")
     te.autocast = te.quantization.autocast
     te.DType = part("constants").DType
+    for storage in (te.MXFP8TensorStorage, te.NVFP4TensorStorage):
+        # The library would move a tensor to the GPU before it calls `dequantize`.
+        storage.to = lambda self, **_: self
     prepare = te.Linear.prepare_forward
     te.Linear.prepare_forward = lambda self, x, **options: prepare(
         self, x.as_subclass(_OnGPU), **options

@@ -65,13 +65,16 @@ def not_fused_because(
     """
     if setting == "off":
         return "none, because model.fused is off"
-    if active.backend == "emulation":
+    if active.backend == "emulation" or active.settings.backward_override:
+        cause = (
+            "the emulation" if active.backend == "emulation" else "`fp8_config.backward_override`"
+        )
+        reason = f"because {cause} computes each linear layer separately"
         if setting == "on":
             raise InputError(
-                "`model.fused: on` is impossible in this run, because the emulation computes each "
-                "linear layer separately; set `model.fused: auto`"
+                f"`model.fused: on` is impossible in this run, {reason}; set `model.fused: auto`"
             )
-        return "none, because the emulation computes each linear layer separately"
+        return f"none, {reason}"
     if setting == "on" or active.backend == "transformer_engine" or _is_faster(device_type, dtype):
         return None
     return (

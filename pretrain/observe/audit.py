@@ -266,12 +266,14 @@ def describe(
     products: the result of `audit_products`.
     """
     head = hf.get_output_embeddings()
+    override = active.settings.backward_override
     return {
         "precision": active.requested,
         "effective": active.precision.name,
         "reason": active.reason,
         "backend": active.backend,
-        "computes": active.precision.description,
+        "computes": active.precision.description
+        + (f"; dgrad and wgrad in BF16 ({override} operands)" if override else ""),
         "compute_dtype": active.precision.compute_dtype,
         "computed_by": backend.describe() if backend else f"torch {torch.__version__}",
         "loss": {"kind": head.settings.kind, "chunk": head.chunk},

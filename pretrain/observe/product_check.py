@@ -141,7 +141,7 @@ class _Sample(NamedTuple):
 
     values: Tensor
     # `values` after the precision's transform (for example a Hadamard transform), or `values` if
-    # the precision has no transform.
+    # the precision has no transform. With `backward_override`, the operand of backward.
     to_quantize: Tensor
     amax: Tensor  # FP32 scalar, the largest magnitude in the whole operand
 
@@ -184,12 +184,21 @@ class _ProductCheck:
         self._rows[name, role] = rows
         # Copy the rows and columns, because a view would keep the whole operand in memory.
         of_rows = part[rows].clone()
-        of_columns = part[:, _sampled(name, part.shape[1])].clone().t()
+        columns = _sampled(name, part.shape[1])
+        of_columns = part[:, columns].clone().t()
         self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax)
         transform = self._precision.transform(self._settings, role)
+        if self._precision.plain_backward:
+            transform = None
         if transform is not None and self._precision.tensor_scaled:
             amax = transform(tensor.t()).abs().amax().float()
         transformed = of_columns if transform is None else transform(of_columns)
+        if self._settings.backward_override == "dequantized" and role != "grad_output":
+            # Backward multiplies the values of the forward product, quantized along the features.
+            row_scaled = role == "input" and self._settings.row_scaled_activation
+            amaxes = part.abs().amax(1, keepdim=True) if row_scaled else amax
+            quantized = self._quantize[role](part[:, columns], None, amaxes)
+            transformed = quantized.dequantize().to(part.dtype).t()
         self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
 
     @torch.no_grad()
@@ -231,13 +240,13 @@ class _ProductCheck:
         """
         is_stochastic = self._settings.disable_stochastic_rounding is False
         draws = DRAWS if is_stochastic and "grad_output" in operands else 1
-        quantizes = not (self._precision.plain_forward and gemm == "forward")
         plain = []
         with overridden(torch.backends.cuda.matmul, fp32_precision="ieee"):
             left, right = (operand.values.float() for operand in operands.values())
             exact = left @ right.t()
+            left, right = (operand.to_quantize.float() for operand in operands.values())
             for _ in range(draws):
-                if quantizes:
+                if self._precision.quantizes_in(gemm):
                     left, right = (
                         self._quantize[role](
                             operand.to_quantize, self._scale_of(name, role), operand.amax

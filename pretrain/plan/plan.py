@@ -199,17 +199,17 @@ class Plan:
         """Return the peak of one device in TFLOP/s for products in `active`.
 
         The peak takes into account that some products are computed in BF16: the forward products
-        with `forward: bf16`, and experts that stay unquantized. Return 0.0 if the peak is not
-        known.
+        with `forward: bf16`, the products of backward with `fp8_config.backward_override`, and
+        experts that stay unquantized. Return 0.0 if the peak is not known.
         """
         fastest = peak(self.devices.name, active.precision.peak) or 0.0
         bf16 = peak(self.devices.name, "bf16") or fastest
         if not fastest:
             return fastest
-        if active.precision.plain_forward:
-            # One of the three products of a linear layer is computed in BF16. All three products
-            # have the same number of FLOPs.
-            fastest = 3 / (1 / bf16 + 2 / fastest)
+        # All three products of a linear layer have the same number of FLOPs.
+        plain = active.precision.plain_forward + 2 * active.precision.plain_backward
+        if plain:
+            fastest = 3 / (plain / bf16 + (3 - plain) / fastest)
         in_bf16 = sum(self.experts_left_out(active).values())
         return 1 / (in_bf16 / bf16 + (1 - in_bf16) / fastest) if in_bf16 else fastest
 

@@ -96,7 +96,7 @@ class Target:
         model = recipe.model
         capability = self.device.capability
         has_libraries = capability is not None and active.precision.compute_dtype == "bfloat16"
-        if has_libraries and model.fused == "auto":
+        if has_libraries and model.fused == "auto" and not active.precision.plain_backward:
             recipe = recipe.model_copy(update={"model": model.model_copy(update={"fused": "on"})})
         has_fa4 = (
             has_libraries

@@ -36,6 +36,9 @@ class Operand(NamedTuple):
     # [rows or rows / block, k / block]: the scales of the blocks, for observers. None if the format
     # has no blocks. `values` are already multiplied by these scales.
     block_scale: Tensor | None = None
+    # [rows, k]: the values multiplied by all scales, in BF16. None unless backward needs them
+    # (`fp8_config.backward_override: dequantized`).
+    dequantized: Tensor | None = None
 
     def t(self) -> Operand:
         blocks = None if self.block_scale is None else self.block_scale.t()
@@ -63,7 +66,7 @@ class EmulationEngine(GemmEngine):
     """The emulated Gemms of one model."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(active.settings.backward_override)
         self.active = active
         self.precision = active.quantized_precision
         self.device = device
@@ -133,14 +136,17 @@ class EmulationEngine(GemmEngine):
         quantize = self.precision.quantizer(self.active.settings, role, along)
         has_tensor_scale = self.precision.tensor_scaled
         records_amax = self.delayed is not None and along == "features"
+        dequantizes = self.backward_override == "dequantized"
 
         def preparation(x: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
             quantized = quantize(x, scale, None)
             tensor_scale = quantized.tensor_scale if has_tensor_scale else None
             amax = absolute_maximum(x) if records_amax else None
             if isinstance(quantized, BlockQuantized):
-                return quantized.operand_in(dtype), tensor_scale, quantized.scales, amax
-            return quantized.operand.to(dtype), tensor_scale, None, amax
+                values = quantized.dequantized_in(torch.bfloat16) if dequantizes else None
+                return quantized.operand_in(dtype), tensor_scale, quantized.scales, values, amax
+            values = quantized.dequantize().bfloat16() if dequantizes else None
+            return quantized.operand.to(dtype), tensor_scale, None, values, amax
 
         # Compiling gains little on a CPU, and the run would have to wait for a C++ compiler.
         if self.device.type != "cuda":
@@ -236,6 +242,9 @@ class EmulatedGemm(Gemm):
             product.mul_(scale)
         return product if dtype is None else product.to(dtype)
 
+    def dequantize(self, operand: BothWays) -> Tensor:
+        return operand.features.dequantized
+
     @staticmethod
     def codes(operand: BothWays) -> Tensor:
         return operand.features.values
@@ -249,6 +258,8 @@ class EmulatedGemm(Gemm):
     # state.
     def restore(self, tensors: Sequence[Any], rest: Any) -> list[BothWays]:  # type: ignore[override]
         x, scale = tensors
+        if self._engine.backward_override:
+            return [self.quantize("input", x, both=False)]
         return [BothWays(None, self.quantize_along("input", x, "rows", scale))]
 
 

@@ -162,6 +162,10 @@ class Gemm(ABC):
         dtype = torch.float32 if ends is None else None
         add_to(total, self.matmul("wgrad", left, right, dtype, ends=ends), overwrite=overwrite)
 
+    def dequantize(self, operand: Operand) -> Tensor:
+        """Return the values [rows, features] of an operand of the forward product, in BF16."""
+        return operand
+
     @staticmethod
     def codes(operand: Operand) -> Tensor:
         """Return the codes that the forward product reads, so that two operands can be compared."""
@@ -268,8 +272,10 @@ class GemmEngine(ABC):
     # appendix D).
     forward_in_bf16: bool = False
 
-    def __init__(self) -> None:
+    def __init__(self, backward_override: str | None = None) -> None:
         self.gemms: dict[str, Any] = {}  # map the name of each linear layer to its Gemm
+        # The value of `fp8_config.backward_override`.
+        self.backward_override = backward_override
 
     def with_bf16_forward(self) -> Self:
         """Return an engine that computes forward products in BF16.

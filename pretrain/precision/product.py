@@ -254,22 +254,32 @@ class LinearPass:
             # no backward follows.
             self.forward_in_bf16 = False
             self.gemm = TorchGemm(gemm.name, gemm.members)
+        self.override = None if engine is None else engine.backward_override
+        # The Gemm that multiplies in backward.
+        self.backward_gemm = TorchGemm(gemm.name, gemm.members) if self.override else self.gemm
+        # The Gemm that stores the operands of forward for backward.
+        self.kept_by = self.gemm if self.override == "dequantized" else self.backward_gemm
 
     def quantize(self, role: Role, x: Tensor) -> Operand:
         """Quantize the input [tokens, in] or the output's gradient [tokens, out].
 
-        The operand can be used in both of its products if a backward can follow.
+        The operand can be used in both of its products if a backward can follow. With
+        `fp8_config.backward_override`, an input can be used only in the forward product, and the
+        gradient is returned unquantized.
         """
         if self.ends is not None:
             self.context.groups[self.gemm.name] = self.ends
-        if self.observed.observers:
+        is_plain = role == "grad_output" and self.override
+        # An unquantized gradient is shown only to the check of products, which observes results.
+        if self.observed.observers and (not is_plain or self.observed.result_observers):
             self.show(role, x)
         if self.forward_in_bf16 and role == "input":
             # `forward_product` multiplies the unquantized x. For the weight's gradient, x is
             # already quantized here, because delayed scaling records the amax of an input in
             # forward.
             self._input = x
-        return self.gemm.quantize(role, x, both=self.differentiable)
+        gemm = self.backward_gemm if is_plain else self.gemm
+        return gemm.quantize(role, x, both=self.differentiable and not self.override)
 
     def forward_product(
         self,
@@ -312,7 +322,7 @@ class LinearPass:
         `dtype` is the compute dtype of the context.
         """
         dtype = dtype or self.context.compute_dtype
-        gradient = self.gemm.matmul(kind, left, right, dtype, ends=self.ends)
+        gradient = self.backward_gemm.matmul(kind, left, right, dtype, ends=self.ends)
         for observer in self.observed.result_observers:
             observer(self.gemm.name, kind, gradient.detach(), None)
         return gradient
@@ -328,9 +338,11 @@ class LinearPass:
         if total is None:
             return self.gradient_product("wgrad", dy, x)
         if self.observed.result_observers:
-            add_to(total, self.gradient_product("wgrad", dy, x, torch.float32), overwrite=overwrite)
+            # torch rounds its product of BF16 operands to BF16.
+            dtype = None if self.override else torch.float32
+            add_to(total, self.gradient_product("wgrad", dy, x, dtype), overwrite=overwrite)
         else:
-            self.gemm.accumulate(total, dy, x, overwrite=overwrite, ends=self.ends)
+            self.backward_gemm.accumulate(total, dy, x, overwrite=overwrite, ends=self.ends)
         return None
 
     def show(self, role: Role, tensor: Tensor) -> None:
@@ -357,7 +369,8 @@ class LinearPass:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
         """Return the output [tokens, out] for x [tokens, in], and the data to save for `backward`.
 
-        The data to save are `Gemm.save` of x, or empty if no backward can follow.
+        The data to save are `Gemm.save` of x, or empty if no backward can follow. Backward uses the
+        weight that this method stores in the pass.
         """
         gemm = self.gemm
         gemm.begin(x)
@@ -367,7 +380,10 @@ class LinearPass:
             lambda: weight, refresh=self.refresh, differentiable=self.differentiable
         )
         y = self.forward_product(operand, self._weight, lambda: weight, bias)
-        return y, gemm.save(operand) if self.differentiable else ((), None)
+        if self.override == "high_precision":
+            operand = x
+            self._weight = weight
+        return y, self.kept_by.save(operand) if self.differentiable else ((), None)
 
     def backward(
         self, dy: Tensor, saved: Saved | None, total: Tensor | None, *, overwrite: bool = False
@@ -381,14 +397,21 @@ class LinearPass:
         The weight's gradient is None if `saved` is None, or if the gradient was added to `total`.
         """
         gradient = self.quantize("grad_output", dy.contiguous())
-        dx = self.gradient_product("dgrad", gradient, self._weight)
+        weight = self.for_backward(self._weight)
+        if self.override and self.ends is not None:
+            weight = weight.reshape(len(self.ends), -1, weight.shape[-1])
+        dx = self.gradient_product("dgrad", gradient, weight)
         dw = None
         if saved is not None:
-            (x,) = self.gemm.restore(*saved)
+            (x,) = map(self.for_backward, self.kept_by.restore(*saved))
             dw = self.weight_gradient(gradient, x, total, overwrite=overwrite)
         if self._ends_backward:
             self.gemm.finish_backward()
         return dx, dw
+
+    def for_backward(self, operand: Operand) -> Operand:
+        """Return an operand of forward in the form that the products of backward multiply."""
+        return self.kept_by.dequantize(operand) if self.override else operand
 
 
 class LinearFunction(torch.autograd.Function):

@@ -291,6 +291,9 @@ class LowPrecisionSettings(Settings):
     # Scale blocks by FP32 numbers instead of powers of two, as servers on Hopper scale them. Needs
     # Hopper or emulation.
     use_f32_scales: bool | None = None
+    # Compute both products of backward in BF16, with an unquantized gradient. high_precision: input
+    # and weight are unquantized too. dequantized: they have the values of the forward product.
+    backward_override: Literal["high_precision", "dequantized"] | None = None
 
     @property
     def options_set(self) -> dict[str, Any]:

@@ -190,6 +190,9 @@ class TransformerEngineGemm(Gemm):
             return quantizer(x)
         return importlib.import_module("transformer_engine_torch").quantize(x, quantizer, out, None)
 
+    def dequantize(self, operand: Any) -> Tensor:
+        return operand.dequantize(dtype=torch.bfloat16)
+
     @staticmethod
     def codes(operand: Any) -> Tensor:
         has_one_scale = isinstance(operand, library().Float8TensorStorage)
@@ -297,7 +300,11 @@ class TransformerEngineGemm(Gemm):
     def save(*operands: Any) -> Saved:
         te = library()
         for operand in operands:
-            if isinstance(operand, te.QuantizedTensorStorage):
+            # With `backward_override`, an input has only the row-wise form, which is dequantized.
+            if (
+                getattr(operand, "_columnwise_data", getattr(operand, "_transpose", None))
+                is not None
+            ):
                 operand.update_usage(rowwise_usage=False)
         return te.prepare_for_saving(*operands)
 
@@ -337,7 +344,7 @@ class TransformerEngine(GemmEngine):
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         """Create the engine. Raise InputError if `build_te_recipe` raises it."""
-        super().__init__()
+        super().__init__(active.settings.backward_override)
         self.te = library()
         self.precision = active.quantized_precision
         self.te_recipe = build_te_recipe(self.precision, active.settings)

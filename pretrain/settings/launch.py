@@ -135,6 +135,13 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
         _check_fp8_format(requested, inherited)
     settings = _merge(inherited, recipe.fp8_config)
     settings.check_combinations()
+    if settings.backward_override and any(
+        precision.plain_forward and "backward_override" in precision.options for precision in chosen
+    ):
+        raise InputError(
+            "`fp8_config.backward_override` needs a quantized forward product, and `forward: bf16` "
+            "a quantized backward; remove one of them"
+        )
     if len(quantized) < 2:
         settings = settings.resolved(next(iter(quantized), chosen[0].name))
     return recipe.model_copy(

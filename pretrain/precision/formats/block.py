@@ -19,7 +19,7 @@ PRECISION = QuantizedPrecision(
     "the same codes by MXFP8 products, which repeat each scale for every 32 values",
     peak="fp8",
     multiple_of=128,
-    options={"use_f32_scales": False},
+    options={"use_f32_scales": False, "backward_override": None},
     hardware=Hardware((9, 0), "H100, H200, B200"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
@@ -46,6 +46,7 @@ PRECISION = QuantizedPrecision(
                 x, given.grid, two_dimensional=given.square, power_of_two=False
             ),
             "served_as": "FP8 blocks with FP32 scales",
-        }
+        },
+        "backward_override": {"plain_backward": True},
     },
 )

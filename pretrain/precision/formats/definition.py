@@ -126,6 +126,8 @@ class Precision:
     plain_forward: bool = False
     # True if its products may be part of CUDA graphs, which tests/gpu/test_graphs_gpu.py checks.
     in_graphs: bool = False
+    # True with `fp8_config.backward_override`: the products of backward are not quantized.
+    plain_backward: bool = False
     # Map each option of `fp8_config` that the precision accepts to its default.
     options: Mapping[str, Any] = field(default_factory=dict)
     # Map an option to the fields that have other values if the option is true.
@@ -133,8 +135,9 @@ class Precision:
 
     def with_options(self, settings: OptionValues) -> Self:
         """Return the precision with the properties that `settings`, resolved for it, give it."""
-        changes = [self.changed_by[key] for key in self.changed_by if getattr(settings, key)]
-        return replace(self, **changes[0]) if changes else self
+        applied = [changes for key, changes in self.changed_by.items() if getattr(settings, key)]
+        fields = {key: changes[key] for changes in applied for key in changes}
+        return replace(self, **fields) if fields else self
 
     @property
     def use(self) -> str:
@@ -241,7 +244,7 @@ class QuantizedPrecision(Precision):
         pretrain.model.loss.fp8_head contains the kernel. `capability` is the CUDA compute
         capability of the device. None means Hopper.
         """
-        return not (self.block_scaled or self.plain_forward) and (
+        return not (self.block_scaled or self.plain_forward or self.plain_backward) and (
             capability is None or capability < BLACKWELL
         )
 
@@ -335,11 +338,16 @@ class QuantizedPrecision(Precision):
             x.t() if transform is None else transform(x.t()), scale, None
         )
 
+    def quantizes_in(self, gemm: str) -> bool:
+        """Return True if the product `gemm` (forward, dgrad or wgrad) has quantized operands."""
+        return not (self.plain_forward if gemm == "forward" else self.plain_backward)
+
     def operand_kind(self, settings: OptionValues, role: Role, gemm: str | None = None) -> str:
         """Return the text in the audit for an operand, such as "e4m3 in blocks of 128".
 
-        `gemm` is the product: forward, dgrad or wgrad. It matters only with `forward: bf16`.
+        `gemm` is the product: forward, dgrad or wgrad. It matters only with `forward: bf16` and
+        with `fp8_config.backward_override`.
         """
-        if self.plain_forward and gemm == "forward":
+        if gemm is not None and not self.quantizes_in(gemm):
             return self.compute_dtype
         return f"{self.grid(settings, role).name.lower()} {self.scales}"

@@ -46,6 +46,7 @@ PRECISION = QuantizedPrecision(
         "nvfp4_4over6": "none",
         "nvfp4_4over6_e4m3_use_256": "all",
         "nvfp4_4over6_err_mode": "MAE",
+        "backward_override": None,
     },
     hardware=Hardware((10, 0), "B200, GB200"),
     # Rounding a scale to E4M3 changes it by at most 1/17. So the largest value of a block, divided
@@ -63,4 +64,5 @@ PRECISION = QuantizedPrecision(
     # Training works although 45 % of a gradient's values become zero, because stochastic rounding
     # preserves the expectation of each value.
     underflow_limit=0.6,
+    changed_by={"backward_override": {"plain_backward": True}},
 )

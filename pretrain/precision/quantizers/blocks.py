@@ -96,6 +96,7 @@ class Blocks:
         grid: Grid,
         uniform: Tensor | None = None,
         tensor_scale: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> BlockQuantized:
         """Round values to `grid` and return the quantized tensor.
 
@@ -105,6 +106,7 @@ class Blocks:
         uniform: random numbers in [0, 1) for stochastic rounding, FP32, not split into blocks. If
             None, round to the nearest value, ties to even.
         tensor_scale: a scalar, by default 1.
+        factors: see `BlockQuantized.split_factors`, by default `scale`.
         """
         codes = (
             round_to_grid(scaled, grid)
@@ -121,6 +123,7 @@ class Blocks:
             self,
             codes,
             scale,
+            scale if factors is None else factors,
         )
 
 
@@ -132,6 +135,9 @@ class BlockQuantized(Quantized):
     split_codes: Tensor
     # One scale for each block, broadcastable to `split_codes`.
     split_scale: Tensor
+    # The product of the scale of each block and the tensor scale in the shape of `split_scale`,
+    # rounded as in Transformer Engine's kernel that dequantizes.
+    split_factors: Tensor
 
     @property
     def scales(self) -> Tensor:
@@ -148,6 +154,10 @@ class BlockQuantized(Quantized):
         In this order, torch.compile compiles a single loop.
         """
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
+
+    def dequantized_in(self, dtype: torch.dtype) -> Tensor:
+        """Return the values in `dtype`, bit for bit those of Transformer Engine's kernels."""
+        return self.blocks.join((self.split_codes * self.split_factors).to(dtype))
 
 
 def quantize_fp8(
@@ -287,7 +297,13 @@ def quantize_nvfp4(
             for of_four, of_six in zip(*candidates, strict=True)
         )
     return blocks.quantized(
-        scaled, block_scale, E2M1, uniform, tensor_scale=(amax.double() / maximum).float()
+        scaled,
+        block_scale,
+        E2M1,
+        uniform,
+        tensor_scale=(amax.double() / maximum).float(),
+        # The order of operations is that of Transformer Engine's dequantize_fp4_kernel.
+        factors=block_scale * split_amax * (1 / maximum),
     )
 
 

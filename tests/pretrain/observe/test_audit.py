@@ -373,6 +373,23 @@ def test_a_bf16_forward_quantizes_only_backward_products(
     assert len(parity.products) == 3 * len(entries)
 
 
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("kind", ["small", "mixture"])
+def test_a_backward_override_quantizes_only_forward_products(
+    kind: str, override: str, request: pytest.FixtureRequest
+) -> None:
+    run = request.getfixturevalue(kind)("mxfp8", backward_override=override)
+    entries = [entry for entry in run.audit() if "not a linear" not in (entry["reason"] or "")]
+    assert {entry["effective"] for entry in entries} == {"mxfp8"}
+    fp8 = "e4m3 in blocks of 32"
+    plain = "bfloat16 x bfloat16"
+    expected = {"forward": f"{fp8} x {fp8}", "dgrad": plain, "wgrad": plain}
+    assert all(entry["products"] == expected for entry in entries)
+    run.confirm(entries)
+    run.packed.context.backend.backward_override = None
+    assert f"dgrad {fp8} x {fp8}" in refusal(run.confirm, entries)
+
+
 def test_a_quantized_bf16_forward_or_plain_gradients_are_rejected(
     small: Callable, monkeypatch: Any
 ) -> None:

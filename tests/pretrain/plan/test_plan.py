@@ -89,11 +89,22 @@ def test_a_mixture_counts_chosen_experts_at_the_speed_of_their_format() -> None:
     )
 
 
-def test_with_a_bf16_forward_a_third_of_the_flops_run_in_bf16(qwen3: PreTrainedModel) -> None:
-    active = active_in("delayed_bf16_forward", "transformer_engine")
+@pytest.mark.parametrize(
+    ("precision", "options", "in_bf16"),
+    [
+        ("delayed_bf16_forward", {}, 1),
+        ("current", {"backward_override": "dequantized"}, 2),
+        ("block", {"backward_override": "high_precision"}, 2),
+    ],
+)
+def test_products_in_bf16_have_the_peak_of_bf16(
+    precision: str, options: dict[str, str], in_bf16: int, qwen3: PreTrainedModel
+) -> None:
+    active = active_in(precision, "transformer_engine", **options)
     schedule = schedule_of(recipe(), active)
     run_plan = plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3"), schedule=schedule)
-    assert run_plan.peak_tflops == pytest.approx(3 / (1 / 989.5 + 2 / 1979.0))
+    expected = 3 / (in_bf16 / 989.5 + (3 - in_bf16) / 1979.0)
+    assert run_plan.peak_tflops == pytest.approx(expected)
 
 
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))

@@ -93,6 +93,7 @@ VALUES = {
     "nvfp4_4over6_e4m3_use_256": ["none", "weights", "activations", "all"],
     "nvfp4_4over6_err_mode": ["MAE", "MSE"],
     "use_f32_scales": [False, True],
+    "backward_override": ["high_precision", "dequantized"],
 }
 GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),

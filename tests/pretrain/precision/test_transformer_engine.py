@@ -133,6 +133,15 @@ def test_a_variable_that_changes_the_defaults_is_named(
                 ("nvfp4_4over6_err_mode", "MSE"),
             ]
         ),
+        *(
+            (name, dict([option]), dict([option]))
+            for name in ("current", "block", "mxfp8", "nvfp4")
+            for option in [
+                ("backward_override", None),
+                ("backward_override", "high_precision"),
+                ("backward_override", "dequantized"),
+            ]
+        ),
     ],
 )
 def test_an_option_reaches_the_quantizers(

@@ -249,6 +249,16 @@ def test_nvfp4_options_that_no_kernel_combines_are_refused(
         resolve({}, precision="nvfp4", fp8_config=options)
 
 
+def test_a_backward_override_needs_a_quantized_forward_product() -> None:
+    options = {"backward_override": "dequantized"}
+    with pytest.raises(InputError, match="remove one of them"):
+        resolve({}, precision=[{"use": "nvfp4", "forward": "bf16"}], fp8_config=options)
+    with pytest.raises(InputError, match="backward_override"):
+        resolve({}, precision="delayed", fp8_config=options)
+    phases = [{"until": 0.5, "use": "nvfp4"}, {"use": "delayed", "forward": "bf16"}]
+    assert resolve({}, precision=phases, fp8_config=options)[1]["backward_override"]
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16", "current", "nvfp4"])
 def test_another_precision_inherits_common_keys_but_no_options(name: str, environment: Any) -> None:
     environ = environment(
@@ -257,8 +267,9 @@ def test_another_precision_inherits_common_keys_but_no_options(name: str, enviro
     precision, fp8_config = resolve(environ, precision=name)
     assert precision == name
     assert (fp8_config["scope"], fp8_config["on_unsupported"]) == ("linear+head", "emulate")
-    defaults = dict(PRECISIONS[name].options)
-    assert {key: value for key, value in fp8_config.items() if key in defaults} == defaults
+    options = PRECISIONS[name].options
+    defaults = {key: value for key, value in options.items() if value is not None}
+    assert {key: value for key, value in fp8_config.items() if key in options} == defaults
     assert "margin" not in fp8_config
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foundation.errors import InputError
 from foundation.overrides import overridden
 from pretrain.model import huggingface as model
 from pretrain.model.fused import activation_kernel, formulas
@@ -73,6 +74,7 @@ WITH_OPTIONS = [
         },
     ),
 ]
+OVERRIDES = ("high_precision", "dequantized")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,7 +127,17 @@ def in_bf16(kind: str = "qwen3") -> Trained:
     return train(assemble(active_everywhere("bf16", "torch"), fused=False, kind=kind))
 
 
-@pytest.mark.parametrize(("precision", "options"), WITH_OPTIONS)
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        *WITH_OPTIONS,
+        *(
+            (precision, options | {"backward_override": override})
+            for precision, options in WITH_OPTIONS
+            for override in OVERRIDES
+        ),
+    ],
+)
 def test_linears_and_the_head_equal_the_emulation_bit_for_bit(
     precision: str, options: dict[str, Any]
 ) -> None:
@@ -136,6 +148,38 @@ def test_linears_and_the_head_equal_the_emulation_bit_for_bit(
     assert by_library[0] == emulated[0]
     for name, gradient in emulated[1].items():
         assert torch.equal(by_library[1][name], gradient), name
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("precision", ON_BLACKWELL)
+def test_products_with_an_unquantized_backward_are_as_the_audit_expects(
+    precision: str, override: str
+) -> None:
+    active = active_everywhere(precision, "transformer_engine", backward_override=override)
+    packed = assemble(active, fused=False)
+    observer = ProductObserver(active)
+    with observer.observing():
+        losses, _ = train(packed)
+    quantized, _ = train(assemble(active_everywhere(precision, "transformer_engine"), fused=False))
+    assert losses == quantized, "the forward products are quantized"
+    assert observer.products and observer.faults() == {}
+    for products in observer.products.values():
+        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
+        assert all(is_expected(product, active) for product in products)
+        assert {product.left for product in products if product.gemm != "forward"} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("setting", ["auto", "on"])
+def test_an_unquantized_backward_needs_unfused_layers(setting: str) -> None:
+    active = active_everywhere("nvfp4", "transformer_engine", backward_override="dequantized")
+    context = PrecisionContext(None, torch.bfloat16)
+    message = "because `fp8_config.backward_override` computes each linear layer separately"
+    if setting == "on":
+        with pytest.raises(InputError, match=message):
+            choose_arithmetic(setting, active, "cuda", context)
+    else:
+        arithmetic, reason = choose_arithmetic(setting, active, "cuda", context)
+        assert arithmetic is None and reason == f"none, {message}"
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)

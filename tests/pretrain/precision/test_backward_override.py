@@ -1,0 +1,120 @@
+"""`fp8_config.backward_override` quantizes the forward product only.
+
+With `dequantized`, backward multiplies the values of the forward product. The NumPy reference
+quantizers and the formula of Transformer Engine's kernel for NVFP4 compute the expected values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foundation.overrides import overridden
+from pretrain.precision.quantizers import blocks
+from pretrain.verify.reference_quantizer import quantize_dequantize
+from tests.pretrain.conftest import active_in, emulation_of, linear_of
+from tests.pretrain.observe.test_operand_statistics import SmallModel
+from tests.pretrain.precision.test_emulation import IN, OUT, close, operands, run
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("current", {}),
+    ("current", {"fp8_format": "E4M3"}),
+    ("block", {}),
+    ("block", {"use_f32_scales": True}),
+    ("mxfp8", {}),
+    ("mxfp8", {"enable_2d_quantization": True}),
+    ("nvfp4", {}),
+    ("nvfp4", {"disable_2d_quantization": True}),
+    ("nvfp4", {"row_scaled_activation": True, "disable_rht": True}),
+]
+
+
+def reference(precision: str, options: dict[str, Any], role: str, x: Tensor) -> Tensor:
+    """Return x after the NumPy reference quantizer for the forward product, in FP32."""
+    active = active_in(precision, **options)
+    quantized = active.quantized_precision
+    return quantize_dequantize(
+        x,
+        quantized.scaling(active.settings, role),
+        quantized.grid(active.settings, role).name,
+        scale=None,
+        uniform=None,
+        transform=False,
+        row_scaled=role == "input" and bool(active.settings.row_scaled_activation),
+    )
+
+
+def trained(override: str | None, precision: str, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return the output and the gradients of x and of the weight in emulation."""
+    linear = linear_of(emulation_of(precision, backward_override=override, **options), IN, OUT)
+    x, weight, _, grad = operands()
+    return run(linear, x, weight, None, grad)
+
+
+@pytest.mark.parametrize(("precision", "options"), CASES)
+def test_high_precision_multiplies_the_unquantized_operands(
+    precision: str, options: dict[str, Any]
+) -> None:
+    x, weight, _, grad = operands()
+    y, grad_x, grad_weight = trained("high_precision", precision, options)
+    assert torch.equal(y, trained(None, precision, options)[0])
+    assert torch.equal(grad_x, grad @ weight) and torch.equal(grad_weight, grad.t() @ x)
+
+
+@pytest.mark.parametrize(("precision", "options"), CASES)
+def test_dequantized_multiplies_the_values_of_the_forward_product(
+    precision: str, options: dict[str, Any]
+) -> None:
+    x, weight, _, grad = operands()
+    y, grad_x, grad_weight = trained("dequantized", precision, options)
+    x_out = reference(precision, options, "input", x)
+    w_out = reference(precision, options, "weight", weight)
+    assert torch.equal(y, trained(None, precision, options)[0])
+    assert close(y, x_out, w_out)
+    assert torch.equal(grad_x, grad @ w_out.bfloat16())
+    assert torch.equal(grad_weight, grad.t() @ x_out.bfloat16())
+
+
+@pytest.mark.parametrize("options", [{}, {"nvfp4_4over6": "weights"}])
+def test_nvfp4_is_dequantized_in_the_order_of_the_kernel(options: dict[str, Any]) -> None:
+    """dequantize_fp4_kernel of Transformer Engine rounds after each product of the scales."""
+    largest = 256.0 if options else 448.0
+    gemm = emulation_of("nvfp4", backward_override="dequantized", **options).gemm("layer", 64, 64)
+    others = 0
+    for mantissa in range(128, 256):  # of the amax
+        torch.manual_seed(mantissa)
+        weight = torch.randn(64, 64).clamp(-4, 4).bfloat16()
+        weight[0, 0] = amax = mantissa / 32
+        dequantized = gemm.dequantize(gemm.quantize("weight", weight))
+        quantized = blocks.quantize_nvfp4(
+            weight,
+            two_dimensional=True,
+            error="MAE" if options else None,
+            largest_scale=largest,
+        )
+        scale = (quantized.block_scale * amax) * torch.tensor(1 / (6 * largest))
+        assert torch.equal(dequantized, (quantized.codes * scale).bfloat16())
+        others += (quantized.dequantize().bfloat16() != dequantized).sum().item()
+    # With 448, the order makes no difference to the result in BF16.
+    assert (others > 0) == bool(options)
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("precision", ["current", "nvfp4"])
+def test_recomputing_a_layer_changes_no_bit_of_its_gradients(precision: str, override: str) -> None:
+    gradients = []
+    for recompute in (False, True):
+        model = SmallModel(precision, backward_override=override)
+        call = model.context.checkpoint if recompute else nn.Module.__call__
+        for first in (True, False):
+            with (
+                overridden(model.context, first_microbatch=first),
+                model.context.forward(training=True),
+            ):
+                y = call(model.layers, model.x)
+            y.float().square().mean().backward()
+        gradients.append([weight.grad for weight in model.layers.parameters()])
+    assert all(map(torch.equal, *gradients))
