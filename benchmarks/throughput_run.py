@@ -155,7 +155,7 @@ class Bench:
         """Measure the limits and the entries that are not measured yet, the baseline first."""
         self._make_packs()
         if not self.brief and self.result.get("limits", {}).get("status") != "ok":
-            self.result["limits"] = self._worker(
+            self.result["limits"] = self.worker(
                 ["benchmarks.limits", "--recipe", str(self.settings.recipe)], {}
             )
             self.result["environment"] = environment_from_elsewhere() | {"processor": processor()}
@@ -250,7 +250,7 @@ class Bench:
         while True:
             options = ["--recipe", str(settings.recipe), "--weights", entry.weights]
             options += ["--microbatch", str(microbatch), "--steps", str(settings.all_steps)]
-            measured = self._worker(
+            measured = self.worker(
                 ["benchmarks.ways.worker", str(entry.module), *options, *settings.overrides],
                 environment,
             )
@@ -260,7 +260,7 @@ class Bench:
             tried.append(microbatch)
             microbatch //= 2
 
-    def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    def worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
         """Run `python -m command`. Return the JSON object in its last line, or `failure`."""
         status, output = run_to_its_end(
             [sys.executable, "-m", *command], self.settings.timeout, environment
@@ -285,12 +285,16 @@ class Bench:
 
 
 def failure(status: int | str, output: str) -> dict[str, Any]:
-    """Return the failure of a way: its last line with text, and the end of its output."""
+    """Return the failure of a way: the end of its output, and a line of it as the reason.
+
+    The line is the launcher's message if there is one, otherwise the last line with text.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    messages = [line for line in lines if line.startswith(("error: ", "halted: "))]
     kind = "timeout" if status == "timeout" else "failed"
     return {
         "status": kind,
-        "reason": lines[-1] if lines else "it printed nothing",
+        "reason": (messages[:1] or lines[-1:] or ["it printed nothing"])[0],
         "output": output[-LAST_OUTPUT:],
     }
 
