@@ -26,7 +26,7 @@ from benchmarks.machine import (
     run_to_its_end,
 )
 from benchmarks.ways.entries import BASELINE, Entry
-from benchmarks.ways.judge import TOLERANCES, judge
+from benchmarks.ways.judge import TOLERANCES, UNKNOWN, judge
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_with_bases
@@ -336,10 +336,12 @@ def line(way: Mapping[str, Any]) -> str:
     speed = way["tokens_per_second"]
     share = way["share_of_limit"]
     limit = "" if share is None else f", {100 * share:.1f} % of the limit"
-    verdict = way["verdict"] + "".join(f"; {reason}" for reason in way["reasons"])
+    verdict = ""
+    if way["verdict"] != UNKNOWN:
+        verdict = ", " + "; ".join([way["verdict"], *way["reasons"]])
     return (
         f"{way['name']}: {speed['median']:,.0f} tokens/s "
         f"({speed['min']:,.0f} to {speed['max']:,.0f}){limit}, "
         f"{way['memory_gib']:.1f} GiB, first step {way['first_step_seconds']:.1f} s, "
-        f"loss {way['losses'][0]:.4f} -> {way['losses'][-1]:.4f}, {verdict}"
+        f"loss {way['losses'][0]:.4f} -> {way['losses'][-1]:.4f}{verdict}"
     )
