@@ -9,13 +9,14 @@ first step of a trial, parity compares the model with plain transformers.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
     A precision works nowhere in two cases: the hardware supports the precision, but the trial
     fails, or the hardware does not support the precision, and the emulated trial fails.
 
-    With --card or --check, return the exit status of `run_card` instead. Raises InputError for an
+    With --card or --check, `run_card` replaces this process instead. Raises InputError for an
     unknown name in --precisions.
     """
     unknown = [name for name in options.precisions or () if name not in PRECISIONS]
@@ -73,7 +74,7 @@ def main(options: argparse.Namespace) -> int:
             f"--precisions: {', '.join(unknown)}: unknown; choose from {', '.join(PRECISIONS)}"
         )
     if options.card or options.check:
-        return run_card(options)
+        run_card(options)
     gpu = torch.cuda.is_available()
     missing = missing_on("cuda" if gpu else "cpu")
     versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
@@ -92,8 +93,8 @@ def main(options: argparse.Namespace) -> int:
     return int(any(row[1] == "nothing" for row in rows))
 
 
-def run_card(options: argparse.Namespace) -> int:
-    """Make or check a card with the benchmarks of the checkout, and return the exit status.
+def run_card(options: argparse.Namespace) -> NoReturn:
+    """Replace this process by the benchmark of the checkout that makes and checks cards.
 
     Raises InputError if the package is installed without the benchmarks.
     """
@@ -109,7 +110,8 @@ def run_card(options: argparse.Namespace) -> int:
             command += [f"--{name}", str(path.absolute())]
     if options.precisions:
         command += ["--precisions", ",".join(options.precisions)]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    os.chdir(ROOT)
+    os.execv(sys.executable, command)
 
 
 def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
