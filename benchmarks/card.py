@@ -141,9 +141,10 @@ def settings_of_speed(gpu: bool, memory: int) -> Settings:
 
 
 def entry_of(name: str, emulated: bool) -> Entry:
-    """Return the training in a precision, with exact BF16 weights."""
+    """Return the training in a precision, with exact BF16 weights except in FP32."""
+    weights = "fp32" if name == "fp32" else "bf16_exact"
     emulation = " fp8_config.on_unsupported=emulate" if emulated else ""
-    (entry,) = ours({name: f"precision={name} weights=bf16_exact{emulation}"})
+    (entry,) = ours({name: f"precision={name} weights={weights}{emulation}"})
     return entry
 
 

@@ -129,7 +129,7 @@ def doctor(add: Callable) -> None:
     A model of one layer is trained in each precision for a few steps. Before the first step, its
     loss and gradients are compared with plain transformers.
 
-        python -m pretrain doctor --card b200.json      measure this machine, in 15 minutes
+        python -m pretrain doctor --card b200.json      measure this GPU (about 15 minutes)
         python -m pretrain doctor --check b200.json     repeat the trainings of a card
     """
     add(
