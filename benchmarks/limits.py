@@ -6,13 +6,15 @@ The measured rates give the minimum time of a training step: the time of all its
 measured rate. Attention, norms, the optimizer and idle time count as zero. No trainer can be
 faster. The distance of a trainer from this minimum says more than its share of the peak in the data
 sheet, which no GEMM reaches. GEMMs with the same input are stacked, as in a fast layer: q, k and v
-are one GEMM, gate and up another.
+are one GEMM, gate and up another. A precision whose GEMMs raise an error is recorded with this
+error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from foundation.errors import InputError
+from foundation.reading import one_line
 from foundation.units import TERA
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
@@ -33,6 +36,8 @@ BF16 = torch.bfloat16
 FP32 = torch.float32
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
+# Map a precision with scales of blocks to the size of a block and the dtype of the scales.
+BLOCK_SCALES = {"mxfp8": (32, torch.float8_e8m0fnu), "nvfp4": (16, E4M3)}
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,18 @@ def measure(recipe: Recipe) -> dict[str, Any]:
     )
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
     products = stacked_products(flops)
-    seconds = {
-        precision: {product.name: timed(product, tokens, precision, device) for product in products}
-        for precision in precisions(device)
-    }
+    seconds = {}
+    failed = {}
+    for precision in precisions(device):
+        try:
+            seconds[precision] = {
+                product.name: timed(product, tokens, precision, device) for product in products
+            }
+        except RuntimeError as error:
+            failed[precision] = one_line(error)
     return {
         "tokens": tokens,
+        "failed": failed,
         "tflops": {
             precision: {
                 product.name: {
@@ -148,23 +159,28 @@ def floors(
         "bf16": ("bf16", "bf16"),
         "fp8": ("fp8", "bf16"),
         "fp8+head": ("fp8", "fp8"),
+        "mxfp8": ("mxfp8", "bf16"),
+        "nvfp4": ("nvfp4", "bf16"),
     }
     return {name: total(*parts) for name, parts in named.items() if seconds.keys() >= set(parts)}
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
-    """Return the precisions to measure: FP32 on a CPU, BF16 and if supported FP8 on a GPU."""
+    """Return the precisions to measure: FP32 on a CPU, BF16 and all supported ones on a GPU."""
     if device.type == "cpu":
         return ("fp32",)
-    return ("bf16", "fp8") if torch.cuda.get_device_capability() >= (8, 9) else ("bf16",)
+    capability = torch.cuda.get_device_capability()
+    if capability >= (10, 0):
+        return ("bf16", "fp8", *BLOCK_SCALES)
+    return ("bf16", "fp8") if capability >= (8, 9) else ("bf16",)
 
 
 def timed(product: Product, tokens: int, precision: str, device: torch.device) -> dict[str, float]:
     """Return the median seconds of each of the three products."""
-    run = fp8_product if precision == "fp8" else plain_product
-    dtype = FP32 if precision == "fp32" else BF16
+    make = {"fp8": fp8_product, "mxfp8": block_product, "nvfp4": block_product}
+    run = make.get(precision, plain_product)
     return {
-        gemm: median_seconds(run(gemm, *sizes, dtype, device), device)
+        gemm: median_seconds(run(gemm, *sizes, precision, device), device)
         for gemm, sizes in product.sizes(tokens).items()
     }
 
@@ -187,12 +203,13 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def plain_product(
-    gemm: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
+    gemm: str, m: int, k: int, n: int, precision: str, device: torch.device
 ) -> Callable[[], object]:
     """Return a call of torch.mm with operands in the memory layout of training.
 
     Weights are [out, in] and activations are [tokens, features].
     """
+    dtype = FP32 if precision == "fp32" else BF16
     if gemm == "wgrad":
         a = torch.randn(k, m, dtype=dtype, device=device).t()
     else:
@@ -205,19 +222,45 @@ def plain_product(
 
 
 def fp8_product(
-    gemm: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
+    gemm: str, m: int, k: int, n: int, precision: str, device: torch.device
 ) -> Callable[[], object]:
-    """Return a call of torch._scaled_mm with one scale per tensor and output in `dtype`.
+    """Return a call of torch._scaled_mm with one scale per tensor and output in BF16.
 
     Forward operands are in E4M3 and gradients in E5M2, with fast accumulation. FP8 tensor cores
     before Blackwell need both operands with the summed dimension innermost. The time of the
     transposes that a training needs for this layout is not measured.
     """
-    a = torch.randn(m, k, dtype=dtype, device=device).to(E4M3 if gemm == "forward" else E5M2)
-    b = torch.randn(n, k, dtype=dtype, device=device).to(E4M3).t()
+    a = torch.randn(m, k, dtype=BF16, device=device).to(E4M3 if gemm == "forward" else E5M2)
+    b = torch.randn(n, k, dtype=BF16, device=device).to(E4M3).t()
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(
-        a, b, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True
+        a, b, scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True
+    )
+
+
+def block_product(
+    gemm: str, m: int, k: int, n: int, precision: str, device: torch.device
+) -> Callable[[], object]:
+    """Return a call of torch._scaled_mm with a scale of 1 per block and output in BF16.
+
+    All operands are in E4M3 (MXFP8) or in E2M1, two values a byte (NVFP4). The scales are padded to
+    the tiles of 128 x 4 scales that the kernel reads.
+    """
+    block, dtype = BLOCK_SCALES[precision]
+
+    def operand(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if precision == "nvfp4":
+            codes = torch.randint(256, (rows, k // 2), dtype=torch.uint8, device=device)
+            values = codes.view(torch.float4_e2m1fn_x2)
+        else:
+            values = torch.randn(rows, k, dtype=BF16, device=device).to(E4M3)
+        scales = 128 * math.ceil(rows / 128) * 4 * math.ceil(k / block / 4)
+        return values, torch.ones(scales, device=device).to(dtype)
+
+    a, scale_a = operand(m)
+    b, scale_b = operand(n)
+    return lambda: torch._scaled_mm(
+        a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=BF16, use_fast_accum=False
     )
 
 

@@ -61,8 +61,11 @@ def measured_on(environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def environment_from_elsewhere() -> dict[str, Any]:
     """Return versions and devices from a child process.
 
-    This process must not hold memory of the GPU, because the measured trainer needs it.
+    This process must not hold memory of the GPU, because the measured trainer needs it. If GPUs are
+    hidden, this process describes itself.
     """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return describe_environment({})
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(describe_environment, {}).result()
 

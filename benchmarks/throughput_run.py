@@ -26,7 +26,7 @@ from benchmarks.machine import (
     run_to_its_end,
 )
 from benchmarks.ways.entries import BASELINE, Entry
-from benchmarks.ways.judge import TOLERANCES, judge
+from benchmarks.ways.judge import TOLERANCES, UNKNOWN, judge
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_with_bases
@@ -155,7 +155,7 @@ class Bench:
         """Measure the limits and the entries that are not measured yet, the baseline first."""
         self._make_packs()
         if not self.brief and self.result.get("limits", {}).get("status") != "ok":
-            self.result["limits"] = self._worker(
+            self.result["limits"] = self.worker(
                 ["benchmarks.limits", "--recipe", str(self.settings.recipe)], {}
             )
             self.result["environment"] = environment_from_elsewhere() | {"processor": processor()}
@@ -250,7 +250,7 @@ class Bench:
         while True:
             options = ["--recipe", str(settings.recipe), "--weights", entry.weights]
             options += ["--microbatch", str(microbatch), "--steps", str(settings.all_steps)]
-            measured = self._worker(
+            measured = self.worker(
                 ["benchmarks.ways.worker", str(entry.module), *options, *settings.overrides],
                 environment,
             )
@@ -260,7 +260,7 @@ class Bench:
             tried.append(microbatch)
             microbatch //= 2
 
-    def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    def worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
         """Run `python -m command`. Return the JSON object in its last line, or `failure`."""
         status, output = run_to_its_end(
             [sys.executable, "-m", *command], self.settings.timeout, environment
@@ -285,12 +285,16 @@ class Bench:
 
 
 def failure(status: int | str, output: str) -> dict[str, Any]:
-    """Return the failure of a way: its last line with text, and the end of its output."""
+    """Return the failure of a way: the end of its output, and a line of it as the reason.
+
+    The line is the launcher's message if there is one, otherwise the last line with text.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    messages = [line for line in lines if line.startswith(("error: ", "halted: "))]
     kind = "timeout" if status == "timeout" else "failed"
     return {
         "status": kind,
-        "reason": lines[-1] if lines else "it printed nothing",
+        "reason": (messages[:1] or lines[-1:] or ["it printed nothing"])[0],
         "output": output[-LAST_OUTPUT:],
     }
 
@@ -332,10 +336,12 @@ def line(way: Mapping[str, Any]) -> str:
     speed = way["tokens_per_second"]
     share = way["share_of_limit"]
     limit = "" if share is None else f", {100 * share:.1f} % of the limit"
-    verdict = way["verdict"] + "".join(f"; {reason}" for reason in way["reasons"])
+    verdict = ""
+    if way["verdict"] != UNKNOWN:
+        verdict = ", " + "; ".join([way["verdict"], *way["reasons"]])
     return (
         f"{way['name']}: {speed['median']:,.0f} tokens/s "
         f"({speed['min']:,.0f} to {speed['max']:,.0f}){limit}, "
         f"{way['memory_gib']:.1f} GiB, first step {way['first_step_seconds']:.1f} s, "
-        f"loss {way['losses'][0]:.4f} -> {way['losses'][-1]:.4f}, {verdict}"
+        f"loss {way['losses'][0]:.4f} -> {way['losses'][-1]:.4f}{verdict}"
     )

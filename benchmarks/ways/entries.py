@@ -39,7 +39,7 @@ class Entry:
     @property
     def floor(self) -> str:
         """Return the name of the machine's limit for its precision."""
-        if self.precision in ("fp32", "bf16"):
+        if self.precision in ("fp32", "bf16", "mxfp8", "nvfp4"):
             return self.precision
         return (
             "fp8+head" if any("linear+head" in override for override in self.overrides) else "fp8"

@@ -9,13 +9,14 @@ first step of a trial, parity compares the model with plain transformers.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -64,13 +65,16 @@ def main(options: argparse.Namespace) -> int:
     A precision works nowhere in two cases: the hardware supports the precision, but the trial
     fails, or the hardware does not support the precision, and the emulated trial fails.
 
-    Raises InputError for an unknown name in --precisions.
+    With --card or --check, `run_card` replaces this process instead. Raises InputError for an
+    unknown name in --precisions.
     """
     unknown = [name for name in options.precisions or () if name not in PRECISIONS]
     if unknown:
         raise InputError(
             f"--precisions: {', '.join(unknown)}: unknown; choose from {', '.join(PRECISIONS)}"
         )
+    if options.card or options.check:
+        run_card(options)
     gpu = torch.cuda.is_available()
     missing = missing_on("cuda" if gpu else "cpu")
     versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
@@ -87,6 +91,27 @@ def main(options: argparse.Namespace) -> int:
             print(f"{name}: {rows[-1][1]}", file=sys.stderr, flush=True)
     print(markdown(HEADER, rows, names=2))
     return int(any(row[1] == "nothing" for row in rows))
+
+
+def run_card(options: argparse.Namespace) -> NoReturn:
+    """Replace this process by the benchmark of the checkout that makes and checks cards.
+
+    Raises InputError if the package is installed without the benchmarks.
+    """
+    if not (ROOT / "benchmarks" / "card.py").is_file():
+        raise InputError(
+            "--card and --check use the benchmarks of the repository, which are not installed; "
+            "start the command in a checkout of the repository"
+        )
+    command = [sys.executable, "-m", "benchmarks.card"]
+    for name in ("card", "check"):
+        path = getattr(options, name)
+        if path:
+            command += [f"--{name}", str(path.absolute())]
+    if options.precisions:
+        command += ["--precisions", ",".join(options.precisions)]
+    os.chdir(ROOT)
+    os.execv(sys.executable, command)
 
 
 def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:

@@ -128,12 +128,31 @@ def doctor(add: Callable) -> None:
 
     A model of one layer is trained in each precision for a few steps. Before the first step, its
     loss and gradients are compared with plain transformers.
+
+        python -m pretrain doctor --card b200.json      measure this GPU (about 15 minutes)
+        python -m pretrain doctor --check b200.json     repeat the trainings of a card
     """
     add(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
         help="precisions to test; default: all",
+    )
+    add(
+        "--card",
+        type=Path,
+        nargs="?",
+        const=Path("card.json"),
+        metavar="FILE",
+        help="write a card of this machine instead of the table: for each precision the speed "
+        "beside the machine's limits, audit, parity, bits of the hardware's quantization, and the "
+        "losses of 50 steps; default of FILE: %(const)s",
+    )
+    add(
+        "--check",
+        type=Path,
+        metavar="CARD",
+        help="train the 50 steps of a card again, and compare the losses",
     )
 
 

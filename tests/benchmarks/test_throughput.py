@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import shapes, throughput_packs, throughput_run
+from benchmarks import limits, shapes, throughput_packs, throughput_run
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways import hf_compiled, hf_eager, worker
 from benchmarks.ways.entries import CPU, MODELS, Entry
@@ -108,13 +108,13 @@ def test_a_way_that_breaks_down_is_recorded_with_its_error(
         "a test",
         go_on=False,
     )
-    failed = bench._worker(["benchmarks.no_such_way"], {})
+    failed = bench.worker(["benchmarks.no_such_way"], {})
     assert failed["status"] == "failed"
     assert "No module named benchmarks.no_such_way" in failed["reason"]
     hasty = Bench(
         replace(bench.settings, timeout=0.01), tmp_path / "out.json", "a test", go_on=False
     )
-    assert hasty._worker(["benchmarks.limits", "--recipe", str(recipe)], {})["status"] == "timeout"
+    assert hasty.worker(["benchmarks.limits", "--recipe", str(recipe)], {})["status"] == "timeout"
 
 
 def test_the_whole_compiled_model_trains_what_the_eager_one_does(
@@ -169,6 +169,17 @@ def test_the_tolerances_of_the_judge_depend_on_the_precision(
     entry = Entry("way", "a way", precision, weights)
     assert judge(entry, run, EAGER)[0] == verdict
     assert judge(entry, EAGER, None)[0] == UNKNOWN
+
+
+@pytest.mark.parametrize("precision", limits.BLOCK_SCALES)
+@pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
+def test_limits_with_scales_of_blocks_are_calls_that_torch_accepts(precision: str, gemm: str):
+    """On the meta device, torch checks the shapes, the dtypes and the number of scales."""
+    meta = torch.device("meta")
+    product = limits.Product("down", inputs=416, outputs=192, count=1)
+    m, k, n = product.sizes(128)[gemm]
+    result = limits.block_product(gemm, m, k, n, precision, meta)()
+    assert result.shape == (m, n) and result.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)

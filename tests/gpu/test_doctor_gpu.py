@@ -1,35 +1,16 @@
-"""Test the precisions of this GPU, the bits of Transformer Engine's operands, and `doctor`.
-
-The tests read Transformer Engine's tensors in the layout of its kernels: the byte of each value and
-the place of its scale. docs/verification.md lists the axis of each operand. In training, other
-templates of the same kernels write scales in the order of Blackwell's GEMMs
-(`optimize_for_gemm`). The tests cannot read that order. They compare scales in the plain order
-only, and codes, whose layout is the same, in both.
-"""
+"""Test the precisions of this GPU, the bits of Transformer Engine's operands, and `doctor`."""
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Any, get_args
-
 import pytest
 import torch
-from torch import Tensor
 
+from benchmarks import operand_bits
 from pretrain import __main__ as commands
-from pretrain.precision.delayed_state import PLACES
-from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.observed import fp8_format
-from pretrain.precision.quantizers import Quantized
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.precision.transformer_engine import (
-    TE_DIRECTIONS,
-    TransformerEngine,
-    unavailable_because,
-)
+from pretrain.precision.settings import PRECISIONS
+from pretrain.precision.transformer_engine import unavailable_because
 from tests.gpu.conftest import needs
 
-DEVICE = torch.device("cuda", 0)
 AVAILABLE = {
     "delayed": "is_fp8_available",
     "current": "is_fp8_available",
@@ -37,16 +18,6 @@ AVAILABLE = {
     "mxfp8": "is_mxfp8_available",
     "nvfp4": "is_nvfp4_available",
 }
-ROWS = 512
-FEATURES = 768
-# E2M1's eight magnitudes by their three bits. The fourth bit is the sign.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Share of codes that may differ after a Hadamard transform, which sums in another order.
-TRANSFORMED = 0.01
-# The library's names of the axis along which a GEMM sums.
-NAMES: dict[Along, str] = {"features": "rowwise", "rows": "columnwise"}
-# A tensor's scale is its largest value divided by this constant.
-NVFP4_SCALES = 6.0 * 448.0
 
 
 @pytest.mark.parametrize("name", AVAILABLE)
@@ -63,124 +34,9 @@ def test_the_librarys_operands_equal_ours_bit_for_bit(name: str) -> None:
 
     Stochastically rounded operands cannot be compared.
     """
-    precision = PRECISIONS[needs(name)]
-    nearest = {}
-    if "disable_stochastic_rounding" in precision.options:
-        nearest = {"disable_stochastic_rounding": True}
-    settings = LowPrecisionSettings(**nearest).resolved(name)
-    active = ActivePrecision(name, precision, "transformer_engine", settings)
-    engine = TransformerEngine(active, DEVICE)
-    linear = engine.gemm("operands", FEATURES, FEATURES).linear
-    operands = product(get_args(Role), get_args(Along))
-    compared = [compare_operand(engine.te, linear, active, *operand) for operand in operands]
-    assert sum(compared) >= 3
-
-
-def compare_operand(
-    te: Any, linear: Any, active: ActivePrecision, role: Role, along: Along
-) -> bool:
-    """Compare one operand with our quantizer. Return False if it has no layout for this axis."""
-    direction, slot = PLACES[role]
-    direction = TE_DIRECTIONS[direction]
-    quantizer = linear.quantizers[direction][slot]
-    quantizer.set_usage(rowwise=True, columnwise=True)
-    x = values(seed=slot + len(direction))
-    scale = None
-    if active.precision.keeps_history:
-        quantizer.scale.fill_(37.0)
-        scale = torch.tensor(37.0, device=DEVICE)
-    library_tensor = quantizer(x)
-    # Set by the same condition in pretrain.precision.transformer_engine and in the library's
-    # linears.
-    preswizzled = role != "weight" or linear._enable_weight_preswizzle(quantizer, x)
-    quantizer.optimize_for_gemm = preswizzled
-    training_data = data_of(te, quantizer(x), along)
-    quantizer.optimize_for_gemm = False
-    plain_data = data_of(te, library_tensor, along)
-    if plain_data is None:  # Blackwell's GEMMs read one layout along both axes.
-        return False
-    transform = active.precision.transform(active.settings, role)
-    transformed = along == "rows" and transform is not None
-    share = TRANSFORMED if transformed else 0.0
-    quantized = active.precision.quantizer(active.settings, role, along)(x, scale, None)
-    wrong = differing(*read(te, library_tensor, along), quantized, transformed)
-    assert wrong.sum() <= share * wrong.numel(), (
-        f"{role} along {along}: {wrong.sum()} differ, at {wrong.nonzero()[:3]}"
-    )
-    # A code that rounds the other way changes one byte at most.
-    changed = training_data.view(torch.uint8) != plain_data.view(torch.uint8)
-    assert changed.sum() <= share * changed.numel(), (
-        f"{role} along {along}: {changed.sum()} bytes differ in training"
-    )
-    return True
-
-
-def differing(codes: Tensor, scales: Tensor, ours: Quantized, transformed: bool) -> Tensor:
-    """Return a mask of the values whose code or scale is not that of our quantizer."""
-    our_scales = (ours.block_scale * ours.tensor_scale).expand(codes.shape)
-    if transformed:
-        # The library sums the transform in another order, so a tensor's scale may differ by an
-        # FP32 rounding.
-        scales_differ = (scales - our_scales).abs() > 1e-3 * our_scales
-    else:
-        scales_differ = scales != our_scales
-    # The scale of a block of zeros may be any number.
-    return (codes != ours.codes) | (scales_differ & (codes != 0))
-
-
-def values(seed: int) -> Tensor:
-    """Draw BF16 values [ROWS, FEATURES], some of them zero, whose size differs between blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(ROWS, FEATURES, generator=generator)
-    sizes = torch.exp2(
-        torch.randint(-6, 7, (ROWS // 16, FEATURES // 16), generator=generator).float()
-    )
-    x *= sizes.repeat_interleave(16, 0).repeat_interleave(16, 1)
-    return x.masked_fill(torch.rand(x.shape, generator=generator) < 0.05, 0).bfloat16().to(DEVICE)
-
-
-def data_of(te: Any, tensor: Any, along: Along) -> Tensor | None:
-    """Return the bytes of a tensor's codes. None if the tensor has no layout for this axis."""
-    if isinstance(tensor, te.Float8TensorStorage):
-        return tensor._data if along == "features" else tensor._transpose
-    return getattr(tensor, f"_{NAMES[along]}_data")
-
-
-def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor]:
-    """Return codes and the scales that decode them, in FP32, with the summed axis last.
-
-    The shape of both is [rows, features], or [features, rows] if `along` is rows.
-    """
-    data = data_of(te, tensor, along)
-    name = NAMES[along]
-    if isinstance(tensor, te.NVFP4TensorStorage):
-        scales = getattr(tensor, f"_{name}_scale_inv").view(torch.float8_e4m3fn).float()
-        nibbles = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
-        magnitudes = torch.tensor(E2M1, device=DEVICE)[(nibbles & 7).long()]
-        codes = torch.where(nibbles >= 8, -magnitudes, magnitudes)
-        tensor_scale = getattr(tensor, f"_amax_{name}").double().reshape(()) / NVFP4_SCALES
-        return codes, spread(scales, codes, 16) * tensor_scale.float()
-    codes = data.view(fp8_format(te, tensor._fp8_dtype)[0]).float()
-    if isinstance(tensor, te.Float8TensorStorage):
-        return codes, tensor._scale_inv.reshape(1, 1).expand(data.shape)
-    scales = getattr(tensor, f"_{name}_scale_inv")
-    # MXFP8 stores columns untransposed. A scale belongs to 32 values of a column.
-    if isinstance(tensor, te.MXFP8TensorStorage):
-        powers = torch.exp2(scales.float() - 127)
-        if along == "rows":
-            codes = codes.t()
-            powers = powers.t()
-        return codes, spread(powers, codes, 32)
-    if tensor._is_2D_scaled:  # blocks of 128 x 128
-        spread_scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return codes, spread_scales[: codes.shape[0], : codes.shape[1]]
-    # The scales of rows are stored column by column.
-    return codes, spread(scales.t(), codes, 128)
-
-
-def spread(scales: Tensor, codes: Tensor, block: int) -> Tensor:
-    """Repeat the scales of blocks for each code, without the library's padding."""
-    return scales[: codes.shape[0]].repeat_interleave(block, dim=1)[:, : codes.shape[1]]
+    operands = operand_bits.compare(needs(name))
+    assert len(operands) >= 3
+    assert [operand for operand in operands if not operand_bits.equal(operand)] == []
 
 
 def test_doctor_prints_its_table_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,344 @@
+"""Make the card of a machine, or check one: `python -m pretrain doctor --card`, `--check`.
+
+A card is a JSON file with the results of every precision that the machine has. It is a result file
+of `benchmarks.throughput` with more keys, so that `--report` shows it beside the other results:
+
+    ways         speed of a training, and its share of the machine's `limits`
+    losses       50 steps of a deterministic training, with its audit and its parity
+    bits         operands of the hardware, compared with our quantizers (`benchmarks.operand_bits`)
+    left_out     precisions that the hardware does not have, with the reason
+    code         SHA-256 of the product's code
+    sha256       SHA-256 of all other keys
+
+On a CPU, the trainings are of a tiny model, every low precision is emulated, and there are no bits
+of hardware to compare. The check trains the 50 steps again. On the same device, with the same
+versions and code, each loss must be equal bit for bit. Otherwise it must be within TOLERANCE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import ROOT, command, environment_from_elsewhere, processor
+from benchmarks.throughput_run import Bench, Settings
+from benchmarks.ways.entries import CPU, GPU, Entry, ours
+from foundation.command import run_command
+from foundation.errors import InputError
+from foundation.files import hash_file, hash_of, write_json
+from foundation.reading import load_object
+from foundation.units import markdown, or_dash, percent
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.selection import missing_on
+from pretrain.precision.settings import PRECISIONS
+
+# Allowed difference of a step's loss from the loss on another device, with other versions or with
+# other code, in nats. The losses of an H100 and an H200 are at most 0.011 apart in the 9 steps of
+# h100_throughput.json and h200_throughput.json. Audit and parity find smaller faults.
+TOLERANCE = 0.05
+# Steps before the timed ones, timed steps, and all steps of the training whose losses are compared.
+WARM_UP = 3
+TIMED = 6
+STEPS = 50
+# Largest number of seconds of one training.
+TIMEOUT = 300
+# Memory from which a GPU has room for 8 packs per microbatch, in bytes.
+LARGE = 120 * 2**30
+# Note in the card of a CPU, which `--report` prints.
+CPU_NOTE = (
+    "This is the card of a CPU: the model is tiny, and every low precision is emulated, so the "
+    "speeds say nothing about a GPU."
+)
+HEADER = (
+    "precision",
+    "computes on",
+    "tokens/s",
+    "of the limit",
+    "audit",
+    "parity",
+    "bits",
+    "loss of step 1",
+    f"of step {STEPS}",
+)
+Result = Mapping[str, Any]
+
+
+def main() -> int:
+    """Run the command. Return 1 if a precision failed or does not agree with the card, else 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--card", type=Path, metavar="FILE", help="make a card")
+    task.add_argument("--check", type=Path, metavar="FILE", help="check a card")
+    parser.add_argument(
+        "--precisions", type=lambda text: text.split(","), metavar="A,B", help="default: all"
+    )
+    arguments = parser.parse_args()
+    if arguments.card:
+        return make(arguments.card, arguments.precisions)
+    return check(arguments.check, arguments.precisions)
+
+
+# ── Machine and trainings ─────────────────────────────────────────────────────────────────────────
+
+
+def describe_device() -> tuple[dict[str, str], int]:
+    """Return the reason for each precision that the hardware lacks, and the GPU's bytes of memory.
+
+    On a GPU, call this function in a process of its own, because it allocates memory of the GPU.
+    """
+    gpu = torch.cuda.is_available()
+    missing = missing_on("cuda" if gpu else "cpu")
+    reasons = {
+        name: missing(precision)
+        for name, precision in PRECISIONS.items()
+        if isinstance(precision, QuantizedPrecision)
+    }
+    memory = torch.cuda.get_device_properties(0).total_memory if gpu else 0
+    return {name: reason for name, reason in reasons.items() if reason}, memory
+
+
+def describe_device_elsewhere() -> tuple[dict[str, str], int]:
+    """Return `describe_device` from a child process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(describe_device).result()
+
+
+def use_cpu() -> None:
+    """Hide GPUs from all trainings. One thread adds in the same order on any number of cores."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def settings_of_losses(gpu: bool) -> Settings:
+    """Return the settings of the training whose losses are compared."""
+    kind = "gpu" if gpu else "cpu"
+    recipe = Path(f"benchmarks/card_{kind}.yaml")
+    return Settings(
+        f"card_{kind}", recipe, GPU if gpu else CPU, WARM_UP, STEPS - WARM_UP, timeout=TIMEOUT
+    )
+
+
+def settings_of_speed(gpu: bool, memory: int) -> Settings:
+    """Return the settings of the timed trainings. On a GPU they are those of docs/results.md."""
+    if not gpu:
+        recipe = Path("benchmarks/card_cpu.yaml")
+    elif memory >= LARGE:
+        recipe = Path("benchmarks/qwen3_1_7b.yaml")
+    else:
+        recipe = Path("benchmarks/qwen3_1_7b_80gb.yaml")
+    return Settings(recipe.stem, recipe, GPU if gpu else CPU, WARM_UP, TIMED, timeout=TIMEOUT)
+
+
+def entry_of(name: str, emulated: bool) -> Entry:
+    """Return the training in a precision, with exact BF16 weights except in FP32."""
+    weights = "fp32" if name == "fp32" else "bf16_exact"
+    emulation = " fp8_config.on_unsupported=emulate" if emulated else ""
+    (entry,) = ours({name: f"precision={name} weights={weights}{emulation}"})
+    return entry
+
+
+def train(settings: Settings, entries: Sequence[Entry], *, brief: bool) -> Bench:
+    """Train the entries one after the other. `brief` skips limits, see `Bench`."""
+    with tempfile.TemporaryDirectory(prefix="card-") as folder:
+        bench = Bench(settings, Path(folder, "result.json"), command(), brief=brief)
+        bench.run(entries)
+    return bench
+
+
+# ── Making a card ─────────────────────────────────────────────────────────────────────────────────
+
+
+def make(out: Path, names: Iterable[str] | None) -> int:
+    """Measure the precisions `names` of this machine, and write the card to `out`.
+
+    names: None for all precisions except FP32.
+
+    Returns 1 if a precision failed, else 0. Raises InputError if the hardware has none of `names`,
+    or if `out` cannot be written.
+    """
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise InputError(f"{out}: cannot be written; name a file in a writable folder")
+    gpu = torch.cuda.is_available()
+    missing, memory = describe_device_elsewhere() if gpu else describe_device()
+    if not gpu:
+        use_cpu()
+    names = [*dict.fromkeys(names or (name for name in PRECISIONS if name != "fp32"))]
+    left_out = {name: missing[name] for name in names if gpu and name in missing}
+    entries = [entry_of(name, name in missing) for name in names if name not in left_out]
+    if not entries:
+        raise InputError("; ".join(f"{name} {reason}" for name, reason in left_out.items()))
+    print("speed, and the limits of this machine:", flush=True)
+    bench = train(settings_of_speed(gpu, memory), entries, brief=False)
+    on_hardware = [entry.name for entry in entries if gpu and PRECISIONS[entry.name].quantized]
+    bits = {name: bench.worker(["benchmarks.operand_bits", name], {}) for name in on_hardware}
+    print(f"\nlosses of {STEPS} steps, deterministic:", flush=True)
+    losses = train(settings_of_losses(gpu), entries, brief=True).result
+    card = {**bench.result, "losses": losses, "bits": bits, "left_out": left_out, "code": code()}
+    if not gpu:
+        card["note"] = CPU_NOTE
+    write_json(out, signed(card))
+    rows = [row(entry.name, card) for entry in entries]
+    print("\n" + markdown(HEADER, rows, names=2))
+    failed = {entry.name: failures(entry.name, card) for entry in entries}
+    for name, reasons in {**failed, **{name: [left_out[name]] for name in left_out}}.items():
+        for reason in reasons:
+            print(f"{name}: {reason}")
+    print(f"the card is {out}")
+    return int(any(failed.values()))
+
+
+def code() -> str:
+    """Return the SHA-256 of the names and hashes of the product's Python files."""
+    folders = ("foundation", "packing", "pretrain")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    files.append(ROOT / "train_accelerate.py")
+    return hash_of({str(path.relative_to(ROOT)): hash_file(path) for path in files})
+
+
+def signed(card: Result) -> dict[str, Any]:
+    """Return the card with the hash of its content, as `read` expects it."""
+    content = json.loads(json.dumps({key: card[key] for key in card if key != "sha256"}))
+    return content | {"sha256": hash_of(content)}
+
+
+def failures(name: str, card: Result) -> list[str]:
+    """Return the reason of each part of a card in which a precision failed."""
+    parts = {"speed": card["ways"][name], f"{STEPS} steps": card["losses"]["ways"][name]}
+    if name in card["bits"]:
+        parts["bits"] = card["bits"][name]
+    reasons = [f"{part}: {run['reason']}" for part, run in parts.items() if run["status"] != "ok"]
+    if card["bits"].get(name, {}).get("equal") is False:
+        reasons.append("bits: the hardware's operands differ from those of our quantizers")
+    return reasons
+
+
+def row(name: str, card: Result) -> list[str]:
+    """Return the row of a precision in the table that is printed."""
+    timed = card["ways"][name]
+    trained = card["losses"]["ways"][name]
+    bits = card["bits"].get(name, {})
+    speed = timed.get("tokens_per_second", {}).get("median")
+    audit = trained.get("audit")
+    ends = trained.get("losses", [None])
+    return [
+        name,
+        audit["backend"] if audit else "failed",
+        or_dash(speed, "{:,.0f}".format),
+        or_dash(timed.get("share_of_limit"), percent),
+        or_dash(audit and "passed"),
+        or_dash(audit and parity_of(audit["parity"])),
+        or_dash(bits.get("equal"), lambda equal: "equal" if equal else "differ"),
+        *(or_dash(loss, "{:.4f}".format) for loss in (ends[0], ends[-1])),
+    ]
+
+
+def parity_of(parity: Result) -> str:
+    """Return the largest difference that parity found, as a share of its tolerance."""
+    if "left_out" in parity:
+        return "skipped"
+    kinds = (parity[kind] for kind in ("tensors", "products", "codes", "sums"))
+    return f"{percent(max(kind[0]['excess'] for kind in kinds if kind))} of the tolerance"
+
+
+# ── Checking a card ───────────────────────────────────────────────────────────────────────────────
+
+
+def check(path: Path, names: Iterable[str] | None) -> int:
+    """Train the steps of a card again, and print for each precision if its losses agree.
+
+    names: precisions to check. None for all that have losses in the card.
+
+    Returns 1 if a precision does not agree, else 0. Raises InputError if the card cannot be used.
+    """
+    card = read(path)
+    gpu = bool(card["environment"]["gpus"])
+    if not gpu:
+        use_cpu()
+    elif not torch.cuda.is_available():
+        raise InputError(f"{path}: is of a GPU, and this machine has none; check it on a GPU")
+    settings = settings_of_losses(gpu)
+    losses = card["losses"]
+    if losses["settings"] != settings.record():
+        commit = (card["environment"]["git"] or {}).get("commit")
+        raise InputError(f"{path}: was made with another training; check out its commit {commit}")
+    trained = {name: way for name, way in losses["ways"].items() if way["status"] == "ok"}
+    names = [*dict.fromkeys(names or trained)]
+    if not names or not trained.keys() >= {*names}:
+        raise InputError(
+            f"{path}: has no losses of {', '.join(names) or 'any precision'}; it has losses of "
+            f"{', '.join(trained) or 'none'}"
+        )
+    missing, _ = describe_device_elsewhere() if gpu else describe_device()
+    bench = train(settings, [entry_of(name, name in missing) for name in names], brief=True)
+    differences = differing(card, environment_from_elsewhere() | {"processor": processor()})
+    print()
+    agreed = []
+    for name in names:
+        agrees, text = compare(bench.result["ways"][name], trained[name], differences)
+        print(f"{name}: {'agrees' if agrees else 'DISAGREES'}: {text}")
+        agreed.append(agrees)
+    return int(not all(agreed))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a card. Raises InputError if the file is no card, or was changed."""
+    card = load_object(path, "make a card with `python -m pretrain doctor --card`")
+    if card.get("sha256") != signed(card)["sha256"]:
+        raise InputError(
+            f"{path}: its content does not have the hash in the file; it is no card, or was changed"
+        )
+    return card
+
+
+def differing(card: Result, environment: Result) -> list[str]:
+    """Return the names of the device, the versions and the code that are not those of the card."""
+    environments = (card["environment"], environment)
+    named = {
+        "device": [machine["gpus"][:1] or machine["processor"] for machine in environments],
+        "CUDA": [machine["cuda"] for machine in environments],
+        "code": [card["code"], code()],
+    }
+    for package in {**environments[0]["packages"], **environments[1]["packages"]}:
+        named[package] = [machine["packages"].get(package) for machine in environments]
+    return [name for name, (recorded, present) in named.items() if recorded != present]
+
+
+def compare(repeated: Result, recorded: Result, differences: Sequence[str]) -> tuple[bool, str]:
+    """Return True if the losses of two trainings agree, and a text about their difference.
+
+    repeated: result of the training on this machine.
+    recorded: result of the training in the card, which did not fail.
+    differences: result of `differing`. Without a difference, losses must be equal bit for bit.
+    """
+    if repeated["status"] != "ok":
+        return False, f"the training failed: {repeated['reason']}"
+    pairs = zip(repeated["losses"], recorded["losses"], strict=True)
+    apart = {step: abs(loss - other) for step, (loss, other) in enumerate(pairs, start=1)}
+    unequal = [step for step, difference in apart.items() if difference]
+    if not unequal:
+        return True, f"all {len(apart)} losses are equal, bit for bit"
+    worst = max(apart.values())
+    text = (
+        f"{len(unequal)} of {len(apart)} losses differ, the first in step {unequal[0]}, by at "
+        f"most {worst:.2g} nats"
+    )
+    if not differences:
+        return False, f"{text}; device, versions and code are the same, so none may differ"
+    return worst <= TOLERANCE, (
+        f"{text}; {TOLERANCE} nats are allowed, because these differ: {', '.join(differences)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
