@@ -172,7 +172,6 @@ def tokenize(
     documents, counts = read_chunk(chunk, records, settings.on_bad_line == "skip")
     encoded = list(records.encode(tokenizer.tokenizer, documents))
     tokens = np.concatenate([np.zeros(0, np.uint32), *encoded])
-    lengths = np.array([len(ids) for ids in encoded], np.int64)
     counts += Counts(
         documents=len(encoded),
         tokens=len(tokens),
@@ -182,7 +181,12 @@ def tokenize(
         # longer than `documents`, and none is counted.
         empty=max(0, len(documents) - len(encoded)),
     )
-    return Tokens(tokens, lengths, counts, chunk.after)
+    return Tokens(
+        tokens=tokens,
+        lengths=np.array([len(ids) for ids in encoded], np.int64),
+        counts=counts,
+        after=chunk.after,
+    )
 
 
 def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:

@@ -238,7 +238,6 @@ class FileSource:
         or None for the beginning of the source. A text file is one chunk. The chunk has only the
         path, because a worker reads the file.
         """
-        size = size or CHUNK_BYTES
         begin = begin or {}
         first = begin.get("file", 0)
         for number, path in enumerate(self.paths[first:], first):
@@ -256,7 +255,7 @@ class FileSource:
                 f"{path}: cannot be read",
                 "the file is damaged, not in UTF-8, or not of this format",
             ):
-                for chunk in readers[self.kind](path, size, place):
+                for chunk in readers[self.kind](path, size or CHUNK_BYTES, place):
                     yield replace(chunk, after={"file": number} | chunk.after)
 
     def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
@@ -301,9 +300,8 @@ class FileSource:
             # strings contain no line breaks.
             lines.append(text[start.start() : at].replace("\n", " "))
             if at - begin >= size or not _RECORD_START.search(text, at):
-                payload = "\n".join(lines).encode()
                 after = {"at": at, "record": number + len(lines)}
-                yield Chunk("array", str(path), number, payload, after)
+                yield Chunk("array", str(path), number, "\n".join(lines).encode(), after)
                 number += len(lines)
                 begin = at
                 lines = []
@@ -343,10 +341,11 @@ class FileSource:
             ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
             first_group = bisect_right(ends, at)
             row = ends[first_group - 1] if first_group else 0
-            # Request the optional columns too. pyarrow ignores names that the file does not have.
-            columns = [*self.records.columns, *self.records.optional]
             batches = file.iter_batches(
-                _ROWS, row_groups=list(groups[first_group:]), columns=columns
+                _ROWS,
+                row_groups=list(groups[first_group:]),
+                # Request the optional columns too. pyarrow ignores names that the file lacks.
+                columns=[*self.records.columns, *self.records.optional],
             )
             yield from _table_chunks(batches, names, str(path), at, row, size)
 
@@ -408,8 +407,9 @@ class DatasetSource:
                     tables, names, self.name, row, batch_start, size or CHUNK_BYTES
                 ):
                     row = chunk.after["at"]
-                    place = {"row": row, "skip": row - batch_start, "state": state}
-                    yield replace(chunk, after=place)
+                    yield replace(
+                        chunk, after={"row": row, "skip": row - batch_start, "state": state}
+                    )
                 batch_start += len(table)
                 state = data.state_dict()
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:

@@ -166,8 +166,8 @@ class PackerProcess(ExitStack):
         check_disk(settings)
         self._write(position)
         recipe = self._packs / _RECIPE
-        values = {"data": settings.model_dump(mode="json")}
-        replace_file(recipe, yaml.safe_dump(values, allow_unicode=True).encode())
+        text = yaml.safe_dump({"data": settings.model_dump(mode="json")}, allow_unicode=True)
+        replace_file(recipe, text.encode())
         # With Python's option -P, the packer does not import modules of the current folder.
         command = [sys.executable, "-P", "-m", "packing", "follow", str(recipe)]
         environment = {
@@ -250,9 +250,11 @@ class SourceStream:
         `record` has the start and the fingerprint of a part. Checkpoints store the record. If the
         part is made again for a resumed run, its fingerprint must equal the one in the record.
         """
-        first = {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         with self._lock:
-            self.record: dict[str, Any] = record or first
+            self.record: dict[str, Any] = record or {
+                "start": asdict(PartStart()),
+                "fingerprint": self.sample.fingerprint,
+            }
             self._parts: list[Part] = []  # all open parts, in the order of their numbers
 
     def part_of(self, place: int, wait: Callable[[], None]) -> Part:
@@ -287,8 +289,10 @@ class SourceStream:
         with self._lock:
             for part in self._parts:
                 if part.start.first < place:
-                    fingerprint = part.packs.fingerprint
-                    self.record = {"start": asdict(part.start), "fingerprint": fingerprint}
+                    self.record = {
+                        "start": asdict(part.start),
+                        "fingerprint": part.packs.fingerprint,
+                    }
             self._parts = [part for part in self._parts if part.after.first >= place]
 
 
@@ -377,8 +381,10 @@ class StreamedPacks(Packs):
         dict of PartStart. `ends` maps each source to the place after the last pack that the current
         step reads from this source.
         """
-        starts = {name: record["start"] for name, record in self.record.items()}
-        return {"starts": starts, "ends": dict(self._ends)}
+        return {
+            "starts": {name: record["start"] for name, record in self.record.items()},
+            "ends": dict(self._ends),
+        }
 
     def publish(self, *, waits: bool = False) -> None:
         """Pass the position to the packer. `waits` is True if the run waits for a part."""
