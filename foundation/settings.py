@@ -32,14 +32,12 @@ class Settings(BaseModel):
 
 
 def at_home(value: Any) -> Any:
-    """Expand `~/` at the beginning of a text. Return a value of any other kind unchanged.
+    """Expand `~` at the beginning of a text. Return a value of any other kind unchanged.
 
     A shell does not expand `~/` inside of an argument such as `data.packs=~/packs`, and a recipe is
     not read by a shell.
     """
-    if isinstance(value, str) and value.startswith("~") and "/" in value:
-        return os.path.expanduser(value)
-    return value
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -171,8 +169,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
     """Return the settings class at the path `keys` below `cls`. Unknown keys are skipped."""
     for key in keys:
-        field = cls.model_fields.get(key)
-        if field:
+        if field := cls.model_fields.get(key):
             cls = next(iter(sections_in(field.annotation)), cls)
     return cls
 
