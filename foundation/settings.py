@@ -123,13 +123,10 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
     name that another program uses (`OTHER_NAMES` of `cls`), a key with a similar name. If several
     sections have a key with that name, the key in the section `keys` is preferred.
     """
-    section = ".".join([*keys, ""]) if keys else ""
-
-    def is_outside(key: str) -> bool:
-        return not key.startswith(section) or "." in key.removeprefix(section)
-
+    section = ".".join(keys)
     by_name: dict[str, str] = {}
-    for key in sorted(_keys_of(cls), key=is_outside):
+    # Sort the keys of the section before all other keys.
+    for key in sorted(_keys_of(cls), key=lambda key: key.rpartition(".")[0] != section):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
     if keys:
         # Do not suggest the top-level key `name`, the name of the run, for an unknown `name` in a

@@ -170,18 +170,19 @@ class PackerProcess(ExitStack):
         replace_file(recipe, text.encode())
         # With Python's option -P, the packer does not import modules of the current folder.
         command = [sys.executable, "-P", "-m", "packing", "follow", str(recipe)]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER
-        }
         search_path = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
         with open(self._packs / LOG, "wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env={
+                    name: value
+                    for name, value in environment.items()
+                    if name not in _OF_THE_LAUNCHER
+                },
                 # The run handles Ctrl-C and stops the packer. So the packer must not receive it.
                 start_new_session=True,
             )

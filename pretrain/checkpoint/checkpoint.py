@@ -303,8 +303,10 @@ class Checkpoints:
         if self.before is not None:
             early = [step_of(path) for path in candidates if step_of(path) <= self.before]
             kept_steps.update(early[:1])
-        old = [path for path in candidates[self.keep :] if step_of(path) not in kept_steps]
-        on_disk.remove(self.folder, old)
+        on_disk.remove(
+            self.folder,
+            [path for path in candidates[self.keep :] if step_of(path) not in kept_steps],
+        )
 
     def abandon_newer(self, step: int) -> None:
         """Rename all checkpoints after step `step`. Call this if a run continues from `step`.
