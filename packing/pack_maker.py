@@ -139,7 +139,8 @@ class PackMaker(AbstractContextManager):
             else:
                 for split in arranged.layouts:
                     arranged.write(writer, split, self.tokenizer.padding)
-                self.tokenizer.tokenizer.save(str(writer.folder / "tokenizer.json"))
+                tokenizer = self.tokenizer.tokenizer.to_str(pretty=True)
+                (writer.folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
                 if isinstance(self.records, ChatColumns):
                     (writer.folder / CHAT_TEMPLATE).write_text(
                         self.records.template, encoding="utf-8"

@@ -232,7 +232,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, indent=2) + "\n", encoding="utf-8"
     )
