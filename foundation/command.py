@@ -204,5 +204,5 @@ def _record_first(message: str, status: int, error_file: Path) -> None:
         # shows the earliest failure last, and uses the present time for ranks without a record.
         # Times are whole seconds.
         details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
-        record = {"message": message, "errorCode": status, "extraInfo": details}
-        error_file.write_text(json.dumps({"message": record}), encoding="utf-8")
+        record = {"message": {"message": message, "errorCode": status, "extraInfo": details}}
+        error_file.write_text(json.dumps(record), encoding="utf-8")

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -165,14 +165,13 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
 
 
 def check_files(
-    folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False
+    folder: Path, records: Sequence[FileRecord], remedy: str, *, hashed: bool = False
 ) -> None:
     """Raise InputError, with `remedy`, for the first file that differs from its record.
 
     Sizes are always compared. Hashes are compared if the files have at most ALWAYS_HASHED_BYTES in
     total, or if `hashed` is set. Comparing sizes alone is fast enough for every start of a run.
     """
-    records = list(records)
     small = sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
     if problems := find_damage(folder, records, hashed=hashed or small):
         raise InputError(f"{folder}/{problems[0]}; {remedy}")

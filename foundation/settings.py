@@ -32,14 +32,12 @@ class Settings(BaseModel):
 
 
 def at_home(value: Any) -> Any:
-    """Expand `~/` at the beginning of a text. Return a value of any other kind unchanged.
+    """Expand `~` at the beginning of a text. Return a value of any other kind unchanged.
 
     A shell does not expand `~/` inside of an argument such as `data.packs=~/packs`, and a recipe is
     not read by a shell.
     """
-    if isinstance(value, str) and value.startswith("~") and "/" in value:
-        return os.path.expanduser(value)
-    return value
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -125,13 +123,10 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
     name that another program uses (`OTHER_NAMES` of `cls`), a key with a similar name. If several
     sections have a key with that name, the key in the section `keys` is preferred.
     """
-    section = ".".join([*keys, ""]) if keys else ""
-
-    def is_outside(key: str) -> bool:
-        return not key.startswith(section) or "." in key.removeprefix(section)
-
+    section = ".".join(keys)
     by_name: dict[str, str] = {}
-    for key in sorted(_keys_of(cls), key=is_outside):
+    # Sort the keys of the section before all other keys.
+    for key in sorted(_keys_of(cls), key=lambda key: key.rpartition(".")[0] != section):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
     if keys:
         # Do not suggest the top-level key `name`, the name of the run, for an unknown `name` in a
@@ -171,8 +166,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
     """Return the settings class at the path `keys` below `cls`. Unknown keys are skipped."""
     for key in keys:
-        field = cls.model_fields.get(key)
-        if field:
+        if field := cls.model_fields.get(key):
             cls = next(iter(sections_in(field.annotation)), cls)
     return cls
 

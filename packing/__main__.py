@@ -27,7 +27,7 @@ from foundation.errors import InputError
 from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
 from foundation.settings import Settings, parse, set_value, value_from_text
-from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
+from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs
 from packing.chunks import Counts, read_chunk, require_documents
 from packing.follow import follow
 from packing.prepare import prepare, summary
@@ -255,27 +255,20 @@ def _inspect(options: argparse.Namespace) -> None:
     path = options.path
     if path.suffix in _RECIPE_SUFFIXES and path.is_file():
         path = _data_settings([str(path)]).packs
-    packs = None if options.index is None else _open_splits(path)["train"]
-    is_single = (path / MANIFEST).is_file()
-    inside = [] if is_single else sorted(file.parent for file in path.rglob(MANIFEST))
-    for folder in inside or [path]:
+    for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
         _describe(folder, options.verify)
-    if packs is not None:
-        _print_text(packs, options.index, options.tokenizer)
-
-
-def _open_splits(path: Path) -> dict[Split, Packs]:
-    """Return the splits of the packs at `path`. Raise InputError if there are no packs."""
-    return {split: open_split() for split, open_split in find_splits(path, None).items()}
+    if options.index is not None:
+        _print_text(find_splits(path, None)["train"](), options.index, options.tokenizer)
 
 
 def _describe(path: Path, verify: bool) -> None:
     """Describe the packs at `path`. With `verify`, compare their files with recorded hashes."""
-    splits = _open_splits(path)
+    splits = {split: open_split() for split, open_split in find_splits(path, None).items()}
     first = splits["train"]
     print(f"{path}: {type(first).__name__} of {first.length:,} tokens")
-    tokenizer = first.tokenizer or {}
-    recorded = ", ".join(f"{key} {value}" for key, value in tokenizer.items() if value is not None)
+    recorded = ", ".join(
+        f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None
+    )
     print(f"  tokenizer            {recorded or 'not recorded in this format'}")
     for split, packs in splits.items():
         print(f"  {split:<20} {len(packs):,} packs, fingerprint {packs.fingerprint}")

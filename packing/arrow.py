@@ -215,8 +215,7 @@ class _SplitWriter:
             "lengths": pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
             "first_position": pa.array(first_positions),
         }
-        masks = [pack.trained for pack in packs if pack.trained is not None]
-        if masks:
+        if masks := [pack.trained for pack in packs if pack.trained is not None]:
             # The mask is stored with one bit for each token.
             bits = np.packbits(np.stack(masks), axis=1, bitorder="little")
             hashed.append(bits)
@@ -224,8 +223,9 @@ class _SplitWriter:
         self.hashes = self.hashes or [hashlib.sha256() for _ in hashed]
         for hasher, column in zip(self.hashes, hashed, strict=True):
             hasher.update(column)
-        tokens = int(lengths.sum(dtype=np.int64))
-        self.totals.update(packs=len(packs), documents=len(lengths), tokens=tokens)
+        self.totals.update(
+            packs=len(packs), documents=len(lengths), tokens=int(lengths.sum(dtype=np.int64))
+        )
         batch = pa.record_batch(columns)
         if not self.shards or self.file.tell() >= SHARD_BYTES:
             self.open_files.close()
@@ -233,8 +233,7 @@ class _SplitWriter:
             self.file: pa.OSFile = self.open_files.enter_context(
                 pa.OSFile(str(self.shards[-1]), "wb")
             )
-            stream = pa.ipc.new_stream(self.file, batch.schema)
-            self.stream = self.open_files.enter_context(stream)
+            self.stream = self.open_files.enter_context(pa.ipc.new_stream(self.file, batch.schema))
         self.stream.write_batch(batch)
 
     def finish(self) -> dict[str, Any]:
@@ -287,8 +286,12 @@ class ArrowPacks(Packs):
         if masks:
             bits = np.unpackbits(masks[0][row], count=self.length, bitorder="little")
             trained = bits.view(np.bool_)
-        document_lengths = lengths[offsets[row] : offsets[row + 1]]
-        return Pack(ids[row], document_lengths, int(first_positions[row]), trained)
+        return Pack(
+            input_ids=ids[row],
+            lengths=lengths[offsets[row] : offsets[row + 1]],
+            first_position=int(first_positions[row]),
+            trained=trained,
+        )
 
     def verify(self) -> None:
         check_files(

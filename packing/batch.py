@@ -231,7 +231,6 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 
     def close(self) -> None:
         """Drop the remaining results and wait for the thread to end. Closing twice is harmless."""
-        self._numbers = iter(())
         self._pending.clear()
         self._stop_waiting()
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -56,16 +56,13 @@ def open_stream(path: Path) -> pa.NativeFile:
     stream, but would read an empty file as an empty text. So this function raises OSError for an
     empty file with one of these suffixes.
     """
-    raw = pa.OSFile(str(path))
     compression = COMPRESSION.get(path.suffix.lower())
-    if compression is None:
-        return raw
-    if not raw.size():
+    if compression and not path.stat().st_size:
         raise OSError(
             f"the file is empty, so it was not written or copied to the end: even without content, "
             f"a {path.suffix} file has some bytes"
         )
-    return pa.CompressedInputStream(raw, compression)
+    return pa.input_stream(str(path), compression=compression)
 
 
 # Map names of columns by which a chat is recognised to the value of `data.messages` that reads the
@@ -175,7 +172,6 @@ def tokenize(
     documents, counts = read_chunk(chunk, records, settings.on_bad_line == "skip")
     encoded = list(records.encode(tokenizer.tokenizer, documents))
     tokens = np.concatenate([np.zeros(0, np.uint32), *encoded])
-    lengths = np.array([len(ids) for ids in encoded], np.int64)
     counts += Counts(
         documents=len(encoded),
         tokens=len(tokens),
@@ -185,7 +181,12 @@ def tokenize(
         # longer than `documents`, and none is counted.
         empty=max(0, len(documents) - len(encoded)),
     )
-    return Tokens(tokens, lengths, counts, chunk.after)
+    return Tokens(
+        tokens=tokens,
+        lengths=np.array([len(ids) for ids in encoded], np.int64),
+        counts=counts,
+        after=chunk.after,
+    )
 
 
 def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
@@ -257,8 +258,7 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
         before_number = ":" if chunk.kind == "jsonl" else ", record "
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
-                for index, record in _listed(line):
-                    yield f"{chunk.origin}{before_number}{number}{index}", record
+                yield f"{chunk.origin}{before_number}{number}", line
     elif chunk.kind == "text":
         yield chunk.origin, Path(chunk.origin)
     else:
@@ -274,20 +274,6 @@ def column_names(chunk: Chunk) -> set[str]:
         with suppress(ValueError):
             names.update(_parsed(record, Records((), ())) if isinstance(record, bytes) else ())
     return names
-
-
-def _listed(line: bytes) -> list[tuple[str, bytes]]:
-    """Return a tuple (suffix, record) for each record in a line.
-
-    If the line is a JSON list, each element is a record, and the suffix gives the record's index
-    in messages, for example ", record 0". Any other line is one record, with an empty suffix. Each
-    record is returned as encoded JSON.
-    """
-    if line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        with suppress(ValueError):
-            records = [json.dumps(record).encode() for record in json.loads(line)]
-            return [(f", record {index}", record) for index, record in enumerate(records)]
-    return [("", line)]
 
 
 def _parsed(line: bytes, records: Records) -> dict[str, Any]:

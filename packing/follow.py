@@ -193,25 +193,32 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
         tokens = _tokenize_window(maker, {})
     require_documents(maker.settings, tokens.counts)
     arranged = maker.arrange(tokens, held_out=begins_again or start.number == 0)
-    first = start.first + len(arranged.layouts["train"])
-    return arranged, PartStart(start.number + 1, start.epoch + begins_again, tokens.after, first)
+    after = PartStart(
+        number=start.number + 1,
+        epoch=start.epoch + begins_again,
+        place=tokens.after,
+        first=start.first + len(arranged.layouts["train"]),
+    )
+    return arranged, after
 
 
 def _tokenize_window(maker: PackMaker, place: Place) -> Tokens:
     """Return the tokens from `place` on, up to the size of a part or the end of the source."""
     window = maker.settings.streamed.window
     chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
-    ids = [np.zeros(0, np.uint32)]
-    lengths = [np.zeros(0, np.int64)]
+    results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), place)]
     counts = Counts()
     for result in maker.tokenize(maker.source.chunks(place, chunk_bytes)):
-        ids.append(result.tokens)
-        lengths.append(result.lengths)
+        results.append(result)
         counts += result.counts
-        place = result.after
         if counts.tokens >= window:
             break
-    return Tokens(np.concatenate(ids), np.concatenate(lengths), counts, place)
+    return Tokens(
+        tokens=np.concatenate([result.tokens for result in results]),
+        lengths=np.concatenate([result.lengths for result in results]),
+        counts=counts,
+        after=results[-1].after,
+    )
 
 
 def write_part(

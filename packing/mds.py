@@ -224,9 +224,12 @@ class Shard(Packs):
                 f"{where}: the columns {', '.join(columns)} are not supported: a sample must "
                 "start with a document at a position of 0 or more, and have padding only at its end"
             )
-        lengths = np.bincount(numbers[is_real]).astype(np.int32)
-        trained = None if trained is None else trained & is_real
-        return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
+        return Pack(
+            input_ids=ids.astype(np.uint32, copy=False),
+            lengths=np.bincount(numbers[is_real]).astype(np.int32),
+            first_position=first_position,
+            trained=None if trained is None else trained & is_real,
+        )
 
 
 def read_index(folder: Path) -> list[Shard]:

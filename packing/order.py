@@ -82,11 +82,8 @@ class Mixture:
 
     def epochs(self, place: int) -> dict[str, float]:
         """Map the name of each source to the number of its epochs before `place`."""
-        packs = self.packs_before(place)
-        return {
-            name: int(done) / count
-            for name, done, count in zip(self.names, packs, self.counts, strict=True)
-        }
+        numbers = zip(self.names, self.packs_before(place), self.counts, strict=True)
+        return {name: int(packs) / count for name, packs, count in numbers}
 
     def shares(self, place: int) -> dict[str, float]:
         """Map the name of each source to its share of the tokens before `place`.
@@ -209,9 +206,12 @@ class MixedPacks(JoinedPacks):
 
     def mixture(self) -> Mixture:
         """Return the rule that mixes these sources."""
-        counts = tuple(map(len, self.joined))
-        tokens = tuple(map(_tokens_of, self.joined))
-        return Mixture(tuple(self.parts), counts, tuple(self.weights.values()), tokens)
+        return Mixture(
+            names=tuple(self.parts),
+            counts=tuple(map(len, self.joined)),
+            weights=tuple(self.weights.values()),
+            tokens_per_pack=tuple(map(_tokens_of, self.joined)),
+        )
 
 
 def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:

@@ -155,13 +155,16 @@ def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs
     `pack` has the number of each piece's pack, and `packs` is the number of packs. Pieces of a pack
     keep their order.
     """
-    if np.any(pack[1:] < pack[:-1]):
-        by_pack = np.argsort(pack, kind="stable")
-        pieces = tuple(column[by_pack] for column in pieces)
-    document, start, stop = pieces
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(pack, minlength=packs))])
-    cut_documents = len(np.unique(document[start > 0]))
-    return Layout(length, document, start, stop, offsets, cut_documents)
+    by_pack = np.argsort(pack, kind="stable")
+    document, start, stop = (column[by_pack] for column in pieces)
+    return Layout(
+        length=length,
+        document=document,
+        start=start,
+        stop=stop,
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(pack, minlength=packs))]),
+        cut_documents=len(np.unique(document[start > 0])),
+    )
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -243,7 +246,12 @@ class Arranged:
         """
         self.tokens = tokens
         self.settings = settings
-        self.masked = settings.masks or tokens.counts.trained < tokens.counts.tokens
+        # The packs of chats and labels have masks even if all tokens of this part have a loss.
+        self.masked = (
+            settings.messages is not None
+            or settings.labels is not None
+            or tokens.counts.trained < tokens.counts.tokens
+        )
         lengths = tokens.lengths
         if text_files and len(lengths) == 1 and settings.held_out:
             tail = max(1, round(int(lengths[0]) * settings.held_out))
@@ -279,8 +287,10 @@ class Arranged:
         step = max(1, _PACKS_TOKENS // self.settings.length)
         for first in range(0, len(layout), step):
             last = min(first + step, len(layout))
-            packs = materialise(layout, first, last, tokens, starts, padding, masked=self.masked)
-            writer.add(split, *packs)
+            writer.add(
+                split,
+                *materialise(layout, first, last, tokens, starts, padding, masked=self.masked),
+            )
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of all splits, for the manifest."""

@@ -139,19 +139,17 @@ class PackMaker(AbstractContextManager):
             else:
                 for split in arranged.layouts:
                     arranged.write(writer, split, self.tokenizer.padding)
-                self._write_tokenizer(writer.folder)
+                tokenizer = self.tokenizer.tokenizer.to_str(pretty=True)
+                (writer.folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+                if isinstance(self.records, ChatColumns):
+                    (writer.folder / CHAT_TEMPLATE).write_text(
+                        self.records.template, encoding="utf-8"
+                    )
             return writer.finish(
                 settings=content_settings(self.settings),
                 statistics=statistics,
                 tokenizer=self.tokenizer.describe(),
             )
-
-    def _write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer and, for chats, the chat template to `folder`."""
-        tokenizer = self.tokenizer.tokenizer.to_str(pretty=True)
-        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        if isinstance(self.records, ChatColumns):
-            (folder / CHAT_TEMPLATE).write_text(self.records.template, encoding="utf-8")
 
 
 # ── Worker processes ──────────────────────────────────────────────────────────────────────────────

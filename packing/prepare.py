@@ -75,11 +75,12 @@ def _make_alone(
     `part` has the settings of one source, and `settings` has the whole data section.
     """
     lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
-
-    def wait_for(holder: str) -> None:
-        say(f"waiting for {holder} to prepare the packs", progress)
-
-    with locked(lock, wait_for) as has_locks, ExitStack() as claim:
+    with (
+        locked(
+            lock, lambda holder: say(f"waiting for {holder} to prepare the packs", progress)
+        ) as has_locks,
+        ExitStack() as claim,
+    ):
         if not has_locks:
             _claim(part, claim)
         if holds_packs_of(part):
@@ -225,31 +226,31 @@ class TokenLog(AbstractContextManager):
         """
         self.folder = folder
         self.key = key
-        self.counts = Counts()
-        self.place: Place = {}  # place in the source after the last tokenised record
-        self.complete = False  # True if the end of the source was reached
         self._committed_at = time.monotonic()
         path = folder / _PROGRESS
         remedy = f"remove {folder} to start over"
         progress = load_object(path, remedy) if path.is_file() else {}
-        counts = Counts(**progress.get("counts", {}))
-        if counts.documents:
-            if changes := describe_changes(progress["key"], key):
-                raise InputError(
-                    f"{folder}: the folder has {counts.tokens:,} tokens that were made with other "
-                    f"settings or from other text ({changes}); either restore the earlier "
-                    f"settings and text, set data.packs to another folder, or {remedy}"
-                )
-            self.counts = counts
-            self.place = progress["place"]
-            self.complete = progress["complete"]
+        # Without documents, start over, because the key or the place may be from another source.
+        if not progress.get("counts", {}).get("documents"):
+            progress = {"key": key, "counts": {}, "place": {}, "complete": False}
+        self.counts = Counts(**progress["counts"])
+        self.place: Place = progress["place"]  # place in the source after the last tokenised record
+        self.complete: bool = progress["complete"]  # True if the end of the source was reached
+        if changes := describe_changes(progress["key"], key):
+            raise InputError(
+                f"{folder}: the folder has {self.counts.tokens:,} tokens that were made with other "
+                f"settings or from other text ({changes}); either restore the earlier settings "
+                f"and text, set data.packs to another folder, or {remedy}"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         self._truncate()
 
     def _truncate(self) -> None:
         """Cut off bytes after the counted documents. An interrupted write may have left them."""
-        sizes = {_TOKENS: 4 * self.counts.tokens, _LENGTHS: 8 * self.counts.documents}
-        for name, size in sizes.items():
+        for name, size in (
+            (_TOKENS, 4 * self.counts.tokens),
+            (_LENGTHS, 8 * self.counts.documents),
+        ):
             with open(self.folder / name, "ab") as file:
                 file.truncate(size)
 
@@ -267,13 +268,15 @@ class TokenLog(AbstractContextManager):
         """Flush the appended documents and record the sizes of the files as valid."""
         self._truncate()
         fsync_tree(self.folder)
-        progress = {
-            "key": self.key,
-            "counts": asdict(self.counts),
-            "place": self.place,
-            "complete": self.complete,
-        }
-        write_json(self.folder / _PROGRESS, progress)
+        write_json(
+            self.folder / _PROGRESS,
+            {
+                "key": self.key,
+                "counts": asdict(self.counts),
+                "place": self.place,
+                "complete": self.complete,
+            },
+        )
         self._committed_at = time.monotonic()
 
     def __exit__(self, *exception: object) -> None:
@@ -281,9 +284,11 @@ class TokenLog(AbstractContextManager):
 
     def tokens(self) -> Tokens:
         """Return all documents of the log. Their token ids are memory-mapped."""
-        ids = np.memmap(self.folder / _TOKENS, np.uint32, "r", shape=(self.counts.tokens,))
-        lengths = np.fromfile(self.folder / _LENGTHS, np.int64)
-        return Tokens(ids, lengths, self.counts)
+        return Tokens(
+            tokens=np.memmap(self.folder / _TOKENS, np.uint32, "r", shape=(self.counts.tokens,)),
+            lengths=np.fromfile(self.folder / _LENGTHS, np.int64),
+            counts=self.counts,
+        )
 
 
 def summary(manifest: dict[str, Any]) -> str:

@@ -416,8 +416,10 @@ class TokenColumns(Records):
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
         present = [name for name in self.optional if record.get(name) is not None]
-        names = dict.fromkeys([*self.columns, *present])
-        columns = {name: whole_numbers(name, record[name] or ()) for name in names}
+        columns = {
+            name: whole_numbers(name, record[name] or ())
+            for name in dict.fromkeys([*self.columns, *present])
+        }
         ids = columns.pop(self.columns[0])
         numbers = number_documents(len(ids), columns)
         is_real = numbers >= 0

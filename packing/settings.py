@@ -92,11 +92,6 @@ class SourceSettings(Settings):
     # `labels`, if the source has it. docs/data.md lists other columns that are read.
     labels: str | None = None
 
-    @property
-    def masks(self) -> bool:
-        """True if the source determines which tokens have a loss."""
-        return self.messages is not None or self.labels is not None
-
     def changed(self, names: tuple[str, ...]) -> list[str]:
         """Return the settings in `names` that do not have their default value."""
         return [
@@ -206,8 +201,9 @@ class DataSettings(SourceSettings):
     @property
     def prepares(self) -> bool:
         """True if packs must be prepared before they can be opened."""
-        sources = (self, *(self.sources or ()))
-        return self.validation is not None or any(part.source is not None for part in sources)
+        return self.validation is not None or any(
+            part.source is not None for part in (self, *(self.sources or ()))
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -314,9 +310,8 @@ LAYOUT_KEYS = ("length", "packing", "held_out")
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return `key: before -> now` for each key whose value differs, separated by semicolons."""
-    names = dict.fromkeys([*before, *now])
     return "; ".join(
         f"{name}: {before.get(name)} -> {now.get(name)}"
-        for name in names
+        for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
     )

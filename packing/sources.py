@@ -220,10 +220,9 @@ class FileSource:
     @property
     def identity(self) -> dict[str, Any]:
         """Kind of the files, and a hash of their present paths, sizes and dates."""
-        stats = [path.stat() for path in self.paths]
         listing = [
-            [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-            for path, stat in zip(self.paths, stats, strict=True)
+            [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+            for path in self.paths
         ]
         return {"kind": self.kind, "files": hash_of(listing)}
 
@@ -239,7 +238,6 @@ class FileSource:
         or None for the beginning of the source. A text file is one chunk. The chunk has only the
         path, because a worker reads the file.
         """
-        size = size or CHUNK_BYTES
         begin = begin or {}
         first = begin.get("file", 0)
         for number, path in enumerate(self.paths[first:], first):
@@ -257,15 +255,15 @@ class FileSource:
                 f"{path}: cannot be read",
                 "the file is damaged, not in UTF-8, or not of this format",
             ):
-                for chunk in readers[self.kind](path, size, place):
+                for chunk in readers[self.kind](path, size or CHUNK_BYTES, place):
                     yield replace(chunk, after={"file": number} | chunk.after)
 
     def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`.
 
-        A .json file may also have one array.
+        The file may also have arrays of records.
         """
-        if suffix_of(path) == ".json" and (text := _array_in(path)):
+        if text := _array_in(path):
             yield from self._array_chunks(text, path, size, place)
             return
         at = place.get("at", 0)  # offset in bytes
@@ -302,9 +300,8 @@ class FileSource:
             # strings contain no line breaks.
             lines.append(text[start.start() : at].replace("\n", " "))
             if at - begin >= size or not _RECORD_START.search(text, at):
-                payload = "\n".join(lines).encode()
                 after = {"at": at, "record": number + len(lines)}
-                yield Chunk("array", str(path), number, payload, after)
+                yield Chunk("array", str(path), number, "\n".join(lines).encode(), after)
                 number += len(lines)
                 begin = at
                 lines = []
@@ -330,7 +327,7 @@ class FileSource:
                 )
                 for batch in iter(lambda: list(islice(rows, _ROWS)), [])
             )
-            yield from _batch_chunks(batches, names, str(path), place.get("at", 0), 0, size)
+            yield from _table_chunks(batches, names, str(path), place.get("at", 0), 0, size)
 
     def _parquet_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of rows. Row groups before `place` are not read."""
@@ -344,12 +341,13 @@ class FileSource:
             ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
             first_group = bisect_right(ends, at)
             row = ends[first_group - 1] if first_group else 0
-            # Request the optional columns too. pyarrow ignores names that the file does not have.
-            columns = [*self.records.columns, *self.records.optional]
             batches = file.iter_batches(
-                _ROWS, row_groups=list(groups[first_group:]), columns=columns
+                _ROWS,
+                row_groups=list(groups[first_group:]),
+                # Request the optional columns too. pyarrow ignores names that the file lacks.
+                columns=[*self.records.columns, *self.records.optional],
             )
-            yield from _batch_chunks(batches, names, str(path), at, row, size)
+            yield from _table_chunks(batches, names, str(path), at, row, size)
 
 
 class DatasetSource:
@@ -404,12 +402,14 @@ class DatasetSource:
             for table in data.iter(_ROWS):
                 check_columns(self.name, self.records, table.schema.names)
                 names = names or table.schema.names
-                table = table.select(self._read_columns(table.schema.names))
-                rows = table.slice(row - batch_start)
-                for chunk in _table_chunks(rows, names, self.name, row, size or CHUNK_BYTES):
+                tables = [table.select(self._read_columns(table.schema.names))]
+                for chunk in _table_chunks(
+                    tables, names, self.name, row, batch_start, size or CHUNK_BYTES
+                ):
                     row = chunk.after["at"]
-                    place = {"row": row, "skip": row - batch_start, "state": state}
-                    yield replace(chunk, after=place)
+                    yield replace(
+                        chunk, after={"row": row, "skip": row - batch_start, "state": state}
+                    )
                 batch_start += len(table)
                 state = data.state_dict()
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
@@ -481,17 +481,17 @@ class DatasetSource:
 
 
 def _array_in(path: Path) -> str | None:
-    """Return the text of a file with a JSON array over several lines, or None for other files.
+    """Return the text of a file with JSON arrays instead of lines, or None for other files.
 
-    An array on one line is read like JSONL, because a line may have a list of records.
+    An array may have several lines if the file's suffix is .json.
     """
     with open_stream(path) as stream:
         if not stream.read(2**10).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             return None
     with open_stream(path) as stream:
         text = decoded(stream.read())
-    first_line = text.partition("\n")[0].rstrip()
-    return text if text.rstrip().endswith("]") and not first_line.endswith("]") else None
+    first_end = text if suffix_of(path) == ".json" else text.partition("\n")[0]
+    return text if first_end.rstrip().endswith("]") else None
 
 
 def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
@@ -526,39 +526,35 @@ def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
         ) from None
 
 
-def _batch_chunks(
-    batches: Iterable[pa.RecordBatch], columns: list[str], origin: str, at: int, row: int, size: int
-) -> Iterator[Chunk]:
-    """Yield the rows of `batches` from row `at` on. The first batch starts with row `row`.
-
-    Other arguments are as for `_table_chunks`.
-    """
-    for batch in batches:
-        rows = batch.slice(max(0, at - row))
-        yield from _table_chunks(rows, columns, origin, max(at, row), size)
-        row += len(batch)
-
-
 def _table_chunks(
-    table: pa.RecordBatch | pa.Table, columns: list[str], origin: str, first: int, size: int
+    tables: Iterable[pa.RecordBatch | pa.Table],
+    columns: list[str],
+    origin: str,
+    at: int,
+    row: int,
+    size: int,
 ) -> Iterator[Chunk]:
-    """Yield the rows of a table in chunks of about `size` bytes.
+    """Yield the rows of consecutive `tables` from row `at` on, in chunks of about `size` bytes.
 
-    `columns` are the names of all columns of the source, `origin` is the source's name, and `first`
-    is the number of the table's first row in the source. The place of a chunk (`Chunk.after`) is
-    the number of the next row.
+    `columns` are the names of all columns of the source, `origin` is the source's name, and `row`
+    is the number of the first table's first row in the source. The place of a chunk (`Chunk.after`)
+    is the number of the next row.
     """
-    rows = max(1, len(table) * size // max(table.nbytes, 1))
-    for start in range(0, len(table), rows):
-        piece = table.slice(start, rows)
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, piece.schema) as writer:
-            writer.write(piece)
-        yield Chunk(
-            "table",
-            origin,
-            first + start,
-            sink.getvalue().to_pybytes(),
-            {"at": first + start + len(piece)},
-            tuple(columns),
-        )
+    for table in tables:
+        unread = table.slice(max(0, at - row))
+        row += len(table)
+        rows = max(1, len(unread) * size // max(unread.nbytes, 1))
+        for start in range(0, len(unread), rows):
+            piece = unread.slice(start, rows)
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, piece.schema) as writer:
+                writer.write(piece)
+            first = row - len(unread) + start
+            yield Chunk(
+                "table",
+                origin,
+                first,
+                sink.getvalue().to_pybytes(),
+                {"at": first + len(piece)},
+                tuple(columns),
+            )

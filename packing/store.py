@@ -86,8 +86,9 @@ def _part(
 ) -> DataSettings:
     """Return a copy of `settings` for one source, with a folder for its packs and other changes."""
     values = {key: getattr(source, key) for key in SourceSettings.model_fields}
-    alone = {"sources": None, "validation": None, "packs": packs}
-    return settings.model_copy(update=values | alone | changes)
+    return settings.model_copy(
+        update=values | {"sources": None, "validation": None, "packs": packs} | changes
+    )
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:
@@ -166,8 +167,9 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
     another tokenizer raise InputError, too. Packs that do not record their tokenizer are accepted
     here. Their token ids are checked when batches are made.
     """
-    tokenizer = packs.tokenizer or {}
-    name, size, fingerprint = map(tokenizer.get, ("name", "vocab_size", "fingerprint"))
+    name, size, fingerprint = map(
+        (packs.tokenizer or {}).get, ("name", "vocab_size", "fingerprint")
+    )
     difference = None
     if tokenizer_fingerprint and fingerprint and fingerprint != tokenizer_fingerprint:
         difference = (

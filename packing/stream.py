@@ -166,22 +166,23 @@ class PackerProcess(ExitStack):
         check_disk(settings)
         self._write(position)
         recipe = self._packs / _RECIPE
-        values = {"data": settings.model_dump(mode="json")}
-        replace_file(recipe, yaml.safe_dump(values, allow_unicode=True).encode())
+        text = yaml.safe_dump({"data": settings.model_dump(mode="json")}, allow_unicode=True)
+        replace_file(recipe, text.encode())
         # With Python's option -P, the packer does not import modules of the current folder.
         command = [sys.executable, "-P", "-m", "packing", "follow", str(recipe)]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER
-        }
         search_path = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
         with open(self._packs / LOG, "wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env={
+                    name: value
+                    for name, value in environment.items()
+                    if name not in _OF_THE_LAUNCHER
+                },
                 # The run handles Ctrl-C and stops the packer. So the packer must not receive it.
                 start_new_session=True,
             )
@@ -250,9 +251,11 @@ class SourceStream:
         `record` has the start and the fingerprint of a part. Checkpoints store the record. If the
         part is made again for a resumed run, its fingerprint must equal the one in the record.
         """
-        first = {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         with self._lock:
-            self.record: dict[str, Any] = record or first
+            self.record: dict[str, Any] = record or {
+                "start": asdict(PartStart()),
+                "fingerprint": self.sample.fingerprint,
+            }
             self._parts: list[Part] = []  # all open parts, in the order of their numbers
 
     def part_of(self, place: int, wait: Callable[[], None]) -> Part:
@@ -287,8 +290,10 @@ class SourceStream:
         with self._lock:
             for part in self._parts:
                 if part.start.first < place:
-                    fingerprint = part.packs.fingerprint
-                    self.record = {"start": asdict(part.start), "fingerprint": fingerprint}
+                    self.record = {
+                        "start": asdict(part.start),
+                        "fingerprint": part.packs.fingerprint,
+                    }
             self._parts = [part for part in self._parts if part.after.first >= place]
 
 
@@ -377,8 +382,10 @@ class StreamedPacks(Packs):
         dict of PartStart. `ends` maps each source to the place after the last pack that the current
         step reads from this source.
         """
-        starts = {name: record["start"] for name, record in self.record.items()}
-        return {"starts": starts, "ends": dict(self._ends)}
+        return {
+            "starts": {name: record["start"] for name, record in self.record.items()},
+            "ends": dict(self._ends),
+        }
 
     def publish(self, *, waits: bool = False) -> None:
         """Pass the position to the packer. `waits` is True if the run waits for a part."""

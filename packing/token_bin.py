@@ -67,8 +67,7 @@ class TokenBin(Packs):
         ends = np.zeros(0, np.int64)
         if self.end_token is not None:
             ends = np.flatnonzero(tokens == self.end_token) + 1
-        lengths = np.diff(np.union1d(ends, len(tokens)), prepend=0)
-        return Pack(ids, lengths.astype(np.int32))
+        return Pack(ids, np.diff(np.union1d(ends, len(tokens)), prepend=0).astype(np.int32))
 
 
 def _dtype_of(path: Path) -> str:

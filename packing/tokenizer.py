@@ -18,7 +18,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from foundation.errors import InputError
 from foundation.files import CACHE, replace_file
-from foundation.reading import load_object, one_line
+from foundation.reading import as_input_error, load_object, one_line
 from packing.settings import refuse_near_name, split_revision
 
 REMEDY = (
@@ -132,16 +132,13 @@ def load_tokenizer(name: str) -> TextTokenizer:
             f"{_CONVERT.format(name)}, or {REMEDY}"
         )
     config = find_file(name, "tokenizer_config.json")
-    try:
+    # The library raises a plain Exception for a file that it cannot use.
+    with as_input_error(
+        (Exception,),
+        f"data.tokenizer: {file}: the tokenizer cannot be read",
+        f"{_CONVERT.format(file.parent)}, or {REMEDY}",
+    ):
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        # The library raises a plain Exception for a file that it cannot use.
-        raise InputError(
-            f"data.tokenizer: {file}: the tokenizer cannot be read: {one_line(error)}; "
-            f"{_CONVERT.format(file.parent)}, or {REMEDY}"
-        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     values = load_object(config, REMEDY) if config else None
@@ -215,9 +212,12 @@ def train_tokenizer(
     text, the tokenizer may have fewer tokens than `vocabulary`.
     """
     tokenizer = ByteLevelBPETokenizer()
-    special_tokens = [END_OF_TEXT, *special]
     tokenizer.train_from_iterator(
-        texts, vocabulary, min_frequency=0, special_tokens=special_tokens, show_progress=False
+        texts,
+        vocabulary,
+        min_frequency=0,
+        special_tokens=[END_OF_TEXT, *special],
+        show_progress=False,
     )
     return Tokenizer.from_str(tokenizer.to_str())
 

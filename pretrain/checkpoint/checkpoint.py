@@ -303,8 +303,10 @@ class Checkpoints:
         if self.before is not None:
             early = [step_of(path) for path in candidates if step_of(path) <= self.before]
             kept_steps.update(early[:1])
-        old = [path for path in candidates[self.keep :] if step_of(path) not in kept_steps]
-        on_disk.remove(self.folder, old)
+        on_disk.remove(
+            self.folder,
+            [path for path in candidates[self.keep :] if step_of(path) not in kept_steps],
+        )
 
     def abandon_newer(self, step: int) -> None:
         """Rename all checkpoints after step `step`. Call this if a run continues from `step`.
@@ -334,10 +336,11 @@ class Checkpoints:
         self.wait()
         # All ranks use the list of the first rank, because a network disk may show different
         # checkpoints to different machines.
-        steps, *_ = from_all_ranks([step_of(path) for path in step_folders(self.folder)])
+        saved_steps = map(step_of, step_folders(self.folder))
+        steps, *_ = from_all_ranks(
+            [step for step in saved_steps if before is None or step < before]
+        )
         for step in steps:
-            if before is not None and step >= before:
-                continue
             path = step_folder(self.folder, step)
             problems = self._verify(path)
             if not problems:
@@ -440,8 +443,7 @@ class Staging:
     times as long as a copy. If the tensors are on a GPU, the memory is pinned.
     """
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    _memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
         """Copy the tensors to host memory, wait for the device, and return the copies.
@@ -619,9 +621,10 @@ def require_shared(folder: Path) -> None:
         token.touch()
     from_all_ranks(None)  # all ranks wait until the first rank has created the token
     # `listdir` is used because it refreshes the cache of a network disk.
-    while not (is_visible := folder.is_dir() and token.name in os.listdir(folder)):
-        if time.monotonic() >= deadline:
-            break
+    while (
+        not (is_visible := folder.is_dir() and token.name in os.listdir(folder))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     hosts_without_folder = from_all_ranks(None if is_visible else socket.gethostname())
     if is_first:

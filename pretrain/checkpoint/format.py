@@ -137,12 +137,12 @@ def complete(final: Path, manifest: Manifest, state: bytes) -> None:
         state: Content of the file of the state, as JSON.
     """
     partial = partial_folder(final)
-    state_record = FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()})
     write_file(partial / STATE, state)
+    state_record = FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()})
     with_state = replace(manifest, files=[*manifest.files, state_record])
     content = {"format": FORMAT, **asdict(with_state)}
-    signed = {**content, "sha256": hash_of(content)}
-    write_file(partial / MANIFEST, json.dumps(signed, indent=1).encode())
+    content["sha256"] = hash_of(content)
+    write_file(partial / MANIFEST, json.dumps(content, indent=1).encode())
     fsync(partial)
     if final.exists():
         set_aside(final)
@@ -156,8 +156,7 @@ def set_aside(folder: Path) -> Path:
     If another folder has the new path, that folder is deleted first.
     """
     aside = folder.with_name(f"{ABANDONED_STEP}{folder.name}")
-    if aside.exists():
-        shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
     os.rename(folder, aside)
     return aside
 
@@ -432,14 +431,21 @@ def _overlap(
     Return two tuples with one slice per dimension. The first tuple selects the common values in
     `piece`, the second one in `block`. Return None if the blocks have no common values.
     """
-    in_piece = []
-    in_block = []
     dimensions = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
-    for piece_start, piece_size, block_start, block_size in dimensions:
-        start = max(piece_start, block_start)
-        stop = min(piece_start + piece_size, block_start + block_size)
-        if start >= stop:
-            return None
-        in_piece.append(slice(start - piece_start, stop - piece_start))
-        in_block.append(slice(start - block_start, stop - block_start))
-    return tuple(in_piece), tuple(in_block)
+    # Indices in the full tensor, for each dimension.
+    common = [
+        range(
+            max(piece_start, block_start), min(piece_start + piece_size, block_start + block_size)
+        )
+        for piece_start, piece_size, block_start, block_size in dimensions
+    ]
+    if not all(common):  # a range is empty
+        return None
+
+    def relative_to(offset: tuple[int, ...]) -> tuple[slice, ...]:
+        return tuple(
+            slice(indices.start - first, indices.stop - first)
+            for indices, first in zip(common, offset, strict=True)
+        )
+
+    return relative_to(piece.offset), relative_to(block.offset)

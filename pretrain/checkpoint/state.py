@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_64_BITS = 2**64 - 1
+import numpy as np
 
 
 @dataclass
@@ -91,8 +91,9 @@ def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     # Convert `current` to JSON and back, like `saved`. JSON turns tuples into lists.
     current = ADDED_SETTINGS | json.loads(json.dumps(current))
     saved = {**ADDED_SETTINGS, **saved}
-    keys = sorted(saved.keys() | current.keys())
-    return [key for key in keys if saved.get(key) != current.get(key)]
+    return [
+        key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
+    ]
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -104,15 +105,14 @@ def step_seed(seed: int, step: int, rank: int) -> int:
         rank: Rank of the process.
 
     Similar arguments give unrelated seeds. The three numbers are combined by the generator
-    splitmix64, with the constants of Vigna's C code.
+    splitmix64.
     """
-    state = 0
+    from packing.order import splitmix64  # imported here, so that reports do not import pyarrow
+
+    state = np.zeros(1, np.uint64)
     for part in (seed, step, rank):
-        state = (state + part + 0x9E3779B97F4A7C15) & _64_BITS
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _64_BITS
-        state ^= state >> 31
-    return state
+        state = splitmix64(state + np.uint64(part % 2**64))
+    return int(state[0])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -117,8 +117,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         steps = steps_of(recipe.train, batch.tokens, 0, data.length)
         schedule.check(recipe.schedule, steps)
         last_steps([until for until, _ in phases_of(recipe.precision)], steps)
-    stream = data.stream
-    if stream:
+    if stream := data.stream:
         _require(
             recipe.train.epochs is None,
             f"`train.epochs: {recipe.train.epochs}` counts packs, but the number of packs of "

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from foundation import units
-from foundation.units import GIB
 from packing.order import Mixture
 from pretrain.metrics.flops import TRAINED, ModelFlops
 from pretrain.metrics.peaks import peak
@@ -268,8 +267,7 @@ class Plan:
     @property
     def host_memory(self) -> int:
         """Return the bytes of pinned host memory that each device needs (`optimizer.offload`)."""
-        parts = optimizer_state(self.recipe, self.flops, self.devices, on_host=True)
-        return sum(parts.values())
+        return sum(optimizer_state(self.recipe, self.flops, self.devices, on_host=True).values())
 
     @property
     def checkpoints_at_once(self) -> int:
@@ -299,8 +297,8 @@ class Plan:
         """Return warnings about settings that are allowed but may be a mistake."""
         recipe = self.recipe
         batch = recipe.batch
-        needed = self.takes(self.expected_microbatch) / GIB
-        available = (self.devices.memory or math.inf) / GIB
+        needed = self.takes(self.expected_microbatch) / units.GIB
+        available = (self.devices.memory or math.inf) / units.GIB
         # Map each warning to a value that is true if the warning applies.
         warnings = {
             f"a device needs about {units.memory(needed)}, which may not fit into its memory of "

@@ -139,8 +139,7 @@ def horizon_lines(plan: Plan) -> list[str]:
         for span in plan.schedule.spans
         if plan.schedule.changes
     ]
-    stream = plan.recipe.data.stream
-    if stream:
+    if stream := plan.recipe.data.stream:
         lines.append(
             f"packed during training: {units.count(stream.window)} tokens at a time, at most "
             f"{stream.disk_gb:g} GB on disk"

@@ -159,8 +159,9 @@ def branch_checkpoint(recipe: Recipe) -> Path | None:
 def _path_fields(recipe: Recipe) -> dict[str, Any]:
     """Map each dotted key that a path may contain in braces to the value of its setting."""
     fields = flatten(resolved(recipe)) | {"precision": label(recipe.precision, in_a_path=True)}
-    paths = ("run_dir", "train.begin_with")
-    return {key: value for key, value in fields.items() if key not in paths}
+    return {
+        key: value for key, value in fields.items() if key not in ("run_dir", "train.begin_with")
+    }
 
 
 def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
@@ -234,8 +235,11 @@ def settings_without(recipe: Recipe, excluded: tuple[str, ...]) -> dict[str, Any
     """
     if not is_quantized(recipe.precision):
         excluded = (*excluded, "fp8_config.")
-    settings = flatten(resolved(recipe))
-    return {key: value for key, value in settings.items() if not key.startswith(excluded)}
+    return {
+        key: value
+        for key, value in flatten(resolved(recipe)).items()
+        if not key.startswith(excluded)
+    }
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -288,8 +288,9 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
         for key, default in _ACCELERATE_DEFAULTS.items()
         if values.get(key) == default and key not in precision.options
     }
-    chosen = config.model_dump(exclude_unset=True, exclude={"recipe", *ignored})
-    settings = LowPrecisionSettings.model_validate(chosen)
+    settings = LowPrecisionSettings.model_validate(
+        config.model_dump(exclude_unset=True, exclude={"recipe", *ignored})
+    )
     _check_options(settings, precision, f"`recipe: {precision.name}`", f"{_ORIGIN}: ")
     return precision, settings
 
