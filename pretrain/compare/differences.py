@@ -199,11 +199,6 @@ class SeedDifference:
         """Return the mean of the differences over all seeds."""
         return statistics.fmean(self.by_seed.values())
 
-    @property
-    def sum_of_squares(self) -> float:
-        """Return the sum of the squared deviations of the differences from their mean."""
-        return math.fsum((value - self.mean) ** 2 for value in self.by_seed.values())
-
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
         """Return the half-width of the mean's confidence interval by Student's t.
 
@@ -212,7 +207,7 @@ class SeedDifference:
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
             return None
-        error = math.sqrt(self.sum_of_squares / (number - 1) / number)
+        error = statistics.stdev(self.by_seed.values()) / math.sqrt(number)
         return t_quantile(number - 1, confidence) * error
 
     def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str:
@@ -260,7 +255,8 @@ class SeedDifference:
         bound = (math.sqrt(spread) / error) ** (2 / number)
         if bound >= spread:
             return None
-        return math.sqrt(self.sum_of_squares * (bound - 1) / (number * (1 - bound / spread)))
+        sum_of_squares = (number - 1) * statistics.variance(self.by_seed.values())
+        return math.sqrt(sum_of_squares * (bound - 1) / (number * (1 - bound / spread)))
 
     def anytime_verdict(self, margin: float, error: float) -> str:
         """Return a verdict that stays valid if seeds are added one by one.
