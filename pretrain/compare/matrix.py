@@ -9,7 +9,6 @@ Exit status: 0 if all cells are finished, 1 if a cell failed, 2 for invalid inpu
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import shlex
 from collections.abc import Sequence
@@ -47,18 +46,16 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
     entries = []
     for cell in cells:
         if run := cell.record():
-            run_class = (not cell.is_finished(), "held_out_loss" not in run.summary)
+            run_class = (not run.is_finished, "held_out_loss" not in run.summary)
             training_loss = run.summary.get(LOSS_KEY, math.inf)
             entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
     # Map the path of each run to its rank: its class and the lowest loss of the runs of that rank.
     ranks = {}
-    rank_class: Any = None
-    lowest_loss = 0.0
+    rank: Any = (None, 0.0)
     for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):
-        if run_class != rank_class or loss - lowest_loss > TOLERANCE:
-            rank_class = run_class
-            lowest_loss = loss
-        ranks[run.path] = (rank_class, lowest_loss)
+        if run_class != rank[0] or loss - rank[1] > TOLERANCE:
+            rank = (run_class, loss)
+        ranks[run.path] = rank
     return sorted((run for *_, run in entries), key=lambda run: ranks[run.path])
 
 
@@ -146,8 +143,7 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     # The lock of the matrix folder prevents two commands from starting the same runs. With
     # `--cell`, the matrix folder is not locked, so that several jobs can run one cell each. Every
     # run also locks its run folder.
-    lock = contextlib.nullcontext() if single else RunFolder(matrix.folder)
-    with lock, StopRequest(passed_on=True) as stop:
+    with RunFolder(matrix.folder, owner=not single), StopRequest(passed_on=True) as stop:
         if not single:
             check_replaceable(page_of(matrix), f"{matrix.path}: report")
             finished = sum(cell.is_finished() for cell in cells)

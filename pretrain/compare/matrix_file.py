@@ -206,8 +206,8 @@ class Cell:
 
     def is_finished(self) -> bool:
         """Return True if the run folder contains a finished run with the cell's settings."""
-        is_current = self.mark.is_file() and not self.differences
-        return is_current and read_finished(self.run_dir) is not None
+        run = self.record()
+        return run is not None and run.is_finished
 
     def check_folder(self) -> None:
         """Raise InputError if the run folder contains a finished run with other settings.
@@ -327,14 +327,13 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             f"set `gpus` to {processes} or more"
         )
     combinations = _combinations(settings)
-    overridden = dict(parse_overrides(overrides))
-    for key in itertools.chain.from_iterable(values for values, _ in combinations):
-        if key in overridden:
-            raise InputError(
-                f"{path}: the cells differ in `{key}`, so `{key}` cannot be overridden on the "
-                f"command line; to run only the cells with one value, use `--only {key}=VALUE`; to "
-                "run the cells with several values, repeat this option"
-            )
+    varied = {key for values, _ in combinations for key in values}
+    for key in sorted(varied & dict(parse_overrides(overrides)).keys()):
+        raise InputError(
+            f"{path}: the cells differ in `{key}`, so `{key}` cannot be overridden on the "
+            f"command line; to run only the cells with one value, use `--only {key}=VALUE`; to "
+            "run the cells with several values, repeat this option"
+        )
     environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     cells: list[Cell] = []

@@ -110,7 +110,7 @@ class StartedCell:
         `stop_requested` is true if a signal has stopped the matrix.
         """
         run = self.cell.record()
-        if self.cell.is_finished():
+        if run and run.is_finished:
             status = "finished"
         elif run and "halted" in run.summary:
             status = "halted"

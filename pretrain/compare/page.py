@@ -317,7 +317,7 @@ def losses_beside_normal(compared: ComparedRun) -> str:
     measured = [step for step in compared.run.steps[1:] if "fp8/underflow" in step]
     quantized = [
         precision
-        for precision in map(PRECISIONS.get, _audits_of(compared.run))
+        for precision in map(PRECISIONS.get, compared.run.audits)
         if isinstance(precision, QuantizedPrecision)
     ]
     if not measured or not quantized:
@@ -407,7 +407,7 @@ def audit_of(run: RunRecord) -> list[str]:
     excludes the LM head)". The engine is in the first parentheses.
     """
     lines = []
-    for name, audit in _audits_of(run).items():
+    for name, audit in run.audits.items():
         numbers = Counter(map(_effective, audit.get("products", [])))
         linears = ", ".join(
             f"{plural(number, 'linear')} in {effective}"
@@ -416,12 +416,6 @@ def audit_of(run: RunRecord) -> list[str]:
         engine = audit.get("computed_by", audit.get("backend"))
         lines.append(f"{name} ({engine}): {linears}")
     return lines
-
-
-def _audits_of(run: RunRecord) -> dict[str, Any]:
-    """Map the name of each precision of a run to its audit. The order is that of the phases."""
-    only_precision = {run.audit.get("effective", run.precision): run.audit}
-    return run.audit.get("precisions", only_precision)
 
 
 def _effective(product: Mapping[str, Any]) -> str:

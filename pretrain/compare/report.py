@@ -24,7 +24,7 @@ from pretrain.compare.fairness import check_comparable
 from pretrain.compare.output_files import check_replaceable
 from pretrain.compare.page import render
 from pretrain.compare.seed_groups import SeedComparison, grouped
-from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, read_run
+from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,10 @@ def watch(options: argparse.Namespace) -> Report | None:
         while True:
             with suppress(NoStepYet):
                 report = _report_on(options)
-                if all(map(_has_ended, report.comparison.runs)):
+                # A killed run never ends, because its files look like those of a running run.
+                if all(
+                    run.is_finished or "halted" in run.summary for run in report.comparison.runs
+                ):
                     break
                 report.write(options.out, every=options.watch)
             time.sleep(options.watch)
@@ -254,14 +257,6 @@ def watch(options: argparse.Namespace) -> Report | None:
         report.write(options.out)
         print(f"{report.answer}\n\nPage: {options.out}")
     return report
-
-
-def _has_ended(run: RunRecord) -> bool:
-    """Return True if a run is halted or finished.
-
-    Return False for a killed run too, because its files look like the files of a running run.
-    """
-    return "halted" in run.summary or read_finished(run.path) is not None
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -213,10 +213,9 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
 
     This is the case if the cell is finished, or if it is a candidate that was halted.
     """
-    if cell.is_finished():
-        return True
     run = cell.record()
-    return cell is not matrix.baseline and run is not None and "halted" in run.summary
+    may_halt = cell is not matrix.baseline
+    return run is not None and (run.is_finished or (may_halt and "halted" in run.summary))
 
 
 def check_gpu_is_free(matrix: Matrix) -> None:
