@@ -15,7 +15,7 @@ import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -112,18 +112,17 @@ def audit_products(
             "module": type(module).__name__,
             "requested": decision.requested,
             "effective": ran_low.get(name) or _multiplied(observed, all_three=is_member),
-            "products": {},
-            "backend": "torch",
+            "products": {
+                product.gemm: f"{product.left} x {product.right}"
+                for product in observed
+                if name in low
+            },
+            "backend": active.backend if name in low else "torch",
             "stored": dtype_name(weight.dtype),
             "reason": decision.reason,
         }
         if packed.fused and name in packed.fused.members:
             entry["module"] = f"fused {entry['module']}"
-        if name in low:
-            entry["products"] = {
-                product.gemm: f"{product.left} x {product.right}" for product in observed
-            }
-            entry["backend"] = active.backend
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in in_routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
@@ -169,16 +168,14 @@ def _watching_forwards(
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in modules.items():
         names[module].append(name)
-    replaced = {module: vars(module)["forward"] for module in names if "forward" in vars(module)}
-    for module, of_module in names.items():
-        module.forward = observer.during(of_module, "forward")(module.forward)
-    try:
+    with ExitStack() as undo:
+        for module, of_module in names.items():
+            if "forward" in vars(module):
+                undo.callback(setattr, module, "forward", module.forward)
+            else:
+                undo.callback(delattr, module, "forward")
+            module.forward = observer.during(of_module, "forward")(module.forward)
         yield
-    finally:
-        for module in names:
-            del module.forward
-            if module in replaced:
-                module.forward = replaced[module]
 
 
 # ── In training ───────────────────────────────────────────────────────────────────────────────────

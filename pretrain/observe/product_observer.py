@@ -41,8 +41,10 @@ from pretrain.precision.settings import ActivePrecision
 # Map torch's operations to the positions of the two factors in their arguments. The first argument
 # of addmm is not a factor: the product is added to it, and it may be an FP32 sum.
 _aten = torch.ops.aten
-FACTORS = dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2))
-FACTORS |= dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3))
+FACTORS = {
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2)),
+    **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3)),
+}
 
 # The largest number of values of an operand that are examined. They are sampled in whole blocks.
 SAMPLED_VALUES = 2**15
