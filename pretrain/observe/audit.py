@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
-from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.observed import OPERANDS, dtype_name
@@ -364,7 +363,7 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     For an emulated operand, the observer takes the kind from the settings instead of the data. So
     `ProductObserver` also examines whether the blocks of the data fit this kind.
     """
-    precision = cast(QuantizedPrecision, active.precision)
+    precision = active.quantized_precision
     return [product.left, product.right] == [
         precision.operand_kind(active.settings, role, product.gemm)
         for role in OPERANDS[product.gemm]
