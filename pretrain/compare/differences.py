@@ -144,14 +144,6 @@ class Gap:
         widened = half_width(differences, 1 - (1 - CONFIDENCE) / comparisons)
         return cls(mean, half_width(differences), widened, steps)
 
-    @property
-    def upper(self) -> float:
-        """Return the upper end of the interval at CONFIDENCE.
-
-        If there is no interval, return the mean.
-        """
-        return self.mean + (self.half_width or 0.0)
-
     def verdict(self, tolerance: float) -> str:
         """Return the position of the mean's interval relative to ± `tolerance`, in nats per token.
 

@@ -190,8 +190,9 @@ class Cell:
             return {}
         current = self.settings
         recorded = json.loads(self.mark.read_bytes())["settings"]
-        changed = changed_keys(recorded, current)
-        return {key: (current.get(key), recorded.get(key)) for key in changed}
+        return {
+            key: (current.get(key), recorded.get(key)) for key in changed_keys(recorded, current)
+        }
 
     def record(self) -> RunRecord | None:
         """Return the record of the run in the run folder.

@@ -295,18 +295,19 @@ def launcher_of(matrix: Matrix) -> list[str]:
     `--quiet` suppresses the traceback that Accelerate prints after the training's own error
     message.
     """
-    launch = [
+    # If the matrix file does not set `processes`, Accelerate determines the number of processes.
+    number = ["--num_processes", str(matrix.processes)] if matrix.settings.processes else []
+    return [
         sys.executable,
         "-m",
         "accelerate.commands.launch",
         "--quiet",
         "--config_file",
         str(matrix.settings.accelerate),
+        *number,
+        os.path.relpath(LAUNCHER),
+        str(matrix.settings.recipe),
     ]
-    # If the matrix file does not set `processes`, Accelerate determines the number of processes.
-    if matrix.settings.processes is not None:
-        launch += ["--num_processes", str(matrix.processes)]
-    return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe)]
 
 
 def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:

@@ -140,8 +140,8 @@ def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> s
             f"{compared.label} is not finished: it has "
             f"{plural(compared.run.summary['steps'], 'step')}"
         )
-    # If there are too few steps for an interval, `upper` is the mean difference.
-    if gap.upper <= tolerance:
+    # If there are too few steps for an interval, compare the mean difference.
+    if gap.mean + (gap.half_width or 0.0) <= tolerance:
         return None
     half = "" if gap.half_width is None else f" ± {gap.half_width:.5f}"
     return (

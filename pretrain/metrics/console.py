@@ -66,8 +66,7 @@ class Console:
             show: True to print a line. A step without a line is still part of the means in the next
                 line, and of the estimate of the time left.
         """
-        if self._first_end is None:
-            self._first_end = (record["step"], time.monotonic())
+        self._first_end = self._first_end or (record["step"], time.monotonic())
         self._since_line.append(record)
         if show:
             self.notice("   ".join(self._figures(record)))

@@ -120,14 +120,14 @@ class HealthState:
     switched_after: int | None = None
 
 
+@dataclass
 class Health:
     """Health checks of one run. Call `check` once per step, before the optimizer's update."""
 
-    def __init__(self, settings: HealthSettings) -> None:
-        self.settings = settings
-        self.state = HealthState()
-        # Names of the warnings that this process has already given.
-        self._warned: set[str] = set()
+    settings: HealthSettings
+    state: HealthState = field(default_factory=HealthState)
+    # Names of the warnings that this process has already given.
+    _warned: set[str] = field(default_factory=set)
 
     @property
     def may_skip(self) -> bool:
