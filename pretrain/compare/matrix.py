@@ -13,7 +13,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
@@ -22,7 +21,7 @@ from foundation.units import duration, markdown, or_dash
 from pretrain.compare.comparison import TOLERANCE
 from pretrain.compare.matrix_file import Cell, Matrix, key_of, load_matrix
 from pretrain.compare.matrix_run import command_of, report_stop, run_all, say
-from pretrain.compare.output_files import check_replaceable
+from pretrain.compare.page import check_replaceable
 from pretrain.compare.report import Report
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
@@ -51,7 +50,7 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
             entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
     # Map the path of each run to its rank: its class and the lowest loss of the runs of that rank.
     ranks = {}
-    rank: Any = (None, 0.0)
+    rank: tuple[object, float] = (None, 0.0)
     for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):
         if run_class != rank[0] or loss - rank[1] > TOLERANCE:
             rank = (run_class, loss)
@@ -74,13 +73,13 @@ def write_report(matrix: Matrix) -> str:
     # If the baseline is not finished, use a finished cell that differs from it only in the seed. If
     # there is no such cell, use the first finished cell.
     baseline = matrix.baseline if matrix.baseline in finished else (like_baseline or finished)[0]
-    folders = {cell.run_dir for cell in finished}
-    runs = [run for run in ranked(matrix.cells) if run.path in folders or "halted" in run.summary]
+    runs = [run for run in ranked(matrix.cells) if run.is_finished or "halted" in run.summary]
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
-    vary.add("data.fingerprint")
-    report = Report.over(sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary])
+    report = Report.over(
+        sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary, "data.fingerprint"]
+    )
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foundation.errors import InputError
 from foundation.units import or_dash, percent, plural
 from pretrain.compare.columns import as_text, differences_of, figures_of
 from pretrain.compare.comparison import ComparedRun, RunComparison, machine_of
 from pretrain.compare.fairness import distinguishing_keys
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
-from pretrain.compare.output_files import WRITTEN_BY
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord, read_lines
@@ -34,6 +34,8 @@ from pretrain.settings.config import flatten
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+# Text that identifies a page of this program. Every page contains it.
+WRITTEN_BY = "written by python -m pretrain"
 # Folder of the template, the styles and the script.
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
@@ -92,6 +94,22 @@ Curve = tuple[np.ndarray, np.ndarray]
 # heat map is a dict with the names of its rows (`layers`), the step numbers of its columns
 # (`steps`), and the array `values` [layer, step].
 HeatMaps = dict[tuple[str, str], dict[str, Any]]
+
+
+def check_replaceable(path: Path, named: str = "--out") -> None:
+    """Raise InputError unless `path` may be overwritten by a page.
+
+    A path may be overwritten if it does not exist, if it is an empty file, or if it is a file that
+    contains WRITTEN_BY. The message begins with `named`, the option that sets `path`.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes() if path.is_file() else b"a folder"
+    if content and WRITTEN_BY.encode() not in content:
+        raise InputError(
+            f"{named} {path}: this path exists and was not written by this program; either move it "
+            "away, or choose another path"
+        )
 
 
 def render(

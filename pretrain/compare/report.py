@@ -21,8 +21,7 @@ from pretrain.compare.columns import differences_of, figures_of, meanings, signe
 from pretrain.compare.comparison import TOLERANCE, ComparedRun, RunComparison
 from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
 from pretrain.compare.fairness import check_comparable
-from pretrain.compare.output_files import check_replaceable
-from pretrain.compare.page import render
+from pretrain.compare.page import check_replaceable, render
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
 
@@ -77,8 +76,10 @@ class Report:
         compared_runs = self.comparison.compared_runs
         if self.seeds:
             columns = self.seeds.columns()
-            parts.append(table_of(columns, self.seeds.results))
-            parts.append(_bullets([*meanings(columns), *self.seeds.notes()]))
+            parts += [
+                table_of(columns, self.seeds.results),
+                _bullets([*meanings(columns), *self.seeds.notes()]),
+            ]
             if paired := [group for group in self.seeds.compared if group.difference]:
                 parts.append(table_of(self.seeds.columns_by_seed(), paired))
         parts.append(table_of(figures_of(self.comparison), compared_runs))
