@@ -102,13 +102,14 @@ def audit_products(
     ran_low = _effective_in(active, observer, low)
     routers = packed.routing.routers if packed.routing else ()
     in_routers = {module for router in routers for module in router.modules()}
+    fused = packed.fused.members if packed.fused else {}
     entries = []
     for name, (module, weight, is_member) in matrices.items():
         observed = observer.products.get(name, ())
         decision = decisions.get(name, Decision(active.precision.name))
         entry: Entry = {
             "name": name,
-            "module": type(module).__name__,
+            "module": f"{'fused ' if name in fused else ''}{type(module).__name__}",
             "requested": decision.requested,
             "effective": ran_low.get(name) or _multiplied(observed, all_three=is_member),
             "products": {
@@ -120,8 +121,6 @@ def audit_products(
             "stored": dtype_name(weight.dtype),
             "reason": decision.reason,
         }
-        if packed.fused and name in packed.fused.members:
-            entry["module"] = f"fused {entry['module']}"
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in in_routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
@@ -224,10 +223,8 @@ class ProductAudit(Observer):
             observer.observing(),
         ):
             yield
-        effective = _effective_in(current.active, observer, low).values()
-        entries = [
-            entry | {"effective": text} for entry, text in zip(low.values(), effective, strict=True)
-        ]
+        effective = _effective_in(current.active, observer, low)
+        entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
         _require_requested(entries, current.active, f" in step {step.number}")
         if step.is_new:
             current.audit["confirmed_in_step"] = step.number

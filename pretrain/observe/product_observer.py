@@ -389,8 +389,7 @@ class ProductObserver(ProductWatcher):
         grid: The number format of the codes.
         bad: The number of bad blocks that the caller has found.
         """
-        precision = self._active.quantized_precision
-        scaling = precision.scaling(self._active.settings, role)
+        scaling = self._active.quantized_precision.scaling(self._active.settings, role)
         is_fp8 = matrix.dtype.itemsize == 1
         data = matrix.view(torch.uint8) if is_fp8 else matrix
         sampled, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))
