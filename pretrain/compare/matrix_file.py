@@ -341,8 +341,9 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
     for values, cell_settings in combinations:
         name = _name_of(values)
         try:
-            arguments = [*common, *as_overrides(cell_settings)]
-            cell = _make_cell(settings, environment, name, values, arguments)
+            cell = _make_cell(
+                settings, environment, name, values, [*common, *as_overrides(cell_settings)]
+            )
             # Check that the keys in braces in `train.begin_with` exist.
             branch_checkpoint(cell.recipe)
             check_launch(cell.recipe, processes)
@@ -419,9 +420,8 @@ def _make_cell(
         )
     run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
     last = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
-    arguments = tuple(last.values())
-    recipe = with_precision(load_recipe(settings.recipe, arguments), dict(environment))
-    return Cell(name, values, arguments, recipe, Path(run_dir))
+    recipe = with_precision(load_recipe(settings.recipe, [*last.values()]), dict(environment))
+    return Cell(name, values, tuple(last.values()), recipe, Path(run_dir))
 
 
 def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:

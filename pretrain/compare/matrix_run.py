@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -175,11 +174,10 @@ def wait_for_earlier_start(cells: Sequence[Cell], stop: StopRequest) -> None:
     Return at once if this process receives a signal.
     """
     # A training process locks its log.
-    training = partial(is_locked, without_locks=False)
-    names = [cell.name for cell in cells if training(cell.log)]
+    names = [cell.name for cell in cells if is_locked(cell.log, without_locks=False)]
     if names:
         say(f"waiting for processes that an earlier start has left: {', '.join(names)}")
-    while any(training(cell.log) for cell in cells) and not stop.requested:
+    while any(is_locked(cell.log, without_locks=False) for cell in cells) and not stop.requested:
         time.sleep(POLL_SECONDS)
 
 

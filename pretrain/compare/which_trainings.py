@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,7 +194,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cel
         for outcome in run_all(matrix, cells, stop):
             cell = outcome.cell
             if stop.requested:
-                sys.exit(report_stop(stop.requested))
+                raise SystemExit(report_stop(stop.requested))
             is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
             if not outcome.is_finished and not is_allowed:
                 raise InputError(
