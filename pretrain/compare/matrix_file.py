@@ -335,14 +335,13 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             f"command line; to run only the cells with one value, use `--only {key}=VALUE`; to "
             "run the cells with several values, repeat this option"
         )
-    environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     cells: list[Cell] = []
     for values, cell_settings in combinations:
         name = _name_of(values)
         try:
             cell = _make_cell(
-                settings, environment, name, values, [*common, *as_overrides(cell_settings)]
+                settings, accelerate, name, values, [*common, *as_overrides(cell_settings)]
             )
             # Check that the keys in braces in `train.begin_with` exist.
             branch_checkpoint(cell.recipe)
@@ -396,7 +395,7 @@ def _precision_environment(accelerate: Values) -> dict[str, str]:
 
 def _make_cell(
     settings: MatrixSettings,
-    environment: Mapping[str, str],
+    accelerate: Values,
     name: str,
     values: Values,
     overrides: Sequence[str],
@@ -407,7 +406,7 @@ def _make_cell(
 
     Args:
         settings: Content of the matrix file.
-        environment: Environment variables for the precision, from `_precision_environment`.
+        accelerate: Content of the Accelerate configuration.
         name: Name of the cell.
         values: Values that distinguish the cell from the other cells.
         overrides: Settings that override the recipe, as key=value. If a key occurs several times,
@@ -420,7 +419,8 @@ def _make_cell(
         )
     run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
     last = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
-    recipe = with_precision(load_recipe(settings.recipe, [*last.values()]), dict(environment))
+    recipe = load_recipe(settings.recipe, [*last.values()])
+    recipe = with_precision(recipe, _precision_environment(accelerate))
     return Cell(name, values, tuple(last.values()), recipe, Path(run_dir))
 
 
@@ -433,14 +433,13 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 
     The combinations of the axes are first, then the listed cells, and then the cells of the groups.
     """
-    combinations = [
-        (values, values)
-        for values in [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]
+    ungrouped = [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]
+    return [(values, values) for values in ungrouped] + [
+        ({CELL: name, **values}, flatten(cell) | values)
+        for group in settings.groups
+        for values in _crossed(group.axes)
+        for name, cell in group.cells.items()
     ]
-    for group in settings.groups:
-        for values, (name, cell) in itertools.product(_crossed(group.axes), group.cells.items()):
-            combinations.append(({CELL: name, **values}, flatten(cell) | values))
-    return combinations
 
 
 def _crossed(axes: Axes) -> list[Values]:
