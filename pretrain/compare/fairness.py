@@ -134,8 +134,9 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
             )
     base, *compared = runs
     for run in compared:
-        differences = differing(base, run)
-        unfair = {key: values for key, values in differences.items() if not is_varied(key, vary)}
+        unfair = {
+            key: values for key, values in differing(base, run).items() if not is_varied(key, vary)
+        }
         if unfair:
             options = " ".join(f"--vary {key}" for key in unfair)
             raise InputError(
