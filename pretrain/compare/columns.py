@@ -80,30 +80,6 @@ def as_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def column_of_part(
-    attribute: str,
-    title: str,
-    meaning: str,
-    value: Callable[[Any], Any],
-    form: Callable[[Any], str] = str,
-) -> Column:
-    """Return a column whose value is computed from one attribute of each row.
-
-    Args:
-        attribute: Name of the attribute. If the attribute of a row is None, the value is None.
-        title: Title of the column.
-        meaning: Explanation of the column, or "".
-        value: Function that computes the value from the attribute.
-        form: Function that formats the value as text.
-    """
-
-    def of_row(row: Any) -> Any:
-        part = getattr(row, attribute)
-        return None if part is None else value(part)
-
-    return Column(title, meaning, of_row, form)
-
-
 def _summary_column(
     title: str,
     meaning: str,
@@ -290,29 +266,31 @@ def differences_of(comparison: RunComparison) -> list[Column]:
 
     The difference is the run's training loss minus the baseline's training loss at the end.
     """
-    gap_column = partial(column_of_part, "gap")
     base = comparison.baseline.label
     confidence = f"{100 * CONFIDENCE:.0f} %"
-
     return [
         RUN,
-        gap_column(
+        Column(
             f"minus {base}, at the end",
             f"training loss minus {base}'s training loss at the same step, in nats per token: "
             f"{AT_END}",
-            lambda gap: gap.mean,
+            lambda compared: compared.gap and compared.gap.mean,
             partial(signed, digits=5),
         ),
-        gap_column(
+        Column(
             f"± {confidence}",
             f"half-width of the {confidence} interval of this mean. The interval describes the "
             "variation between the steps of this run, not between seeds, and takes the "
             "correlation of neighbouring steps into account. At least "
             f"{FEWEST_STEPS} steps are needed",
-            lambda gap: gap.half_width,
+            lambda compared: compared.gap and compared.gap.half_width,
             "{:.5f}".format,
         ),
-        gap_column("steps", "number of averaged steps", lambda gap: gap.steps),
+        Column(
+            "steps",
+            "number of averaged steps",
+            lambda compared: compared.gap and compared.gap.steps,
+        ),
         Column(
             "verdict",
             "within: the interval lies within ± "

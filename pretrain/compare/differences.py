@@ -144,14 +144,6 @@ class Gap:
         widened = half_width(differences, 1 - (1 - CONFIDENCE) / comparisons)
         return cls(mean, half_width(differences), widened, steps)
 
-    @property
-    def upper(self) -> float:
-        """Return the upper end of the interval at CONFIDENCE.
-
-        If there is no interval, return the mean.
-        """
-        return self.mean + (self.half_width or 0.0)
-
     def verdict(self, tolerance: float) -> str:
         """Return the position of the mean's interval relative to ± `tolerance`, in nats per token.
 
@@ -199,11 +191,6 @@ class SeedDifference:
         """Return the mean of the differences over all seeds."""
         return statistics.fmean(self.by_seed.values())
 
-    @property
-    def sum_of_squares(self) -> float:
-        """Return the sum of the squared deviations of the differences from their mean."""
-        return math.fsum((value - self.mean) ** 2 for value in self.by_seed.values())
-
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
         """Return the half-width of the mean's confidence interval by Student's t.
 
@@ -212,7 +199,7 @@ class SeedDifference:
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
             return None
-        error = math.sqrt(self.sum_of_squares / (number - 1) / number)
+        error = statistics.stdev(self.by_seed.values()) / math.sqrt(number)
         return t_quantile(number - 1, confidence) * error
 
     def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str:
@@ -260,7 +247,8 @@ class SeedDifference:
         bound = (math.sqrt(spread) / error) ** (2 / number)
         if bound >= spread:
             return None
-        return math.sqrt(self.sum_of_squares * (bound - 1) / (number * (1 - bound / spread)))
+        sum_of_squares = (number - 1) * statistics.variance(self.by_seed.values())
+        return math.sqrt(sum_of_squares * (bound - 1) / (number * (1 - bound / spread)))
 
     def anytime_verdict(self, margin: float, error: float) -> str:
         """Return a verdict that stays valid if seeds are added one by one.

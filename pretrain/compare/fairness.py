@@ -70,8 +70,11 @@ def training_of(run: RunRecord) -> dict[str, Any]:
             "compared; train it again, or remove it from the command line"
         )
     recipe = recipe_of(run)
-    identity = identity_of(recipe, run.data_fingerprint) | run.source_config
-    identity |= {"evaluate.packs": recipe.evaluate.packs}
+    identity = {
+        **identity_of(recipe, run.data_fingerprint),
+        **run.source_config,
+        "evaluate.packs": recipe.evaluate.packs,
+    }
     training = {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
     # Add every setting that was changed when the run was resumed, even if the setting is in
     # COMPARED: a run whose precision has changed is comparable neither with runs in the earlier
@@ -131,8 +134,9 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
             )
     base, *compared = runs
     for run in compared:
-        differences = differing(base, run)
-        unfair = {key: values for key, values in differences.items() if not is_varied(key, vary)}
+        unfair = {
+            key: values for key, values in differing(base, run).items() if not is_varied(key, vary)
+        }
         if unfair:
             options = " ".join(f"--vary {key}" for key in unfair)
             raise InputError(
@@ -261,7 +265,7 @@ def same_held_out(first: RunRecord, second: RunRecord) -> bool:
     """Return True if the last evaluations of both runs used the same packs with the same labels."""
     first_settings = settings_of(first)
     second_settings = settings_of(second)
-    labels = ("data.mask_boundaries", "data.length")
     return same_measure(first.last_evaluation, second.last_evaluation, HELD_OUT_PACKS) and all(
-        first_settings.get(key) == second_settings.get(key) for key in labels
+        first_settings.get(key) == second_settings.get(key)
+        for key in ("data.mask_boundaries", "data.length")
     )

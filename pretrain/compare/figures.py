@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from foundation.units import count
-from pretrain.compare.output_files import WRITTEN_BY
 from pretrain.metrics.run_record import RunRecord
 
 # Window of the moving mean, as a share of the run's steps.
@@ -100,7 +99,7 @@ def picture_of_run(run: RunRecord) -> bytes:
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", metadata={"Software": WRITTEN_BY})
+    figure.savefig(picture, format="png")
     return picture.getvalue()
 
 

@@ -9,12 +9,10 @@ Exit status: 0 if all cells are finished, 1 if a cell failed, 2 for invalid inpu
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
@@ -23,7 +21,7 @@ from foundation.units import duration, markdown, or_dash
 from pretrain.compare.comparison import TOLERANCE
 from pretrain.compare.matrix_file import Cell, Matrix, key_of, load_matrix
 from pretrain.compare.matrix_run import command_of, report_stop, run_all, say
-from pretrain.compare.output_files import check_replaceable
+from pretrain.compare.page import check_replaceable
 from pretrain.compare.report import Report
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
@@ -47,18 +45,16 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
     entries = []
     for cell in cells:
         if run := cell.record():
-            run_class = (not cell.is_finished(), "held_out_loss" not in run.summary)
+            run_class = (not run.is_finished, "held_out_loss" not in run.summary)
             training_loss = run.summary.get(LOSS_KEY, math.inf)
             entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
     # Map the path of each run to its rank: its class and the lowest loss of the runs of that rank.
     ranks = {}
-    rank_class: Any = None
-    lowest_loss = 0.0
+    rank: tuple[object, float] = (None, 0.0)
     for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):
-        if run_class != rank_class or loss - lowest_loss > TOLERANCE:
-            rank_class = run_class
-            lowest_loss = loss
-        ranks[run.path] = (rank_class, lowest_loss)
+        if run_class != rank[0] or loss - rank[1] > TOLERANCE:
+            rank = (run_class, loss)
+        ranks[run.path] = rank
     return sorted((run for *_, run in entries), key=lambda run: ranks[run.path])
 
 
@@ -77,13 +73,13 @@ def write_report(matrix: Matrix) -> str:
     # If the baseline is not finished, use a finished cell that differs from it only in the seed. If
     # there is no such cell, use the first finished cell.
     baseline = matrix.baseline if matrix.baseline in finished else (like_baseline or finished)[0]
-    folders = {cell.run_dir for cell in finished}
-    runs = [run for run in ranked(matrix.cells) if run.path in folders or "halted" in run.summary]
+    runs = [run for run in ranked(matrix.cells) if run.is_finished or "halted" in run.summary]
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
-    vary.add("data.fingerprint")
-    report = Report.over(sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary])
+    report = Report.over(
+        sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary, "data.fingerprint"]
+    )
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
@@ -146,8 +142,7 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     # The lock of the matrix folder prevents two commands from starting the same runs. With
     # `--cell`, the matrix folder is not locked, so that several jobs can run one cell each. Every
     # run also locks its run folder.
-    lock = contextlib.nullcontext() if single else RunFolder(matrix.folder)
-    with lock, StopRequest(passed_on=True) as stop:
+    with RunFolder(matrix.folder, owner=not single), StopRequest(passed_on=True) as stop:
         if not single:
             check_replaceable(page_of(matrix), f"{matrix.path}: report")
             finished = sum(cell.is_finished() for cell in cells)

@@ -190,8 +190,9 @@ class Cell:
             return {}
         current = self.settings
         recorded = json.loads(self.mark.read_bytes())["settings"]
-        changed = changed_keys(recorded, current)
-        return {key: (current.get(key), recorded.get(key)) for key in changed}
+        return {
+            key: (current.get(key), recorded.get(key)) for key in changed_keys(recorded, current)
+        }
 
     def record(self) -> RunRecord | None:
         """Return the record of the run in the run folder.
@@ -206,8 +207,8 @@ class Cell:
 
     def is_finished(self) -> bool:
         """Return True if the run folder contains a finished run with the cell's settings."""
-        is_current = self.mark.is_file() and not self.differences
-        return is_current and read_finished(self.run_dir) is not None
+        run = self.record()
+        return run is not None and run.is_finished
 
     def check_folder(self) -> None:
         """Raise InputError if the run folder contains a finished run with other settings.
@@ -327,22 +328,21 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             f"set `gpus` to {processes} or more"
         )
     combinations = _combinations(settings)
-    overridden = dict(parse_overrides(overrides))
-    for key in itertools.chain.from_iterable(values for values, _ in combinations):
-        if key in overridden:
-            raise InputError(
-                f"{path}: the cells differ in `{key}`, so `{key}` cannot be overridden on the "
-                f"command line; to run only the cells with one value, use `--only {key}=VALUE`; to "
-                "run the cells with several values, repeat this option"
-            )
-    environment = _precision_environment(accelerate)
+    varied = {key for values, _ in combinations for key in values}
+    for key in sorted(varied & dict(parse_overrides(overrides)).keys()):
+        raise InputError(
+            f"{path}: the cells differ in `{key}`, so `{key}` cannot be overridden on the "
+            f"command line; to run only the cells with one value, use `--only {key}=VALUE`; to "
+            "run the cells with several values, repeat this option"
+        )
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     cells: list[Cell] = []
     for values, cell_settings in combinations:
         name = _name_of(values)
         try:
-            arguments = [*common, *as_overrides(cell_settings)]
-            cell = _make_cell(settings, environment, name, values, arguments)
+            cell = _make_cell(
+                settings, accelerate, name, values, [*common, *as_overrides(cell_settings)]
+            )
             # Check that the keys in braces in `train.begin_with` exist.
             branch_checkpoint(cell.recipe)
             check_launch(cell.recipe, processes)
@@ -395,7 +395,7 @@ def _precision_environment(accelerate: Values) -> dict[str, str]:
 
 def _make_cell(
     settings: MatrixSettings,
-    environment: Mapping[str, str],
+    accelerate: Values,
     name: str,
     values: Values,
     overrides: Sequence[str],
@@ -406,7 +406,7 @@ def _make_cell(
 
     Args:
         settings: Content of the matrix file.
-        environment: Environment variables for the precision, from `_precision_environment`.
+        accelerate: Content of the Accelerate configuration.
         name: Name of the cell.
         values: Values that distinguish the cell from the other cells.
         overrides: Settings that override the recipe, as key=value. If a key occurs several times,
@@ -419,9 +419,9 @@ def _make_cell(
         )
     run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
     last = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
-    arguments = tuple(last.values())
-    recipe = with_precision(load_recipe(settings.recipe, arguments), dict(environment))
-    return Cell(name, values, arguments, recipe, Path(run_dir))
+    recipe = load_recipe(settings.recipe, [*last.values()])
+    recipe = with_precision(recipe, _precision_environment(accelerate))
+    return Cell(name, values, tuple(last.values()), recipe, Path(run_dir))
 
 
 def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
@@ -433,14 +433,13 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 
     The combinations of the axes are first, then the listed cells, and then the cells of the groups.
     """
-    combinations = [
-        (values, values)
-        for values in [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]
+    ungrouped = [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]
+    return [(values, values) for values in ungrouped] + [
+        ({CELL: name, **values}, flatten(cell) | values)
+        for group in settings.groups
+        for values in _crossed(group.axes)
+        for name, cell in group.cells.items()
     ]
-    for group in settings.groups:
-        for values, (name, cell) in itertools.product(_crossed(group.axes), group.cells.items()):
-            combinations.append(({CELL: name, **values}, flatten(cell) | values))
-    return combinations
 
 
 def _crossed(axes: Axes) -> list[Values]:

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -110,7 +109,7 @@ class StartedCell:
         `stop_requested` is true if a signal has stopped the matrix.
         """
         run = self.cell.record()
-        if self.cell.is_finished():
+        if run and run.is_finished:
             status = "finished"
         elif run and "halted" in run.summary:
             status = "halted"
@@ -175,11 +174,10 @@ def wait_for_earlier_start(cells: Sequence[Cell], stop: StopRequest) -> None:
     Return at once if this process receives a signal.
     """
     # A training process locks its log.
-    training = partial(is_locked, without_locks=False)
-    names = [cell.name for cell in cells if training(cell.log)]
+    names = [cell.name for cell in cells if is_locked(cell.log, without_locks=False)]
     if names:
         say(f"waiting for processes that an earlier start has left: {', '.join(names)}")
-    while any(training(cell.log) for cell in cells) and not stop.requested:
+    while any(is_locked(cell.log, without_locks=False) for cell in cells) and not stop.requested:
         time.sleep(POLL_SECONDS)
 
 
@@ -295,18 +293,19 @@ def launcher_of(matrix: Matrix) -> list[str]:
     `--quiet` suppresses the traceback that Accelerate prints after the training's own error
     message.
     """
-    launch = [
+    # If the matrix file does not set `processes`, Accelerate determines the number of processes.
+    number = ["--num_processes", str(matrix.processes)] if matrix.settings.processes else []
+    return [
         sys.executable,
         "-m",
         "accelerate.commands.launch",
         "--quiet",
         "--config_file",
         str(matrix.settings.accelerate),
+        *number,
+        os.path.relpath(LAUNCHER),
+        str(matrix.settings.recipe),
     ]
-    # If the matrix file does not set `processes`, Accelerate determines the number of processes.
-    if matrix.settings.processes is not None:
-        launch += ["--num_processes", str(matrix.processes)]
-    return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe)]
 
 
 def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foundation.errors import InputError
 from foundation.units import or_dash, percent, plural
 from pretrain.compare.columns import as_text, differences_of, figures_of
 from pretrain.compare.comparison import ComparedRun, RunComparison, machine_of
 from pretrain.compare.fairness import distinguishing_keys
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
-from pretrain.compare.output_files import WRITTEN_BY
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord, read_lines
@@ -34,6 +34,8 @@ from pretrain.settings.config import flatten
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+# Text that identifies a page of this program. Every page contains it.
+WRITTEN_BY = "written by python -m pretrain"
 # Folder of the template, the styles and the script.
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
@@ -92,6 +94,22 @@ Curve = tuple[np.ndarray, np.ndarray]
 # heat map is a dict with the names of its rows (`layers`), the step numbers of its columns
 # (`steps`), and the array `values` [layer, step].
 HeatMaps = dict[tuple[str, str], dict[str, Any]]
+
+
+def check_replaceable(path: Path, named: str = "--out") -> None:
+    """Raise InputError unless `path` may be overwritten by a page.
+
+    A path may be overwritten if it does not exist, if it is an empty file, or if it is a file that
+    contains WRITTEN_BY. The message begins with `named`, the option that sets `path`.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes() if path.is_file() else b"a folder"
+    if content and WRITTEN_BY.encode() not in content:
+        raise InputError(
+            f"{named} {path}: this path exists and was not written by this program; either move it "
+            "away, or choose another path"
+        )
 
 
 def render(
@@ -317,7 +335,7 @@ def losses_beside_normal(compared: ComparedRun) -> str:
     measured = [step for step in compared.run.steps[1:] if "fp8/underflow" in step]
     quantized = [
         precision
-        for precision in map(PRECISIONS.get, _audits_of(compared.run))
+        for precision in map(PRECISIONS.get, compared.run.audits)
         if isinstance(precision, QuantizedPrecision)
     ]
     if not measured or not quantized:
@@ -407,7 +425,7 @@ def audit_of(run: RunRecord) -> list[str]:
     excludes the LM head)". The engine is in the first parentheses.
     """
     lines = []
-    for name, audit in _audits_of(run).items():
+    for name, audit in run.audits.items():
         numbers = Counter(map(_effective, audit.get("products", [])))
         linears = ", ".join(
             f"{plural(number, 'linear')} in {effective}"
@@ -416,12 +434,6 @@ def audit_of(run: RunRecord) -> list[str]:
         engine = audit.get("computed_by", audit.get("backend"))
         lines.append(f"{name} ({engine}): {linears}")
     return lines
-
-
-def _audits_of(run: RunRecord) -> dict[str, Any]:
-    """Map the name of each precision of a run to its audit. The order is that of the phases."""
-    only_precision = {run.audit.get("effective", run.precision): run.audit}
-    return run.audit.get("precisions", only_precision)
 
 
 def _effective(product: Mapping[str, Any]) -> str:

@@ -21,10 +21,9 @@ from pretrain.compare.columns import differences_of, figures_of, meanings, signe
 from pretrain.compare.comparison import TOLERANCE, ComparedRun, RunComparison
 from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
 from pretrain.compare.fairness import check_comparable
-from pretrain.compare.output_files import check_replaceable
-from pretrain.compare.page import render
+from pretrain.compare.page import check_replaceable, render
 from pretrain.compare.seed_groups import SeedComparison, grouped
-from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, read_run
+from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,10 @@ class Report:
         compared_runs = self.comparison.compared_runs
         if self.seeds:
             columns = self.seeds.columns()
-            parts.append(table_of(columns, self.seeds.results))
-            parts.append(_bullets([*meanings(columns), *self.seeds.notes()]))
+            parts += [
+                table_of(columns, self.seeds.results),
+                _bullets([*meanings(columns), *self.seeds.notes()]),
+            ]
             if paired := [group for group in self.seeds.compared if group.difference]:
                 parts.append(table_of(self.seeds.columns_by_seed(), paired))
         parts.append(table_of(figures_of(self.comparison), compared_runs))
@@ -140,8 +141,8 @@ def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> s
             f"{compared.label} is not finished: it has "
             f"{plural(compared.run.summary['steps'], 'step')}"
         )
-    # If there are too few steps for an interval, `upper` is the mean difference.
-    if gap.upper <= tolerance:
+    # If there are too few steps for an interval, compare the mean difference.
+    if gap.mean + (gap.half_width or 0.0) <= tolerance:
         return None
     half = "" if gap.half_width is None else f" ± {gap.half_width:.5f}"
     return (
@@ -246,7 +247,10 @@ def watch(options: argparse.Namespace) -> Report | None:
         while True:
             with suppress(NoStepYet):
                 report = _report_on(options)
-                if all(map(_has_ended, report.comparison.runs)):
+                # A killed run never ends, because its files look like those of a running run.
+                if all(
+                    run.is_finished or "halted" in run.summary for run in report.comparison.runs
+                ):
                     break
                 report.write(options.out, every=options.watch)
             time.sleep(options.watch)
@@ -254,14 +258,6 @@ def watch(options: argparse.Namespace) -> Report | None:
         report.write(options.out)
         print(f"{report.answer}\n\nPage: {options.out}")
     return report
-
-
-def _has_ended(run: RunRecord) -> bool:
-    """Return True if a run is halted or finished.
-
-    Return False for a killed run too, because its files look like the files of a running run.
-    """
-    return "halted" in run.summary or read_finished(run.path) is not None
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -11,11 +11,10 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from foundation.units import UNKNOWN, plural
-from pretrain.compare.columns import Column, as_text, column_of_part, signed
+from pretrain.compare.columns import Column, as_text, signed
 from pretrain.compare.comparison import by_verdict, unique_names
 from pretrain.compare.differences import (
     CONFIDENCE,
@@ -183,7 +182,6 @@ class SeedComparison:
         """Return the columns of the table over seeds. Each row of the table is a GroupResult."""
         base = self.baseline.name
         confidence = f"{100 * CONFIDENCE:.0f} %"
-        difference_column = partial(column_of_part, "difference")
         return [
             Column("runs", "", lambda group: group.name, is_text=True),
             Column(
@@ -196,24 +194,26 @@ class SeedComparison:
                 "",
                 lambda group: group.loss_text,
             ),
-            difference_column(
+            Column(
                 f"minus {base}",
                 f"loss of a run minus the loss of the {base} run with the same seed, averaged over "
                 "seeds, in nats per token",
-                lambda difference: difference.mean,
+                lambda group: group.difference and group.difference.mean,
                 signed,
             ),
-            difference_column(
+            Column(
                 f"± {confidence}",
                 f"half-width of the {confidence} interval of the difference over seeds, by "
                 f"Student's t; at least {FEWEST_SEEDS} seeds are needed",
-                lambda difference: difference.half_width(),
+                lambda group: group.difference and group.difference.half_width(),
                 "{:.4f}".format,
             ),
-            difference_column(
+            Column(
                 "in %",
                 "",
-                lambda difference: difference.mean / difference.baseline,
+                lambda group: (
+                    group.difference and group.difference.mean / group.difference.baseline
+                ),
                 lambda share: f"{signed(100 * share, 2)}%",
             ),
             Column(
@@ -314,12 +314,14 @@ def _why_excluded(
     loss is not known. `base_run` is the baseline's run with the same seed, or None if there is no
     such run. `held_out` is true if `loss` is a held-out loss.
     """
-    if run.broke_off or run.is_unfinished or loss is None:
-        return "because they have not finished"
-    if held_out and run.when_evaluated:
-        return "because they were not evaluated after their last step"
-    if held_out and base_run and not same_held_out(base_run, run):
-        return "because they were evaluated on other data than the baseline's run of the same seed"
-    if not held_out and base_run and base_run.data_fingerprint != run.data_fingerprint:
-        return "because they were trained on other data than the baseline's run of the same seed"
-    return None
+    other_data = "on other data than the baseline's run of the same seed"
+    has_other_text = base_run and base_run.data_fingerprint != run.data_fingerprint
+    has_other_held_out = base_run and not same_held_out(base_run, run)
+    # Map each reason to True if it applies. The first reason that applies is returned.
+    reasons = {
+        "because they have not finished": run.broke_off or run.is_unfinished or loss is None,
+        "because they were not evaluated after their last step": held_out and run.when_evaluated,
+        f"because they were evaluated {other_data}": held_out and has_other_held_out,
+        f"because they were trained {other_data}": not held_out and has_other_text,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)

@@ -44,17 +44,6 @@ BASELINE = "baseline"
 # Advice about the recommended candidate, and about a candidate without a gain.
 USE = "use this"
 NO_GAIN = "no gain at equal loss is shown"
-# Titles of the table's columns that follow the column of the held-out loss.
-HEADER = (
-    "as trained",
-    "tokens/s",
-    "speed",
-    "tokens for equal loss",
-    "gain at equal loss",
-    "its interval",
-    "memory",
-    "verdict",
-)
 
 
 @dataclass(frozen=True)
@@ -207,11 +196,10 @@ class Rounds:
         verdicts = [self.verdict(name) for name in self.protocol.candidates]
         eligible = [
             verdict
-            for verdict in verdicts
+            for verdict in sorted(verdicts, key=lambda verdict: -(verdict.gain or 0.0))
             if verdict.is_faster_at_equal_loss
             and verdict.word not in (WORSE, WORSE + BEYOND_MARGIN)
         ]
-        eligible.sort(key=lambda verdict: verdict.gain or 0.0, reverse=True)
         for verdict in verdicts:
             verdict.advice = self._advice(verdict, eligible)
         return verdicts
@@ -335,8 +323,6 @@ class Rounds:
 
     def table(self, verdicts: Sequence[Verdict]) -> str:
         """Return the Markdown table of the baseline and the candidates in `verdicts`."""
-        # A baseline in FP32 is evaluated in FP32 instead of BF16.
-        served = "held out" if self.protocol.base == "fp32" else "served in BF16"
         baseline = replace(
             self.verdict(self.protocol.base),
             word=BASELINE,
@@ -344,8 +330,21 @@ class Rounds:
             tokens=1.0,
             gain_interval=None,
         )
-        rows = [self._row(verdict) for verdict in (baseline, *verdicts)]
-        return markdown(["precision", "seeds", served, *HEADER], rows)
+        header = [
+            "precision",
+            "seeds",
+            # A baseline in FP32 is evaluated in FP32 instead of BF16.
+            "held out" if self.protocol.base == "fp32" else "served in BF16",
+            "as trained",
+            "tokens/s",
+            "speed",
+            "tokens for equal loss",
+            "gain at equal loss",
+            "its interval",
+            "memory",
+            "verdict",
+        ]
+        return markdown(header, [self._row(verdict) for verdict in (baseline, *verdicts)])
 
     def _row(self, verdict: Verdict) -> list[str]:
         """Return the cells of the table's row for a candidate or for the baseline."""

@@ -94,7 +94,7 @@ RESERVED = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status, which is 1 if a candidate's verdict is open.
 
     Raises InputError for a mistake in the arguments.
@@ -125,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(verdict.is_open for verdict in verdicts) else 0
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
-    parser = CommandParser(prog="python -m pretrain which", description=__doc__)
+    parser = CommandParser("python -m pretrain which", __doc__)
     parser.add_argument(
         "recipe", type=Path, help="recipe of the training that you want to run, a YAML file"
     )
@@ -201,7 +201,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="folder of the runs; default: runs/which/NAME with the recipe's name",
     )
-    return parser.parse_intermixed_args(arguments)
+    return parser.read(arguments)
 
 
 def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
@@ -337,7 +337,12 @@ def new_protocol(
         f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
         f"{', '.join(protocol.seconds)}"
     )
-    cells = run_trials(matrix, stop)
+    for cell in matrix.cells:
+        # Delete a trial with other settings, so that the trial runs again. No result depends on the
+        # deleted trial, because the protocol, which uses the trials, has not been written.
+        if cell.differences:
+            shutil.rmtree(cell.run_dir)
+    cells = train(matrix, stop, may_fail=True)
     runs = distinct_runs(cells)
     if len(runs) < 2:
         raise InputError(
@@ -361,16 +366,6 @@ def new_protocol(
     )
     write_json(question.folder / PROTOCOL_FILE, asdict(protocol))
     return protocol
-
-
-def run_trials(matrix: Matrix, stop: StopRequest) -> dict[str, Cell]:
-    """Train the baseline and each candidate for TRIAL_STEPS steps. Return the cells by name."""
-    for cell in matrix.cells:
-        # Delete a trial with other settings, so that the trial runs again. No result depends on the
-        # deleted trial, because the protocol, which uses the trials, has not been written.
-        if cell.differences:
-            shutil.rmtree(cell.run_dir)
-    return train(matrix, stop, may_fail=True)
 
 
 def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
@@ -455,9 +450,7 @@ def fit_steps(
 
     if options.steps:
         return with_steps(options.steps)
-    in_recipe = recipe.train.steps
-    if not in_recipe and recipe.train.tokens:
-        in_recipe = math.ceil(recipe.train.tokens / recipe.batch.tokens)
+    in_recipe = recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
     # A stream has no epoch, so it needs another upper limit.
     longest = int(min(in_an_epoch, in_recipe or in_an_epoch, 10**9))
     minimum = least_steps(trunk)

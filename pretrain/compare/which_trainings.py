@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,7 +194,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cel
         for outcome in run_all(matrix, cells, stop):
             cell = outcome.cell
             if stop.requested:
-                sys.exit(report_stop(stop.requested))
+                raise SystemExit(report_stop(stop.requested))
             is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
             if not outcome.is_finished and not is_allowed:
                 raise InputError(
@@ -213,10 +212,9 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
 
     This is the case if the cell is finished, or if it is a candidate that was halted.
     """
-    if cell.is_finished():
-        return True
     run = cell.record()
-    return cell is not matrix.baseline and run is not None and "halted" in run.summary
+    may_halt = cell is not matrix.baseline
+    return run is not None and (run.is_finished or (may_halt and "halted" in run.summary))
 
 
 def check_gpu_is_free(matrix: Matrix) -> None:

@@ -48,12 +48,12 @@ class Console:
 
         A run prints a panel at its start and at its end. `rows` maps each label to its text.
         """
-        self._write("", title)
         width = max(map(len, rows), default=0) + 2
         margin = "\n" + INDENT + " " * width
-        for label, text in rows.items():
-            self._write(INDENT + label.ljust(width) + text.replace("\n", margin))
-        self._write("")
+        lines = [
+            INDENT + label.ljust(width) + text.replace("\n", margin) for label, text in rows.items()
+        ]
+        self.notice("", title, *lines, "")
 
     def step(self, record: Mapping[str, Any], *, show: bool = True) -> None:
         """Print a line with the metrics of a step.
@@ -66,11 +66,10 @@ class Console:
             show: True to print a line. A step without a line is still part of the means in the next
                 line, and of the estimate of the time left.
         """
-        if self._first_end is None:
-            self._first_end = (record["step"], time.monotonic())
+        self._first_end = self._first_end or (record["step"], time.monotonic())
         self._since_line.append(record)
         if show:
-            self._write("   ".join(self._figures(record)))
+            self.notice("   ".join(self._figures(record)))
             self._since_line.clear()
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
@@ -87,7 +86,7 @@ class Console:
         by_source = f" ({', '.join(sources)})" if sources else ""
         has_penalty = "held_out_penalty" in record
         penalty = f"   penalty {record['held_out_penalty']:.4f}" if has_penalty else ""
-        self._write(
+        self.notice(
             f"eval {self._position(record['step'])}   "
             f"held-out loss {record['held_out_loss']:.4f}{by_source}   "
             f"perplexity {record['held_out_perplexity']:.4g}{penalty}   in {duration(seconds)}"
@@ -98,9 +97,8 @@ class Console:
 
         Control characters are replaced by escapes.
         """
-        self._write(f"{INDENT}sample after {_escape_controls(prompt)}")
-        for line in _escape_controls(text).split("\n"):
-            self._write(f"{INDENT}│ {line}")
+        lines = [f"{INDENT}│ {line}" for line in _escape_controls(text).split("\n")]
+        self.notice(f"{INDENT}sample after {_escape_controls(prompt)}", *lines)
 
     def progress(self, task: str, unit: str = "", **options: Any) -> Progress:
         """Return a progress bar for `task`. The bar is shown on a terminal only.
@@ -109,13 +107,33 @@ class Console:
         """
         return Progress(task, unit, self.enabled and sys.stderr.isatty(), **options)
 
-    def notice(self, text: str) -> None:
-        """Print information that needs no action, such as a saved checkpoint."""
-        self._write(text)
+    def notice(self, *lines: str) -> None:
+        """Print `lines` above a visible progress bar, or nothing if the console is disabled.
+
+        A notice is information that needs no action, such as a saved checkpoint.
+        """
+        if not self.enabled:
+            return
+        # Replace characters that the encoding of the stream cannot represent. Otherwise a
+        # generated text with such a character would end the run, for example if the log is ASCII.
+        encoding = self.stream.encoding or "utf-8"
+        text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
+        try:
+            with tqdm.external_write_mode(file=self.stream):
+                self.stream.write(text)
+                self.stream.flush()
+        except OSError:
+            # The terminal was closed, Ctrl-C ended the `tee` that reads our output, or the disk of
+            # the log is full. The run continues, because metrics.jsonl has every number. The stream
+            # is redirected to the null device. Otherwise Python would fail at exit, when it
+            # flushes the buffer of the stream.
+            self.enabled = False
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self.stream.fileno())
 
     def warning(self, text: str) -> None:
         """Print a warning for the user. The run continues."""
-        self._write(f"WARNING  {text}")
+        self.notice(f"WARNING  {text}")
 
     def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Yield the parts of a step's line from left to right, each padded to a constant width."""
@@ -164,9 +182,7 @@ class Console:
         includes the time between steps. It excludes the first step of this process, because that
         step compiles the model.
         """
-        if self._first_end is None:
-            return "…"
-        first, ended = self._first_end
+        first, ended = self._first_end or (step, 0.0)
         if step <= first:
             return "…"
         seconds_per_step = (time.monotonic() - ended) / (step - first)
@@ -175,27 +191,6 @@ class Console:
     def _position(self, step: int) -> str:
         """Return `step` and the total number of steps as text of constant width."""
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
-
-    def _write(self, *lines: str) -> None:
-        """Print `lines` above a visible progress bar, or nothing if the console is disabled."""
-        if not self.enabled:
-            return
-        # Replace characters that the encoding of the stream cannot represent. Otherwise a
-        # generated text with such a character would end the run, for example if the log is ASCII.
-        encoding = self.stream.encoding or "utf-8"
-        text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
-        try:
-            with tqdm.external_write_mode(file=self.stream):
-                self.stream.write(text)
-                self.stream.flush()
-        except OSError:
-            # The terminal was closed, Ctrl-C ended the `tee` that reads our output, or the disk of
-            # the log is full. The run continues, because metrics.jsonl has every number. The stream
-            # is redirected to the null device. Otherwise Python would fail at exit, when it
-            # flushes the buffer of the stream.
-            self.enabled = False
-            with open(os.devnull, "w") as null:
-                os.dup2(null.fileno(), self.stream.fileno())
 
 
 def _escape_controls(text: str) -> str:

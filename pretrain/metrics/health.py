@@ -120,14 +120,14 @@ class HealthState:
     switched_after: int | None = None
 
 
+@dataclass
 class Health:
     """Health checks of one run. Call `check` once per step, before the optimizer's update."""
 
-    def __init__(self, settings: HealthSettings) -> None:
-        self.settings = settings
-        self.state = HealthState()
-        # Names of the warnings that this process has already given.
-        self._warned: set[str] = set()
+    settings: HealthSettings
+    state: HealthState = field(default_factory=HealthState)
+    # Names of the warnings that this process has already given.
+    _warned: set[str] = field(default_factory=set, init=False)
 
     @property
     def may_skip(self) -> bool:
@@ -161,9 +161,10 @@ class Health:
             labelled: True if at least one token of the step has a label. Without labels the loss
                 is 0 and is not recorded.
         """
-        numbers = {"loss": loss, "gradient norm": gradient_norm}
         broken = [
-            f"the {name} is {value}" for name, value in numbers.items() if not math.isfinite(value)
+            f"the {name} is {value}"
+            for name, value in (("loss", loss), ("gradient norm", gradient_norm))
+            if not math.isfinite(value)
         ]
         if broken:
             return self._decide(step, "on_nan", " and ".join(broken), can_go_back)

@@ -11,6 +11,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,11 @@ class RunRecord:
 
         They include the config of `model.source` and the fingerprint of the training packs.
         """
-        settings = flatten(self.config) | self.source_config
-        return settings | {"data.fingerprint": self.data_fingerprint}
+        return {
+            **flatten(self.config),
+            **self.source_config,
+            "data.fingerprint": self.data_fingerprint,
+        }
 
     @property
     def changed_settings(self) -> dict[str, str]:
@@ -243,14 +247,22 @@ class RunRecord:
         return requested if effective == requested else f"{requested} (ran {effective})"
 
     @property
+    def audits(self) -> dict[str, Any]:
+        """Map the name of each precision of the run to its audit. The order is that of the phases.
+
+        The only value is an empty dict if the run has not written its audit yet.
+        """
+        only_precision = self.audit.get("effective", self.precision)
+        return self.audit.get("precisions", {only_precision: self.audit})
+
+    @property
     def backend(self) -> str | None:
         """Return the engine of the matrix products, or None if the audit does not have it.
 
         The engine is "torch", "transformer_engine" or "emulation". For a precision schedule, the
         engine of the low-precision phases is returned.
         """
-        audits = self.audit.get("precisions", {"": self.audit}).values()
-        backends = [audit.get("backend") for audit in audits]
+        backends = [audit.get("backend") for audit in self.audits.values()]
         return next((backend for backend in backends if backend != "torch"), backends[-1])
 
     @property
@@ -283,6 +295,20 @@ class RunRecord:
         The number of the last step is the horizon in environment.json.
         """
         return self.summary["steps"] < self.environment.get("horizon", 0)
+
+    @property
+    def is_finished(self) -> bool:
+        """Return True if the run has reached its last step and has then written its summary.
+
+        The summary is the last file that a run writes. If the summary is for another step than the
+        last step in metrics.jsonl, it is outdated, and the run is not finished. A summary that
+        cannot be read counts as missing.
+        """
+        with suppress(InputError):
+            written_summary = _read_object(self.path / SUMMARY_FILE)
+            is_current = written_summary.get("steps") == self.summary["steps"]
+            return is_current and not self.is_unfinished
+        return False
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────
@@ -318,19 +344,12 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
 
 
 def read_finished(run_dir: Path) -> RunRecord | None:
-    """Return the run in `run_dir` if it is finished, else None.
-
-    A run is finished if it has reached its last step and has then written its summary. The summary
-    is the last file that a run writes. If the summary is for another step than the last step in
-    metrics.jsonl, it is outdated, and the run is not finished.
-    """
-    try:
+    """Return the run in `run_dir` if it is finished, else None. `is_finished` defines the term."""
+    with suppress(InputError):
         run = read_run(run_dir)
-        written_summary = _read_object(run_dir / SUMMARY_FILE)
-    except InputError:
-        return None
-    is_current = written_summary.get("steps") == run.summary["steps"]
-    return run if is_current and not run.is_unfinished else None
+        if run.is_finished:
+            return run
+    return None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -171,25 +171,23 @@ class Trackers:
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         title = self._run_dir.name
         resumed_step = self.file.resumed_step
-        by_name: dict[str, dict[str, Any]] = {
+        # In a W&B sweep, the sweep's agent has set the identifier of the run.
+        is_in_sweep = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
+        resumes = {} if is_in_sweep else {"id": run_id, "resume": "allow"}
+        options: dict[str, dict[str, Any]] = {
             # For a resumed run, TensorBoard hides steps that were logged after the checkpoint.
             "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},
-            "wandb": {"dir": str(self._run_dir), "name": title},
+            "wandb": {"dir": str(self._run_dir), "name": title, **resumes},
             # trackio identifies the run that it resumes by the run's name.
             "trackio": {"name": f"{title}-{run_id}", "resume": "allow"},
             "mlflow": {"run_name": title},
         }
-        options = by_name.get(name, {})
-        # In a W&B sweep, the sweep's agent has set the identifier of the run.
-        is_in_sweep = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
-        if name == "wandb" and not is_in_sweep:
-            options |= {"id": run_id, "resume": "allow"}
         if name == "mlflow" and "MLFLOW_TRACKING_URI" not in os.environ:
             os.environ.update(MLFLOW_IN_A_FOLDER)
         # TensorBoard writes its files to a folder with the name of the project.
         project = name if name == "tensorboard" else self._log.project
         folder = [self._run_dir] if tracker_class.requires_logging_directory else []
-        return tracker_class(project, *folder, **options)
+        return tracker_class(project, *folder, **options.get(name, {}))
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Log a step or an event to `metrics.jsonl` and to the trackers.

@@ -15,9 +15,9 @@ import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
-from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.observed import OPERANDS, dtype_name
@@ -103,27 +102,25 @@ def audit_products(
     ran_low = _effective_in(active, observer, low)
     routers = packed.routing.routers if packed.routing else ()
     in_routers = {module for router in routers for module in router.modules()}
+    fused = packed.fused.members if packed.fused else {}
     entries = []
     for name, (module, weight, is_member) in matrices.items():
         observed = observer.products.get(name, ())
         decision = decisions.get(name, Decision(active.precision.name))
         entry: Entry = {
             "name": name,
-            "module": type(module).__name__,
+            "module": f"{'fused ' if name in fused else ''}{type(module).__name__}",
             "requested": decision.requested,
             "effective": ran_low.get(name) or _multiplied(observed, all_three=is_member),
-            "products": {},
-            "backend": "torch",
+            "products": {
+                product.gemm: f"{product.left} x {product.right}"
+                for product in observed
+                if name in low
+            },
+            "backend": active.backend if name in low else "torch",
             "stored": dtype_name(weight.dtype),
             "reason": decision.reason,
         }
-        if packed.fused and name in packed.fused.members:
-            entry["module"] = f"fused {entry['module']}"
-        if name in low:
-            entry["products"] = {
-                product.gemm: f"{product.left} x {product.right}" for product in observed
-            }
-            entry["backend"] = active.backend
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in in_routers or not is_linear:
             # Low precision does not replace the routers of a mixture, or experts that are not
@@ -169,16 +166,14 @@ def _watching_forwards(
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in modules.items():
         names[module].append(name)
-    replaced = {module: vars(module)["forward"] for module in names if "forward" in vars(module)}
-    for module, of_module in names.items():
-        module.forward = observer.during(of_module, "forward")(module.forward)
-    try:
+    with ExitStack() as undo:
+        for module, of_module in names.items():
+            if "forward" in vars(module):
+                undo.callback(setattr, module, "forward", module.forward)
+            else:
+                undo.callback(delattr, module, "forward")
+            module.forward = observer.during(of_module, "forward")(module.forward)
         yield
-    finally:
-        for module in names:
-            del module.forward
-            if module in replaced:
-                module.forward = replaced[module]
 
 
 # ── In training ───────────────────────────────────────────────────────────────────────────────────
@@ -228,10 +223,8 @@ class ProductAudit(Observer):
             observer.observing(),
         ):
             yield
-        effective = _effective_in(current.active, observer, low).values()
-        entries = [
-            entry | {"effective": text} for entry, text in zip(low.values(), effective, strict=True)
-        ]
+        effective = _effective_in(current.active, observer, low)
+        entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
         _require_requested(entries, current.active, f" in step {step.number}")
         if step.is_new:
             current.audit["confirmed_in_step"] = step.number
@@ -369,7 +362,7 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     For an emulated operand, the observer takes the kind from the settings instead of the data. So
     `ProductObserver` also examines whether the blocks of the data fit this kind.
     """
-    precision = cast(QuantizedPrecision, active.precision)
+    precision = active.quantized_precision
     return [product.left, product.right] == [
         precision.operand_kind(active.settings, role, product.gemm)
         for role in OPERANDS[product.gemm]

@@ -116,7 +116,8 @@ class GapMeter(Observer):
             differs = (low[:, :, None] != in_bf16[:, None]).all(2)
             self._choices[0] += differs.sum()
             self._choices[1] += differs.numel()
-        self._products: dict[str, Tensor] = {
+        # Map the names of parameters to the results of `_products`.
+        self._products = {
             name: _products(gradient, self._in_bf16[name])
             for name, gradient, _ in self._gradients()
             if name in self._in_bf16
@@ -156,16 +157,11 @@ class GapMeter(Observer):
     def _compute_in_bf16(self, batches: StepBatches) -> None:
         """Compute the loss and gradients of the first microbatch in BF16, and store them."""
         device = self._accelerator.device
-        self._in_bf16: dict[str, Tensor] = {}  # maps names of parameters to BF16 gradients
-        self._products = {}  # maps names of parameters to the result of `_products`
         # Three values: the summed loss in low precision, the summed loss in BF16, and the number of
         # labels.
         self._losses: Tensor = torch.zeros(3, dtype=torch.float64, device=device)
         # Two counts: choices of experts that BF16 did not make, and all choices of experts.
         self._choices: Tensor = torch.zeros(2, dtype=torch.float64, device=device)
-        self._chosen_in_bf16: list[list[Tensor]] = []
-        if not batches.microbatches:
-            return
         packed = self._packed
         inputs = inputs_of(batches.microbatches[0], device)
         with ExitStack() as contexts:
@@ -177,6 +173,7 @@ class GapMeter(Observer):
             self._accelerator.backward(loss * (1 / max(batches.valid_tokens, 1)))
         self._losses[1] = loss.detach()
         self._losses[2] = (inputs["labels"] != IGNORE).sum()
+        # Map the names of parameters to their BF16 gradients.
         # Clone gradient sums, because `clear_gradients` overwrites sums in place. Do not clone
         # `.grad`, because `clear_gradients` only drops the reference to this tensor.
         self._in_bf16 = {

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -159,10 +159,8 @@ class OperandStatistics:
         groups: `PrecisionContext.groups`: map the name of each linear with experts to the ends of
             the experts' rows.
         """
-        self.precision = cast(QuantizedPrecision, active.precision)
-        has_stochastic = "disable_stochastic_rounding" in self.precision.options
-        to_nearest = {"disable_stochastic_rounding": True} if has_stochastic else {}
-        self.settings = active.settings.model_copy(update=to_nearest)
+        self.precision = active.quantized_precision
+        self.settings = active.settings.model_copy(update={"disable_stochastic_rounding": True})
         # Copy the scales before the forward pass. A recomputed layer uses them again, and by then
         # the engine has replaced them by the scales of the next microbatch.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
@@ -181,8 +179,7 @@ class OperandStatistics:
         """
         # The infinity norm is the largest magnitude. It makes no copy of x.
         amax = torch.linalg.vector_norm(x, math.inf).float()
-        is_late = self.precision.keeps_history
-        scale = of_operand(self._state, name, role, "scale") if is_late else None
+        scale = of_operand(self._state, name, role, "scale") if self._state else None
         scaling = self.precision.scaling(self.settings, role)
         blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import mean
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch import Tensor
 from foundation.overrides import overridden
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import Along, QuantizedPrecision, Role
+from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import ALONG, OPERANDS
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers.tensor import update_scale
@@ -144,6 +144,8 @@ class _Sample(NamedTuple):
     # the precision has no transform. With `backward_override`, the operand of backward.
     to_quantize: Tensor
     amax: Tensor  # FP32 scalar, the largest magnitude in the whole operand
+    # Indices of these rows in the operand, or of the columns of the operand that these rows are.
+    rows: Tensor | slice
 
 
 class _ProductCheck:
@@ -152,7 +154,7 @@ class _ProductCheck:
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
         # Map (name of the linear, gemm) to the comparison, or to None if everything was zero.
         self.products: dict[tuple[str, str], Compared | None] = {}
-        self._precision = cast(QuantizedPrecision, active.precision)
+        self._precision = active.quantized_precision
         self._settings = active.settings
         self._groups = packed.context.groups
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
@@ -164,7 +166,6 @@ class _ProductCheck:
             role: self._precision.along_features(active.settings, role) for role in get_args(Role)
         }
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
-        self._rows: dict[tuple[str, Role], Tensor | slice] = {}
 
     @torch.no_grad()
     def see_operand(self, name: str, role: Role, tensor: Tensor) -> None:
@@ -181,12 +182,11 @@ class _ProductCheck:
         is_weight = role == "weight"
         part = _of_largest_expert(tensor, self._groups.get(name), is_weight=is_weight)
         rows = _sampled(name, len(part)) if is_weight else _token_rows(part)
-        self._rows[name, role] = rows
+        columns = _sampled(name, part.shape[1])
         # Copy the rows and columns, because a view would keep the whole operand in memory.
         of_rows = part[rows].clone()
-        columns = _sampled(name, part.shape[1])
         of_columns = part[:, columns].clone().t()
-        self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax)
+        self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax, rows)
         transform = self._precision.transform(self._settings, role)
         if self._precision.plain_backward:
             transform = None
@@ -199,7 +199,7 @@ class _ProductCheck:
             amaxes = part.abs().amax(1, keepdim=True) if row_scaled else amax
             quantized = self._quantize[role](part[:, columns], None, amaxes)
             transformed = quantized.dequantize().to(part.dtype).t()
-        self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
+        self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax, columns)
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
@@ -210,12 +210,10 @@ class _ProductCheck:
         if is_repeated or not self._samples.keys() >= {*keys}:
             return
         operands = {key[1]: self._samples[key] for key in keys}
-        is_weight = gemm == "wgrad"
         result = _of_largest_expert(
-            result.flatten(0, -2), self._groups.get(name), is_weight=is_weight
+            result.flatten(0, -2), self._groups.get(name), is_weight=gemm == "wgrad"
         )
-        rows = _sampled(name, len(result)) if is_weight else self._rows[name, roles[0]]
-        columns = _sampled(name, result.shape[1])
+        rows, columns = (operand.rows for operand in operands.values())
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         exact, plain = self._references(name, gemm, operands, added, result.dtype)
         error = result[rows][:, columns].float() - added - exact
@@ -258,8 +256,7 @@ class _ProductCheck:
 
     def _scale_of(self, name: str, role: Role) -> Tensor | None:
         """Return the delayed scale of an operand, or None if the precision has no histories."""
-        has_history = self._precision.keeps_history
-        return of_operand(self._before, name, role, "scale") if has_history else None
+        return of_operand(self._before, name, role, "scale") if self._before else None
 
     def _error_bound(self, name: str, operands: Mapping[Role, _Sample], exact: Tensor) -> float:
         """Return an upper bound on the norm of the product's rounding error.
@@ -410,7 +407,7 @@ def _wrong_histories(
     expected_history, expected_scale = update_scale(
         torch.cat([history[-1:], stacked(before, "amax_history")[1:]]),
         stacked(before, "scale"),
-        cast(QuantizedPrecision, active.precision).grid(settings, role).maximum,
+        active.quantized_precision.grid(settings, role).maximum,
         settings.margin or 0,
         settings.amax_compute_algo or "max",
     )

@@ -41,8 +41,10 @@ from pretrain.precision.settings import ActivePrecision
 # Map torch's operations to the positions of the two factors in their arguments. The first argument
 # of addmm is not a factor: the product is added to it, and it may be an FP32 sum.
 _aten = torch.ops.aten
-FACTORS = dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2))
-FACTORS |= dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3))
+FACTORS = {
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2)),
+    **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3)),
+}
 
 # The largest number of values of an operand that are examined. They are sampled in whole blocks.
 SAMPLED_VALUES = 2**15
@@ -387,8 +389,7 @@ class ProductObserver(ProductWatcher):
         grid: The number format of the codes.
         bad: The number of bad blocks that the caller has found.
         """
-        precision = self._active.quantized_precision
-        scaling = precision.scaling(self._active.settings, role)
+        scaling = self._active.quantized_precision.scaling(self._active.settings, role)
         is_fp8 = matrix.dtype.itemsize == 1
         data = matrix.view(torch.uint8) if is_fp8 else matrix
         sampled, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))

@@ -123,8 +123,7 @@ class StepCheck(Observer):
             yield
         if len(seen) > 1:
             sums_fit_bf16.append(self._fit_bf16())
-        nothing = torch.zeros(0, 2, dtype=torch.float64, device=self._accelerator.device)
-        labels, factors = (torch.stack(seen) if seen else nothing).unbind(1)
+        labels, factors = torch.stack(seen).unbind(1)
         total = int(self._accelerator.reduce(labels.sum(), reduction="sum"))
         counted = batches.valid_tokens
         factors = factors * max(counted, 1)

@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foundation.errors import InputError
 from pretrain.compare.figures import COLOUR, HELD_OUT_COLOUR, moving_mean, picture_of_run
 from pretrain.compare.page import (
+    WRITTEN_BY,
+    check_replaceable,
     curves_figure,
     differing_values,
     heat_figure,
@@ -253,3 +256,17 @@ def test_losses_of_quantization_stand_beside_normal_values(tmp_path):
     assert not bf16
     assert "at step 2: underflow 1.2 % (up to 5.0 % is normal), saturation 0.0 % (up to" in delayed
     assert "underflow 1.2 % (up to 60.0 % is normal), saturation 0.0 % (no limit)" in nvfp4
+
+
+def test_an_absent_an_empty_and_a_written_file_may_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "report").write_bytes(b"x" * 10**6 + WRITTEN_BY.encode())
+    for name in ("absent", "empty", "report"):
+        check_replaceable(tmp_path / name)
+
+
+def test_a_foreign_file_and_a_folder_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_bytes(b"years of work")
+    for name in ("thesis", "."):
+        with pytest.raises(InputError, match=f"--out {tmp_path / name}"):
+            check_replaceable(tmp_path / name)
