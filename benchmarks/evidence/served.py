@@ -1,10 +1,11 @@
-"""Print the tables of the experiments in served_design.md, as Markdown.
+"""Write the tables of the experiments in served_design.md.
 
-    python -m benchmarks.evidence.served benchmarks/results/loss/h100_served_14m.jsonl
+    python -m benchmarks.evidence.served            # into docs/evidence.md and served_design.md
+    python -m benchmarks.evidence.served FILE...    # print the tables of other files
 
-Reads the cells that `python -m benchmarks.evidence.served_cells` has written. Differences are
-paired by seed. A figure is the mean over seeds with a 95 % interval by Student's t, in percent of
-the loss of BF16. Figures of fewer than three seeds have no interval.
+Reads cells as `python -m benchmarks.evidence.served_cells` writes them. Differences are paired by
+seed. A figure is the mean over seeds with a 95 % interval by Student's t, in percent of the loss of
+BF16. Figures of fewer than three seeds have no interval.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.tables import ANSWER, RESULTS
+from benchmarks.machine import with_tables
+from foundation.files import replace_file
 from foundation.units import UNKNOWN, markdown
 from pretrain.compare.differences import SeedDifference
+
+FILE = RESULTS / "h100_served_14m.jsonl"
+DESIGN = Path("benchmarks/evidence/served_design.md")
+MARKER = "served"
 
 # Map seeds to losses.
 Losses = Mapping[int, float]
@@ -36,21 +44,49 @@ SERVED = {**TRAINED, "nvfp4_1d": "NVFP4 1-D"}
 LAST = "last"
 BEFORE_DECAY = "before the decay"
 MEAN = "mean of "
+# Labels of means of checkpoints, their kind, and the kind of the checkpoint to compare with.
+MEANS = (
+    ("four before the decay, above the newest of them", BEFORE_DECAY, BEFORE_DECAY),
+    ("four before the decay, above the last checkpoint", BEFORE_DECAY, LAST),
+    ("last four, above the last checkpoint", LAST, LAST),
+)
 OPTIONS = ("served_options", "served_confirmation")
 
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="files of cells, JSON lines")
-    lines = [line for file in parser.parse_args().files for line in file.read_text().splitlines()]
-    cells = read_cells(map(json.loads, lines))
-    tables = [served_table(cells), gain_table(cells), merged_table(cells)]
-    tables += [options_table(cells, matrix) for matrix in OPTIONS]
-    print("\n\n".join(filter(None, tables)))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="files of cells, JSON lines")
+    files = parser.parse_args().files
+    if files:
+        cells = read_cells(files)
+        tables = [served_table(cells), gain_table(cells), merged_table(cells)]
+        tables += [options_table(cells, matrix) for matrix in OPTIONS]
+        print("\n\n".join(filter(None, tables)))
+        return
+    for page, text in pages().items():
+        replace_file(page, text.encode())
 
 
-def read_cells(rows: Iterable[Mapping[str, Any]]) -> Cells:
+def pages() -> dict[Path, str]:
+    """Return the text of the pages that have tables of FILE."""
+    cells = read_cells([FILE])
+    details = (gain_table(cells), merged_table(cells))
+    return {
+        ANSWER: with_tables(ANSWER, MARKER, served_table(cells)),
+        DESIGN: with_tables(DESIGN, MARKER, *details),
+    }
+
+
+def read_cells(files: Iterable[Path]) -> Cells:
+    """Return the losses of the cells in `files`."""
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return cells_of(line for line in lines if "loss" in line)
+
+
+def cells_of(rows: Iterable[Mapping[str, Any]]) -> Cells:
     """Return the losses of the cells in `rows`, the lines of a result file."""
     cells: dict[tuple[str, str, str, str], dict[int, float]] = defaultdict(dict)
     for row in rows:
@@ -87,46 +123,56 @@ def served_table(cells: Cells) -> str:
         for name, title in TRAINED.items()
         if (losses := cells.get(("served", name, "bf16", LAST)))
     ]
-    heads = ["trained in", "seeds", *(f"served in {title}" for title in SERVED.values())]
+    if bf16:
+        rows[0][2] = "baseline"
+    heads = ["trained in ↓ served in →", "seeds", *SERVED.values()]
     return table(heads, rows)
 
 
 def gain_table(cells: Cells) -> str:
-    """Return the loss of each training in its own precision, above BF16 quantized afterwards."""
+    """Return the gain of training in the precision of serving, and the cost of serving.
+
+    The gain is the loss above BF16 quantized afterwards. The cost of serving is the loss above the
+    same model in BF16.
+    """
     bf16 = cells.get(("served", "bf16", "bf16", LAST), {})
     rows = []
     for trained, served in [(name, name) for name in TRAINED] + [("nvfp4", "nvfp4_1d")]:
         losses = cells.get(("served", trained, served, LAST), {})
         afterwards = cells.get(("served", "bf16", served, LAST), {})
+        unquantized = cells.get(("served", trained, "bf16", LAST), {})
         if trained != "bf16" and losses:
             label = f"{TRAINED[trained]}, served in {SERVED[served]}"
-            rows.append([label, count_of(losses), figure(losses, afterwards, bf16)])
-    return table(["trained in", "seeds", "above BF16, served in the same precision"], rows)
+            figures = [figure(losses, other, bf16) for other in (afterwards, unquantized)]
+            rows.append([label, count_of(losses), *figures])
+    heads = ["trained in", "seeds", "above BF16, served in the same precision"]
+    return table([*heads, "above the same model, served in BF16"], rows)
 
 
 def merged_table(cells: Cells) -> str:
-    """Return the loss of means of checkpoints above the newest of these checkpoints.
+    """Return the loss of means of checkpoints above single checkpoints.
 
     The last row of each kind is the effect on the NVFP4 run minus the effect on the BF16 run.
     """
     bf16 = cells.get(("served", "bf16", "bf16", LAST), {})
     rows = []
-    for kind in (LAST, BEFORE_DECAY):
+    for label, kind, compared in MEANS:
         effects = defaultdict(list)
         for trained in ("bf16", "nvfp4"):
             texts = []
             for served in ("bf16", "nvfp4"):
                 mean = cells.get(("served", trained, served, MEAN + kind), {})
-                newest = cells.get(("served", trained, served, kind), {})
-                texts.append(figure(mean, newest, bf16))
-                effect = {seed: mean[seed] - newest[seed] for seed in mean.keys() & newest.keys()}
+                single = cells.get(("served", trained, served, compared), {})
+                texts.append(figure(mean, single, bf16))
+                effect = {seed: mean[seed] - single[seed] for seed in mean.keys() & single.keys()}
                 effects[served].append(effect)
             if any(text != UNKNOWN for text in texts):
-                rows.append([kind, TRAINED[trained], *texts])
+                rows.append([label, TRAINED[trained], *texts])
         differences = [figure(after, before, bf16) for before, after in effects.values()]
         if any(text != UNKNOWN for text in differences):
-            rows.append([kind, "NVFP4 minus BF16", *differences])
-    return table(["checkpoints", "trained in", "served in BF16", "served in NVFP4"], rows)
+            rows.append([label, "NVFP4 minus BF16", *differences])
+    heads = ["mean of checkpoints", "trained in", "served in BF16", "served in NVFP4"]
+    return table(heads, rows)
 
 
 def options_table(cells: Cells, matrix: str) -> str:

@@ -8,10 +8,10 @@ from benchmarks.evidence.served import (
     BEFORE_DECAY,
     LAST,
     MEAN,
+    cells_of,
     figure,
     merged_table,
     options_table,
-    read_cells,
     served_table,
 )
 
@@ -36,8 +36,8 @@ def bf16_rows(matrix="served"):
 
 
 def test_an_interval_is_that_of_paired_differences():
-    cells = read_cells([*bf16_rows(), *rows("served", "nvfp4", "nvfp4", 1.04)])
-    table = served_table(read_cells([*bf16_rows(), *rows("served", "nvfp4", "bf16", 1.04)]))
+    cells = cells_of([*bf16_rows(), *rows("served", "nvfp4", "nvfp4", 1.04)])
+    table = served_table(cells_of([*bf16_rows(), *rows("served", "nvfp4", "bf16", 1.04)]))
     bf16 = cells["served", "bf16", "bf16", LAST]
     losses = cells["served", "nvfp4", "nvfp4", LAST]
     # A difference of 0.04 in percent of a mean loss of 2. The spread between seeds, which is 1,
@@ -58,7 +58,7 @@ def test_a_seed_that_is_missing_on_one_side_is_ignored(missing):
 
 
 def test_means_of_checkpoints_are_compared_with_their_newest():
-    kinds = read_cells(
+    kinds = cells_of(
         [
             *bf16_rows(),
             *rows("served", "nvfp4", "nvfp4", 1.5),
@@ -76,7 +76,7 @@ def test_means_of_checkpoints_are_compared_with_their_newest():
 def test_an_option_is_compared_with_the_default_of_its_precision():
     matrix = "served_confirmation"
     table = options_table(
-        read_cells(
+        cells_of(
             [
                 *bf16_rows(matrix),
                 *rows(matrix, "nvfp4", "bf16", 1.04),

@@ -10,6 +10,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from benchmarks.evidence.served import pages
 from benchmarks.evidence.size import PREDICTED, predictions, size_table
 from benchmarks.evidence.tables import (
     ANSWER,
@@ -64,6 +65,21 @@ def test_the_tables_of_the_evidence_are_those_of_its_files(monkeypatch: pytest.M
     text = ANSWER.read_text(encoding="utf-8")
     assert text == with_tables(ANSWER, "evidence", answer_table(scales)), remedy
     assert text == with_tables(ANSWER, "size", size_table()), "python -m benchmarks.evidence.size"
+
+
+def test_tables_and_figures_of_trained_and_served_are_those_of_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(ROOT)
+    tables = pages()
+    for file, text in tables.items():
+        assert file.read_text(encoding="utf-8") == text, "python -m benchmarks.evidence.served"
+    evidence, design = tables.values()
+    section = evidence.partition("### Trained and served")[2].partition("\n### ")[0]
+    prose = section.partition("<!-- served -->")[0] + section.partition("<!-- /served -->")[2]
+    for text in (prose, (ROOT / "docs/serving.md").read_text(encoding="utf-8")):
+        figures = re.findall(r"\d\.\d\d ± \d\.\d\d %", " ".join(text.split()))
+        assert figures and [figure for figure in figures if figure not in design] == []
 
 
 def test_predictions_of_both_fits_are_those_of_a_known_line() -> None:
