@@ -127,9 +127,8 @@ class Question:
             "parity": False,
         }
         if protocol.begin_with:
-            # The runs only have the steps after the checkpoint. `schedule.decay` is a share of all
-            # steps, so reduce it such that the decay is the recipe's share of the steps that are
-            # trained.
+            # `schedule.decay` is a share of all steps, but the runs only train the steps after the
+            # checkpoint. Reduce it, so that the decay has the recipe's share of the trained steps.
             common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
         return self._matrix("rounds", common, cells, seed=[seed])
 
@@ -250,7 +249,7 @@ def check_gpu_is_free(matrix: Matrix) -> None:
 def seconds_of(cell: Cell) -> float:
     """Return the number of seconds that the run of a finished cell took.
 
-    Each start of the cell writes the mark, and a finished run writes its summary last. So the
+    Each start of the cell writes matrix.json, and a finished run writes summary.json last. So the
     difference between the times of these two files is the duration since the last start. If the run
     was interrupted and continued, this duration is too short. In this case, return the total time
     of its steps, which is longer.

@@ -65,20 +65,20 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def distance_from_usual(place: Sequence[float], usual: Sequence[float]) -> float:
-    """Return the distance between the place of a gradient and its usual place.
+def distance_from_usual(position: Sequence[float], usual: Sequence[float]) -> float:
+    """Return the distance between the position of a gradient and its usual position.
 
-    A place describes a gradient relative to the BF16 gradient (see `place` below). Return 0 if the
-    gradient is not farther from the BF16 gradient than usual.
+    A position describes a gradient relative to the BF16 gradient (see `position` below). Return 0
+    if the gradient is not farther from the BF16 gradient than usual.
 
     Args:
-        place: Two components of the gradient: the component along the BF16 gradient, and the norm
-            of the component orthogonal to the BF16 gradient. Both are divided by the norm of the
-            BF16 gradient, so the BF16 gradient itself has the place (1, 0).
-        usual: Moving average of the places in earlier steps.
+        position: Two components of the gradient: the component along the BF16 gradient, and the
+            norm of the component orthogonal to the BF16 gradient. Both are divided by the norm of
+            the BF16 gradient, so the BF16 gradient itself has the position (1, 0).
+        usual: Moving average of the positions in earlier steps.
     """
-    came_nearer = math.dist(place, (1, 0)) <= math.dist(usual, (1, 0))
-    return 0.0 if came_nearer else math.dist(place, usual)
+    came_nearer = math.dist(position, (1, 0)) <= math.dist(usual, (1, 0))
+    return 0.0 if came_nearer else math.dist(position, usual)
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class HealthState:
     consecutive_skips: int = 0
     # Number of rollbacks of the run. The function that rolls back increments it.
     rollbacks: int = 0
-    # Map each precision and each matrix to the moving average of the place of the matrix's gradient
-    # relative to the BF16 gradient (see `distance_from_usual`).
+    # Map each precision and each matrix to the moving average of the two numbers that describe the
+    # matrix's gradient relative to its BF16 gradient (`position` in `distance_from_usual`).
     usual_gap: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     # The last step in low precision if `health.on_gap: switch` has switched the run to BF16, else
     # None.
@@ -178,30 +178,30 @@ class Health:
         return StepDecision(reason=f"step {step}: {spike}" if spike else None)
 
     def judge_gap(
-        self, step: int, precision: str, places: Mapping[str, Sequence[float]]
+        self, step: int, precision: str, positions: Mapping[str, Sequence[float]]
     ) -> tuple[StepDecision, dict[str, Any]]:
         """Decide how to continue after the backward of a step in low precision.
 
         The gradients of the step are compared with BF16 gradients. If the gradient of a matrix is
-        farther than `health.gap_threshold` from its usual place relative to the BF16 gradient, the
-        setting `health.on_gap` determines the decision. With `switch`, this step still updates the
-        weights, and the caller must compute all later steps in BF16.
+        farther than `health.gap_threshold` from its usual position relative to the BF16 gradient,
+        the setting `health.on_gap` determines the decision. With `switch`, this step still updates
+        the weights, and the caller must compute all later steps in BF16.
 
         Args:
             step: Number of the step.
             precision: Name of the low precision.
-            places: Map each matrix to the place of its gradient relative to the BF16 gradient (see
-                `distance_from_usual`).
+            positions: Map each matrix to the position of its gradient relative to the BF16 gradient
+                (see `distance_from_usual`).
 
         Returns:
             The decision, and a dict for the metrics. The dict has the name of the matrix whose
-            gradient is farthest from its usual place, and this distance. The dict is empty if no
-            matrix has a usual place yet.
+            gradient is farthest from its usual position, and this distance. The dict is empty if no
+            matrix has a usual position yet.
         """
         usual = self.state.usual_gap.setdefault(precision, {})
         moved = {
-            name: distance_from_usual(place, usual[name])
-            for name, place in places.items()
+            name: distance_from_usual(position, usual[name])
+            for name, position in positions.items()
             if name in usual
         }
         worst = max(
@@ -209,13 +209,13 @@ class Health:
         )
         figures = {"gap/moved": moved[worst], "gap/worst": worst} if moved else {}
         if not moved or moved[worst] <= self.settings.gap_threshold:
-            for name, place in places.items():
+            for name, position in positions.items():
                 usual[name] = [
                     old + GAP_AVERAGE_WEIGHT * (new - old)
-                    for old, new in zip(usual.get(name, place), place, strict=True)
+                    for old, new in zip(usual.get(name, position), position, strict=True)
                 ]
             return StepDecision(), figures
-        along, across = places[worst]
+        along, across = positions[worst]
         usual_along, usual_across = usual[worst]
         reason = (
             f"low precision changes the gradient of {worst} more than before. Relative to the norm "

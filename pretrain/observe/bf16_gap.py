@@ -77,7 +77,7 @@ class GapMeter(Observer):
         # (see `_place`). Rounding moves the gradient away from the BF16 gradient. In a deep model
         # in FP4 the distance is as large as the norm of the gradient, and this is not a fault. But
         # the distance stays about the same in all measurements as long as training is stable.
-        self.places: dict[str, tuple[float, float]] = {}
+        self.positions: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
         """Return True in every `log.gap`-th step, unless the step computes without quantization."""
@@ -134,7 +134,7 @@ class GapMeter(Observer):
         if not decision.proceed:
             return decision
         judged, figures = self._health.judge_gap(
-            step.number, self._precision.current.name, self.places
+            step.number, self._precision.current.name, self.positions
         )
         self._figures |= figures
         if self._health.state.switched_after == step.number:
@@ -209,7 +209,7 @@ class GapMeter(Observer):
             torch.cat([*rows, self._losses, self._choices]), reduction="sum"
         ).tolist()
         by_name = dict(zip(self._is_matrix, np.array(products).reshape(-1, 3), strict=True))
-        self.places = {
+        self.positions = {
             name: _place(*row) for name, row in by_name.items() if self._is_matrix[name] and row[2]
         }
         layers: dict[str, Any] = defaultdict(lambda: np.zeros(3))

@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     ]
     print(
         markdown(
-            ("FLOPs per token by", *(f"T = {length:,}" for length in lengths)),
+            ("FLOPs per token, by formula", *(f"T = {length:,}" for length in lengths)),
             [(name, *cells) for name, cells in zip(FORMULAS, rows, strict=True)],
         )
     )

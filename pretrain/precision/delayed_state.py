@@ -23,8 +23,9 @@ from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
 Direction = Literal["forward", "backward"]
-# Map each direction to the columns of a linear layer, in Transformer Engine's order. The columns
-# "output" and "grad_input" stay unused, because these tensors are not quantized.
+# Map each direction to the tensors of a linear layer that have a column in its amax history, in
+# Transformer Engine's order. The columns of "output" and "grad_input" stay unused, because these
+# tensors are not quantized.
 SLOTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("input", "weight", "output"),
     "backward": ("grad_output", "grad_input"),

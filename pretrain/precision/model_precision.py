@@ -17,7 +17,7 @@ from pretrain.precision.settings import ActivePrecision
 
 @dataclass(frozen=True)
 class PrecisionInModel:
-    """One precision of a run, with its engine and its decision for each linear layer."""
+    """One precision of a run, with its engine and the decision which linear layers it quantizes."""
 
     active: ActivePrecision
     # The engine. None if the precision is not quantized.

@@ -329,10 +329,10 @@ class LowPrecisionSettings(Settings):
         on_activations = (self.row_scaled_activation, self.nvfp4_4over6 in ("activations", "all"))
         if all(on_activations) or (any(on_activations) and not self.disable_rht):
             raise InputError(
-                "`fp8_config`: for activations, Transformer Engine supports either "
-                "`row_scaled_activation: true` or `nvfp4_4over6`, and both only without the random "
-                "Hadamard transform; set `disable_rht: true` and only one of them, or set "
-                "`nvfp4_4over6: weights`"
+                "`fp8_config`: for activations, Transformer Engine does not support "
+                "`row_scaled_activation: true` together with `nvfp4_4over6`, and supports neither "
+                "with the random Hadamard transform; set `disable_rht: true` and only one of them, "
+                "or set `nvfp4_4over6: weights`"
             )
         if self.nvfp4_4over6 in (None, "none") and (
             self.nvfp4_4over6_err_mode == "MSE"

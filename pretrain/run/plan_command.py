@@ -1,4 +1,4 @@
-"""`python -m pretrain plan` plans a recipe for other devices; `--plan` plans a launch here."""
+"""Print plans: `python -m pretrain plan` for other devices, `train --plan` for this machine."""
 
 from __future__ import annotations
 
@@ -174,6 +174,7 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes = plan.takes(size)
     fits = takes <= target.memory
+    # `plan.devices.memory` is the part of the target's memory that a plan should use.
     remark = ""
     if takes > cast(int, plan.devices.memory):
         remark = ": barely fits" if fits else ": does not fit"
