@@ -139,8 +139,8 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
         precision.plain_forward and "backward_override" in precision.options for precision in chosen
     ):
         raise InputError(
-            "`fp8_config.backward_override` needs a quantized forward product, and `forward: bf16` "
-            "a quantized backward; remove one of them"
+            "`fp8_config.backward_override` computes backward in BF16, and `forward: bf16` "
+            "computes forward in BF16, so no product would be quantized; remove one of them"
         )
     if len(quantized) < 2:
         settings = settings.resolved(next(iter(quantized), chosen[0].name))
