@@ -10,7 +10,8 @@ those of the previous step (`Gemm.overwrites`). A graph is captured when a micro
 it. There is one graph for each length of `cu_seqlens`, and a separate one for first microbatches,
 which quantize the weights.
 
-Observed steps run without graphs, because observers are called between kernels.
+Steps with `StepWatch.observes_passes` run without graphs, because observers are called between
+kernels.
 """
 
 from __future__ import annotations

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import train_accelerate
 from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
@@ -193,3 +197,39 @@ def test_without_a_capture_auto_continues_and_on_stops(accelerator: Accelerator)
     required = MicrobatchGraphs("on", pytest.fail, fail)
     with pytest.raises(InputError, match=r"`model\.cuda_graphs: on` is impossible.* not permitted"):
         forward_backward(assemble("gpt2"), step, accelerator, compute=required.compute)
+
+
+def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
+    train_here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with gradient statistics have graphs too."""
+
+    def figures(name: str) -> list[dict[str, Any]]:
+        finished = train_here(
+            f"run_dir={tmp_path / name}",
+            "precision=bf16",
+            "model.fused=on",
+            "model.attention=sdpa",
+            "log.gradient_statistics=1",
+            "loss.penalty=neg_entropy",
+            "loss.penalty_weight=0.1",
+        )
+        assert finished.status == 0, finished.output
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        compared = re.compile("step$|.*loss|penalty|grad")
+        return [
+            {key: value for key, value in json.loads(line).items() if compared.match(key)}
+            for line in lines
+        ]
+
+    expected = figures("plain")
+    graphs: list[MicrobatchGraphs] = []
+
+    def make(_: str, report: Callable[[str], None]) -> MicrobatchGraphs:
+        graphs.append(MicrobatchGraphs("on", report, record))
+        return graphs[0]
+
+    monkeypatch.setattr(train_accelerate, "MicrobatchGraphs", make)
+    assert figures("graphs") == expected
+    # The first two of 12 steps are observed. A step has four microbatches.
+    assert sum(graph.runs for graph, *_ in graphs[0].captured.values()) == 40
