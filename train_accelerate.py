@@ -375,13 +375,13 @@ def train_step(
             accelerator,
             watch.first_microbatch(),
             first_apart=watch.separates_first_microbatch,
-            compute=compute_microbatch if watch.due else run.graphs.compute,
+            compute=compute_microbatch if watch.observes_passes else run.graphs.compute,
         )
     norm = adamw.gradient_norm(model.parameters())
     means = model.mean_losses(accelerator, batches.valid_tokens, mean_loss)
     # This call waits for the device.
     gradient_norm, *values = same_on_all_ranks(accelerator, norm, *means.values())
-    if not watch.due:
+    if not watch.observes_passes:
         run.graphs.end_step()
     losses = dict(zip(means, values, strict=True))
 

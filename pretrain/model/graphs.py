@@ -10,7 +10,8 @@ those of the previous step (`Gemm.overwrites`). A graph is captured when a micro
 it. There is one graph for each length of `cu_seqlens`, and a separate one for first microbatches,
 which quantize the weights.
 
-Observed steps run without graphs, because observers are called between kernels.
+Steps with `StepWatch.observes_passes` run without graphs, because observers are called between
+kernels.
 """
 
 from __future__ import annotations
@@ -89,13 +90,20 @@ class MicrobatchGraphs:
     ) -> Tensor:
         """Return the result of `compute_microbatch`, computed by a graph if graphs are on.
 
-        The next call may overwrite the result. Do not call this method in observed steps.
+        The next call may overwrite the result. Do not call this method in observed steps. Raises
+        InputError if the recipe has `cuda_graphs: on` and a capture fails.
         """
         if self.status.startswith("on"):
             try:
                 return self._replay(model, accelerator, batch, scale)
             except RuntimeError as error:
-                self._decide(f"off: their capture failed ({one_line(error)})")
+                failure = f"their capture failed ({one_line(error)})"
+                if self.status == "on":
+                    raise InputError(
+                        f"`model.cuda_graphs: on` is impossible in this run: {failure}; set "
+                        "`model.cuda_graphs: auto`"
+                    ) from error
+                self._decide(f"off: {failure}")
         before = time.perf_counter()
         loss = compute_microbatch(model, accelerator, batch, scale)
         self.launched = time.perf_counter()
@@ -117,9 +125,7 @@ class MicrobatchGraphs:
             )
 
     def _decide(self, status: str) -> None:
-        """Change and report `status`. Raise InputError if the recipe has `cuda_graphs: on`."""
-        if self.status == "on":
-            raise InputError(f"`model.cuda_graphs: on`: {status}; set `model.cuda_graphs: off`")
+        """Change and report `status`."""
         self.captured.clear()
         self.status = status
         self.report(status)

@@ -57,6 +57,8 @@ class Observer:
     # True if the observer needs each rank's own gradients after the first microbatch. Then ranks
     # exchange gradients only after `first_microbatch` has ended.
     separates_first_microbatch = False
+    # True if hooks run between the kernels of a microbatch, which a CUDA graph does not allow.
+    observes_passes = True
 
     def due(self, step: Step) -> bool:
         """Return whether the hooks of this observer are called in `step`."""
@@ -118,6 +120,7 @@ class PeriodicFigures(Observer):
 
     every: int | None
     compute: Callable[[], dict[str, Any]]
+    observes_passes = False
 
     def due(self, step: Step) -> bool:
         """Return whether the step's number is a multiple of `every`."""
@@ -139,6 +142,11 @@ class StepWatch:
     def separates_first_microbatch(self) -> bool:
         """Return whether a due observer sets `Observer.separates_first_microbatch`."""
         return any(observer.separates_first_microbatch for observer in self.due)
+
+    @property
+    def observes_passes(self) -> bool:
+        """Return whether a due observer sets `Observer.observes_passes`."""
+        return any(observer.observes_passes for observer in self.due)
 
     def whole_step(self) -> AbstractContextManager[None]:
         """Return a context manager that enters `Observer.whole_step` of each due observer."""

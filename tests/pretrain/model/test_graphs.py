@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import train_accelerate
 from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
@@ -30,24 +36,49 @@ from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, VOCAB
 STEPS = [[3, 20, 4], [3, 4, 20], [20, 3, 20]]
 
 
-class Repeated:
-    """Substitute of a CUDA graph: it calls the function again, which reads the same buffers."""
+class Recorded(TorchDispatchMode):
+    """Substitute of a CUDA graph: it repeats the recorded operations of torch in the same memory.
+
+    As in a CUDA graph, the recording changes no tensor, and a repetition runs no Python code.
+    """
 
     def __init__(self, function: Callable[[], Tensor]) -> None:
-        self.function = function
-        self.loss = torch.zeros(())
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self.before: list[tuple[Tensor, Tensor]] = []
         self.runs = 0
+        with self:
+            self.loss = function()
+        with torch.no_grad():
+            for tensor, values in reversed(self.before):
+                tensor.copy_(values)
 
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert operation is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
+        for argument, value in zip(operation._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.before += [(part, part.clone()) for part in tree_leaves(value)]
+        result = operation(*args, **(kwargs or {}))
+        self.operations.append((operation, args, kwargs or {}, result))
+        return result
+
+    @torch.no_grad()
     def replay(self) -> None:
-        self.loss.copy_(self.function())
         self.runs += 1
+        for operation, args, kwargs, result in self.operations:
+            again = operation(*args, **kwargs)
+            for before, after in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(before, Tensor) and before.data_ptr() != after.data_ptr():
+                    before.copy_(after)
 
     def pool(self) -> str:
         return "pool"
 
 
-def record(function: Callable[[], Tensor], pool: str | None) -> tuple[Repeated, Tensor]:
-    graph = Repeated(function)
+def record(function: Callable[[], Tensor], pool: str | None) -> tuple[Recorded, Tensor]:
+    graph = Recorded(function)
     return graph, graph.loss
 
 
@@ -164,5 +195,41 @@ def test_without_a_capture_auto_continues_and_on_stops(accelerator: Accelerator)
         "off: their capture failed (operation not permitted when stream is capturing)"
     ]
     required = MicrobatchGraphs("on", pytest.fail, fail)
-    with pytest.raises(InputError, match=r"`model\.cuda_graphs: on`.* not permitted"):
+    with pytest.raises(InputError, match=r"`model\.cuda_graphs: on` is impossible.* not permitted"):
         forward_backward(assemble("gpt2"), step, accelerator, compute=required.compute)
+
+
+def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
+    train_here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with gradient statistics have graphs too."""
+
+    def figures(name: str) -> list[dict[str, Any]]:
+        finished = train_here(
+            f"run_dir={tmp_path / name}",
+            "precision=bf16",
+            "model.fused=on",
+            "model.attention=sdpa",
+            "log.gradient_statistics=1",
+            "loss.penalty=neg_entropy",
+            "loss.penalty_weight=0.1",
+        )
+        assert finished.status == 0, finished.output
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        compared = re.compile("step$|.*loss|penalty|grad")
+        return [
+            {key: value for key, value in json.loads(line).items() if compared.match(key)}
+            for line in lines
+        ]
+
+    expected = figures("plain")
+    graphs: list[MicrobatchGraphs] = []
+
+    def make(_: str, report: Callable[[str], None]) -> MicrobatchGraphs:
+        graphs.append(MicrobatchGraphs("on", report, record))
+        return graphs[0]
+
+    monkeypatch.setattr(train_accelerate, "MicrobatchGraphs", make)
+    assert figures("graphs") == expected
+    # The first two of 12 steps are observed. A step has four microbatches.
+    assert sum(graph.runs for graph, *_ in graphs[0].captured.values()) == 40
