@@ -483,15 +483,17 @@ class DatasetSource:
 def _array_in(path: Path) -> str | None:
     """Return the text of a file with JSON arrays instead of lines, or None for other files.
 
-    An array may have several lines if the file's suffix is .json.
+    An array may have several lines if the file's suffix is .json. A file that was cut off inside an
+    array has no "]" at its end. It is read by lines, which raises an error.
     """
     with open_stream(path) as stream:
         if not stream.read(2**10).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             return None
     with open_stream(path) as stream:
         text = decoded(stream.read())
-    first_end = text if suffix_of(path) == ".json" else text.partition("\n")[0]
-    return text if first_end.rstrip().endswith("]") else None
+    first_array = text if suffix_of(path) == ".json" else text.partition("\n")[0]
+    is_complete = all(part.rstrip().endswith("]") for part in (first_array, text))
+    return text if is_complete else None
 
 
 def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:

@@ -400,11 +400,18 @@ def test_arrays_of_other_forms_are_read(content: str, texts: list[str], tmp_path
     assert texts_of(tmp_path / "x.json") == texts
 
 
-@pytest.mark.parametrize("content", ['[\n{"text": "a"},\n{"text"', '[\n{"text": "a"},\n{"te]'])
-def test_an_incomplete_array_is_rejected(content: str, tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(content)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.json", '[\n{"text": "a"},\n{"text"'),
+        ("x.json", '[\n{"text": "a"},\n{"te]'),
+        ("x.jsonl", '[{"text": "a"}]\n[{"text": "b"},\n'),
+    ],
+)
+def test_an_incomplete_array_is_rejected(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=r"x\.json"):
-        texts_of(tmp_path / "x.json")
+        texts_of(tmp_path / name)
 
 
 def test_values_in_csv_are_texts(tmp_path: Path) -> None:
