@@ -17,7 +17,6 @@ versions and code, each loss must be equal bit for bit. Otherwise it must be wit
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -33,7 +32,7 @@ import torch
 from benchmarks.machine import ROOT, command, environment_from_elsewhere, processor
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways.entries import CPU, GPU, Entry, ours
-from foundation.command import run_command
+from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.files import hash_file, hash_of, write_json
 from foundation.reading import load_object
@@ -75,9 +74,7 @@ Result = Mapping[str, Any]
 
 def main() -> int:
     """Run the command. Return 1 if a precision failed or does not agree with the card, else 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("python -m pretrain doctor", __doc__)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--card", type=Path, metavar="FILE", help="make a card")
     task.add_argument("--check", type=Path, metavar="FILE", help="check a card")
@@ -194,6 +191,9 @@ def make(out: Path, names: Iterable[str] | None) -> int:
     for name, reasons in {**failed, **{name: [left_out[name]] for name in left_out}}.items():
         for reason in reasons:
             print(f"{name}: {reason}")
+    limits = bench.result["limits"]
+    for name, reason in limits.get("failed", {"all precisions": limits.get("reason")}).items():
+        print(f"limit of {name}: {reason}")
     print(f"the card is {out}")
     return int(any(failed.values()))
 

@@ -6,8 +6,9 @@ The measured rates give the minimum time of a training step: the time of all its
 measured rate. Attention, norms, the optimizer and idle time count as zero. No trainer can be
 faster. The distance of a trainer from this minimum says more than its share of the peak in the data
 sheet, which no GEMM reaches. GEMMs with the same input are stacked, as in a fast layer: q, k and v
-are one GEMM, gate and up another. A precision whose GEMMs raise an error is recorded with this
-error.
+are one GEMM, gate and up another. Layers that stay in BF16 by default, as in NVFP4, count as
+quantized, so NVFP4's share of its limit is low. A precision whose GEMMs raise an error is recorded
+with this error.
 """
 
 from __future__ import annotations

@@ -145,6 +145,13 @@ def test_a_card_that_cannot_be_checked_is_refused(
         card.make(tmp_path, None)
 
 
+def test_making_and_checking_a_card_at_once_is_refused():
+    done = doctor("--card", "a.json", "--check", "b.json")
+    assert done.returncode == 2
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("error: ") and "not allowed with argument --card" in message
+
+
 def test_an_installation_without_benchmarks_makes_no_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
