@@ -78,7 +78,13 @@ def elsewhere(recipe: dict[str, Any], folder: Path, **data: Any) -> dict[str, An
 
 
 def part_folders(packs: Path) -> list[Path]:
-    return [path for path in packs.glob("**/part-*") if path.is_dir()]
+    # `os.walk` skips a folder that the packer renames meanwhile. `Path.glob` fails.
+    return [
+        Path(parent, name)
+        for parent, names, _ in os.walk(packs)
+        for name in names
+        if name.startswith("part-")
+    ]
 
 
 def packer_of(run: LauncherProcess) -> psutil.Process:
