@@ -261,9 +261,9 @@ class FileSource:
     def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`.
 
-        The file may also have arrays of records.
+        A .json file may also have one array.
         """
-        if text := _array_in(path):
+        if suffix_of(path) == ".json" and (text := _array_in(path)):
             yield from self._array_chunks(text, path, size, place)
             return
         at = place.get("at", 0)  # offset in bytes
@@ -481,19 +481,17 @@ class DatasetSource:
 
 
 def _array_in(path: Path) -> str | None:
-    """Return the text of a file with JSON arrays instead of lines, or None for other files.
+    """Return the text of a file with a JSON array over several lines, or None for other files.
 
-    An array may have several lines if the file's suffix is .json. A file that was cut off inside an
-    array has no "]" at its end. It is read by lines, which raises an error.
+    An array on one line is read like JSONL, because a line may have a list of records.
     """
     with open_stream(path) as stream:
         if not stream.read(2**10).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             return None
     with open_stream(path) as stream:
         text = decoded(stream.read())
-    first_array = text if suffix_of(path) == ".json" else text.partition("\n")[0]
-    is_complete = all(part.rstrip().endswith("]") for part in (first_array, text))
-    return text if is_complete else None
+    first_line = text.partition("\n")[0].rstrip()
+    return text if text.rstrip().endswith("]") and not first_line.endswith("]") else None
 
 
 def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
