@@ -1,12 +1,12 @@
-"""Run microbatches as CUDA graphs, for models whose kernels take less time than their launches.
+"""Run microbatches as CUDA graphs, for models whose kernels run faster than the host starts them.
 
 A graph contains all kernels of the forward and the backward of one microbatch, and the host
 launches them by one call. The kernels, their order and their operands are the same as without
 graphs, so the results are the same bit for bit.
 
-A graph reads and writes fixed addresses. Each graph has buffers, to which its microbatches are
-copied. Parameters, main gradients, histories and scales never move, and quantized weights overwrite
-those of the previous step (`Gemm.overwrites`). A graph is captured when a microbatch first needs
+A graph reads and writes fixed addresses. A microbatch is copied to the buffers of its graph.
+Parameters, main gradients, histories and scales never move. A newly quantized weight overwrites the
+weight of the previous step (`Gemm.overwrites`). A graph is captured when a microbatch first needs
 it. There is one graph for each length of `cu_seqlens`, and a separate one for first microbatches,
 which quantize the weights.
 
@@ -41,6 +41,14 @@ TIMED = 3
 # With `auto`, graphs are used if the host waits at the end of a step for less than this share of
 # the time in which it has launched the last microbatch.
 HOST_BOUND = 0.25
+
+
+def impossible(obstacle: str) -> InputError:
+    """Return the error for `model.cuda_graphs: on` in a run that has an obstacle to graphs."""
+    return InputError(
+        f"`model.cuda_graphs: on` is impossible in this run: {obstacle}; set "
+        "`model.cuda_graphs: auto`"
+    )
 
 
 def capture(
@@ -97,13 +105,10 @@ class MicrobatchGraphs:
             try:
                 return self._replay(model, accelerator, batch, scale)
             except RuntimeError as error:
-                failure = f"their capture failed ({one_line(error)})"
+                obstacle = f"their capture failed ({one_line(error)})"
                 if self.status == "on":
-                    raise InputError(
-                        f"`model.cuda_graphs: on` is impossible in this run: {failure}; set "
-                        "`model.cuda_graphs: auto`"
-                    ) from error
-                self._decide(f"off: {failure}")
+                    raise impossible(obstacle) from error
+                self._decide(f"off: {obstacle}")
         before = time.perf_counter()
         loss = compute_microbatch(model, accelerator, batch, scale)
         self.launched = time.perf_counter()

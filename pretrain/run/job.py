@@ -24,7 +24,7 @@ from pretrain.checkpoint.checkpoint import free_memory
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.trackers import check_trackers
-from pretrain.model import attention
+from pretrain.model import attention, graphs
 from pretrain.model.distributed import (
     device_of,
     gathers_once_a_step,
@@ -343,10 +343,11 @@ def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> N
 
 
 def _check_hardware(plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator) -> list[str]:
-    """Return a notice if `optimizer.offload` is set but has no effect.
+    """Check the settings that depend on this machine's hardware, and return notices.
 
-    All ranks must call this function. Raises InputError if the host has too little free memory for
-    the state of all its processes, or if `model.cuda_graphs: on` is impossible.
+    There is a notice if `optimizer.offload` is set but has no effect. All ranks must call this
+    function. Raises InputError if the host has too little free memory for the state of all its
+    processes, or if `model.cuda_graphs: on` is impossible.
     """
     cuda_graphs(plan, shapes, accelerator.device.type)
     offload = plan.recipe.optimizer.offload
@@ -392,10 +393,7 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
     }
     obstacle = next((reason for reason, applies in reasons.items() if applies), None)
     if obstacle and model.cuda_graphs == "on":
-        raise InputError(
-            f"`model.cuda_graphs: on` is impossible in this run: {obstacle}; set "
-            "`model.cuda_graphs: auto`"
-        )
+        raise graphs.impossible(obstacle)
     return f"off: {obstacle}" if obstacle else model.cuda_graphs
 
 
