@@ -443,7 +443,8 @@ class Staging:
     times as long as a copy. If the tensors are on a GPU, the memory is pinned.
     """
 
-    _memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
         """Copy the tensors to host memory, wait for the device, and return the copies.

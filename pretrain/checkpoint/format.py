@@ -156,7 +156,8 @@ def set_aside(folder: Path) -> Path:
     If another folder has the new path, that folder is deleted first.
     """
     aside = folder.with_name(f"{ABANDONED_STEP}{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():
+        shutil.rmtree(aside)
     os.rename(folder, aside)
     return aside
 

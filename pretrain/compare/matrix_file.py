@@ -335,13 +335,14 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             f"command line; to run only the cells with one value, use `--only {key}=VALUE`; to "
             "run the cells with several values, repeat this option"
         )
+    environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     cells: list[Cell] = []
     for values, cell_settings in combinations:
         name = _name_of(values)
         try:
             cell = _make_cell(
-                settings, accelerate, name, values, [*common, *as_overrides(cell_settings)]
+                settings, environment, name, values, [*common, *as_overrides(cell_settings)]
             )
             # Check that the keys in braces in `train.begin_with` exist.
             branch_checkpoint(cell.recipe)
@@ -395,7 +396,7 @@ def _precision_environment(accelerate: Values) -> dict[str, str]:
 
 def _make_cell(
     settings: MatrixSettings,
-    accelerate: Values,
+    environment: Mapping[str, str],
     name: str,
     values: Values,
     overrides: Sequence[str],
@@ -406,7 +407,7 @@ def _make_cell(
 
     Args:
         settings: Content of the matrix file.
-        accelerate: Content of the Accelerate configuration.
+        environment: Environment variables for the precision, from `_precision_environment`.
         name: Name of the cell.
         values: Values that distinguish the cell from the other cells.
         overrides: Settings that override the recipe, as key=value. If a key occurs several times,
@@ -420,7 +421,7 @@ def _make_cell(
     run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
     last = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
     recipe = load_recipe(settings.recipe, [*last.values()])
-    recipe = with_precision(recipe, _precision_environment(accelerate))
+    recipe = with_precision(recipe, dict(environment))
     return Cell(name, values, tuple(last.values()), recipe, Path(run_dir))
 
 

@@ -450,7 +450,9 @@ def fit_steps(
 
     if options.steps:
         return with_steps(options.steps)
-    in_recipe = recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
+    in_recipe = recipe.train.steps
+    if not in_recipe and recipe.train.tokens:
+        in_recipe = math.ceil(recipe.train.tokens / recipe.batch.tokens)
     # A stream has no epoch, so it needs another upper limit.
     longest = int(min(in_an_epoch, in_recipe or in_an_epoch, 10**9))
     minimum = least_steps(trunk)

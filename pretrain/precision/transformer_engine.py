@@ -188,7 +188,9 @@ class TransformerEngineGemm(Gemm):
             quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, x)
         if out is None:
             return quantizer(x)
-        return importlib.import_module("transformer_engine_torch").quantize(x, quantizer, out, None)
+        import transformer_engine_torch as tex
+
+        return tex.quantize(x, quantizer, out, None)
 
     def dequantize(self, operand: Any) -> Tensor:
         return operand.dequantize(dtype=torch.bfloat16)
