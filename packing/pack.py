@@ -220,7 +220,10 @@ class _OpenPacks:
         return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
 
     def take(self, room: int, most: int) -> list[int]:
-        """Remove and return at most `most` packs with this room: those that were added last."""
+        """Remove at most `most` of the packs with this room, and return them.
+
+        The packs that were added last are removed.
+        """
         packs = self._by_room[room]
         taken = packs[-most:]
         del packs[-most:]

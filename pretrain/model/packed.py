@@ -208,7 +208,7 @@ def forward_backward(
     first_apart: bool = False,
     compute: Callable[..., Tensor] = compute_microbatch,
 ) -> Tensor:
-    """Accumulate the gradient of a step's mean loss and return that loss, an FP32 scalar.
+    """Accumulate the gradient of a step's mean loss, and return the loss, an FP32 scalar.
 
     The mean loss is the sum of the losses of all tokens with a label in the step, on all ranks,
     divided by the number of these tokens. Gradients are summed over ranks, by `rank_sums` or by

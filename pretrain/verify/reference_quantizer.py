@@ -220,7 +220,10 @@ def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
 
 
 def _over_blocks(function: np.ufunc, values: Array, scaling: Scaling) -> Array:
-    """Return an array in which the result of `function` over a block replaces its values."""
+    """Return an array that has the shape of `values` and one value per block.
+
+    This value is the result of `function` over the magnitudes of the block.
+    """
     size = scaling.block or values.shape[1]
     height = size if scaling.square else 1
     blocks = np.abs(values).reshape(len(values) // height, height, -1, size)

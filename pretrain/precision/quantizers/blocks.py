@@ -156,7 +156,7 @@ class BlockQuantized(Quantized):
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
     def dequantized_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the values in `dtype`, bit for bit those of Transformer Engine's kernels."""
+        """Return the values in `dtype`. They equal those of Transformer Engine's kernels."""
         return self.blocks.join((self.split_codes * self.split_factors).to(dtype))
 
 
