@@ -3,8 +3,8 @@
 The state consists of the amaxes (largest absolute values) of past microbatches, and of the scales
 that are computed from them. The order of the updates is the same as in Transformer Engine
 (FP8GlobalStateManager in pytorch/quantization.py). docs/precision.md describes this order. The
-histories of all tensors of a model are columns of one matrix, so an update needs only a few kernels
-and one reduction.
+histories of all layers of a model are in one tensor, so an update needs only a few kernels and one
+reduction.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
 Direction = Literal["forward", "backward"]
-# Map each direction to the tensors of a linear layer that have a column in its amax history, in
-# Transformer Engine's order. The columns of "output" and "grad_input" stay unused, because these
+# Map each direction to the tensors of a linear layer that have a slot in its amax history, in
+# Transformer Engine's order. The slots of "output" and "grad_input" stay unused, because these
 # tensors are not quantized.
 SLOTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("input", "weight", "output"),
     "backward": ("grad_output", "grad_input"),
 }
-# Map each operand to its direction and to the index of its column in SLOTS.
+# Map each operand to its direction and to the index of its slot in SLOTS.
 PLACES: dict[Role, tuple[Direction, int]] = {
     "input": ("forward", 0),
     "weight": ("forward", 1),
@@ -52,12 +52,12 @@ def of_operand(
 class DirectionState(NamedTuple):
     """The histories and scales of all operands of one direction, in FP32.
 
-    Each column belongs to one operand. Row 0 of the histories contains the amaxes of the current
-    microbatch.
+    Each slot of a layer belongs to one operand. Row 0 of the histories contains the amaxes of the
+    current microbatch.
     """
 
-    amax_history: Tensor  # [length, columns]
-    scale: Tensor  # [columns]
+    amax_history: Tensor  # [length, layers, slots]
+    scale: Tensor  # [layers, slots]
 
 
 class DelayedState:
@@ -114,9 +114,10 @@ class DelayedState:
 
     def scale(self, module: int, role: Role) -> Tensor:
         """Return the current scale of an operand, an FP32 scalar."""
-        if role == "grad_output":
-            return self._state_of("backward").scale[_column(module, role)]
-        return self.forward_scales[_column(module, role)]
+        direction, slot = PLACES[role]
+        if direction == "backward":
+            return self._state_of(direction).scale[module, slot]
+        return self.forward_scales[module, slot]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
         """Record the amax of an operand, an FP32 scalar.
@@ -134,8 +135,8 @@ class DelayedState:
                 self._end_expected = True
         elif not self._recording:
             return
-        direction, _ = PLACES[role]
-        newest = self._state_of(direction).amax_history[0, _column(module, role)]
+        direction, slot = PLACES[role]
+        newest = self._state_of(direction).amax_history[0, module, slot]
         torch.maximum(newest, amax, out=newest)
 
     def state(self) -> dict[str, Tensor]:
@@ -146,10 +147,8 @@ class DelayedState:
         ends and when its backward ends.
         """
         return {
-            f"fp8/{module}/{direction}/{key}": tensor[
-                ..., number * len(slots) : (number + 1) * len(slots)
-            ]
-            for direction, slots in SLOTS.items()
+            f"fp8/{module}/{direction}/{key}": tensor[..., number, :]
+            for direction in SLOTS
             for number, module in enumerate(self._modules)
             for key, tensor in self._state_of(direction)._asdict().items()
         }
@@ -186,14 +185,9 @@ class DelayedState:
 
     def _state_of(self, direction: Direction) -> DirectionState:
         if direction not in self._states:
-            columns = len(self._modules) * len(SLOTS[direction])
+            shape = len(self._modules), len(SLOTS[direction])
             self._states[direction] = DirectionState(
-                torch.zeros(self._settings.amax_history_len, columns, device=self._device),
-                torch.ones(columns, device=self._device),
+                torch.zeros(self._settings.amax_history_len, *shape, device=self._device),
+                torch.ones(shape, device=self._device),
             )
         return self._states[direction]
-
-
-def _column(module: int, role: Role) -> int:
-    direction, slot = PLACES[role]
-    return module * len(SLOTS[direction]) + slot

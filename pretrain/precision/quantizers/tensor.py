@@ -136,10 +136,10 @@ def update_scale(
 ) -> tuple[Tensor, Tensor]:
     """Update the history and the scale of delayed scaling after a microbatch. Return both.
 
-    amax_history: the amaxes, [length, n] FP32, one column for each tensor. Row 0 contains the
+    amax_history: the amaxes, [length, ...] FP32, one column for each tensor. Row 0 contains the
         amaxes of the microbatch that ends. The last row contains the amaxes of the previous
         microbatch.
-    scale: the scales that the microbatch used, [n] FP32.
+    scale: the scales that the microbatch used, [...] FP32.
     maximum: the maximum of the format.
     margin: the number of times that a scale is halved.
     algorithm: the rule for the amax of a column: its largest value (`max`) or its value in row 0
