@@ -156,6 +156,18 @@ class Parts:
         _, _, first, _ = self.stacks.values()
         return Activation(NAMES[self.function], gated=len(first) > 1)
 
+    def head_norms_in(self, dtype: torch.dtype) -> HeadNorms | None:
+        """Return the head norms with weights in `dtype`, or None if the layer has no head norms.
+
+        `dtype` is the dtype of activations. The unfused layer casts these weights to `dtype` too.
+        Call this method inside of an autograd node. If autograd recorded the cast, it would round
+        the gradients of the weights to `dtype`.
+        """
+        if not self.head_norms:
+            return None
+        query, key = (norm.weight.detach().to(dtype) for norm in self.head_norms)
+        return HeadNorms(query, key, self.head_norms[0].variance_epsilon)
+
 
 def _full_name(layer: nn.Module) -> str:
     return f"{type(layer).__module__}.{type(layer).__qualname__}"
@@ -276,14 +288,9 @@ class FusedLayer:
     ) -> None:
         self.unfused = layer.forward
         self.arithmetic = arithmetic
-        parts = Parts.of(layer)
-        self.attention = parts.attention
-        self.norms = parts.norms
-        self.activation = parts.activation
-        self.heads = parts.heads
-        self.head_norms = parts.head_norms
+        self.parts = Parts.of(layer)
         products = []
-        for stacked_name, stack in parts.stacks.items():
+        for stacked_name, stack in self.parts.stacks.items():
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
             # Under one engine, either all linears of a stack are in low precision or none is. So it
             # suffices to look up the first linear.
@@ -316,13 +323,14 @@ class FusedLayer:
     @property
     def attention_parameters(self) -> list[Tensor]:
         """List of the parameters of `NormedAttention`."""
-        in_norms = [*parameters_of(self.norms[0]), *(norm.weight for norm in self.head_norms)]
-        return [*in_norms, *self.qkv.weights, *self.qkv.biases]
+        of_heads = (norm.weight for norm in self.parts.head_norms)
+        parameters = [*parameters_of(self.parts.norms[0]), *of_heads]
+        return [*parameters, *self.qkv.weights, *self.qkv.biases]
 
     @property
     def mlp_parameters(self) -> list[Tensor]:
         """List of the parameters of `OutputAndMLP`."""
-        parameters: list[Tensor] = [*parameters_of(self.norms[1])]
+        parameters: list[Tensor] = [*parameters_of(self.parts.norms[1])]
         for product in (self.output, self.gate_up, self.down):
             parameters += [*product.weights, *product.biases]
         return parameters
@@ -343,7 +351,7 @@ class FusedLayer:
         `NormedAttention`. The residual branch must use the returned x, so that the backward of the
         node gets the gradient of the residual branch.
         """
-        attention = self.attention
+        attention = self.parts.attention
         # GPT-2 adds learned positions to the embeddings and has no rotation.
         tables: Sequence[Tensor | None] = (None, None)
         if position_embeddings is not None:
@@ -372,18 +380,6 @@ class FusedLayer:
             sliding_window=window,
         )[0]
         return output.squeeze(0).flatten(1), x
-
-    def head_norms_in(self, dtype: torch.dtype) -> HeadNorms | None:
-        """Return the head norms with weights in `dtype`, or None if the layer has no head norms.
-
-        `dtype` is the dtype of activations. The unfused layer casts these weights to `dtype` too.
-        Call this method inside of an autograd node. If autograd recorded the cast, it would round
-        the gradients of the weights to `dtype`.
-        """
-        if not self.head_norms:
-            return None
-        query, key = (norm.weight.detach().to(dtype) for norm in self.head_norms)
-        return HeadNorms(query, key, self.head_norms[0].variance_epsilon)
 
 
 # ── The autograd nodes of a layer ──
@@ -425,15 +421,17 @@ class NormedAttention(torch.autograd.Function):
         arithmetic = layer.arithmetic
         product = layer.qkv.start(x)
         ctx.call = (layer, product, documents, arithmetic.gemm_class.is_first_in_forward())
-        normed, *statistics = arithmetic.norm(x, layer.norms[0], product)
+        normed, *statistics = arithmetic.norm(x, layer.parts.norms[0], product)
         qkv = product.project(normed)
-        q, k, v = arithmetic.rotate(qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype))
-        saved = [normed, x, *statistics, qkv if layer.head_norms else None, cos, sin]
+        q, k, v = arithmetic.rotate(
+            qkv, cos, sin, layer.parts.heads, layer.parts.head_norms_in(qkv.dtype)
+        )
+        saved = [normed, x, *statistics, qkv if layer.parts.head_norms else None, cos, sin]
         if documents is None:
             arithmetic.save(ctx, *saved)
             return q, k, v, x
         output, log_sums = flash_forward(q, k, v, *documents)
-        kept = [q, k, v] if arithmetic.keeps_rotated or not layer.head_norms else [None] * 3
+        kept = [q, k, v] if arithmetic.keeps_rotated or not layer.parts.head_norms else [None] * 3
         arithmetic.save(ctx, *saved, *kept, output, log_sums)
         return output.view(len(x), -1), x
 
@@ -447,7 +445,7 @@ class NormedAttention(torch.autograd.Function):
         # `saved` has x and the statistics of the norm, then qkv, cos and sin. If this node has
         # computed attention, the inputs and results of attention follow.
         normed, *saved = arithmetic.saved(ctx)
-        inputs = (*saved[3:6], layer.heads, layer.head_norms_in(residual.dtype))
+        inputs = (*saved[3:6], layer.parts.heads, layer.parts.head_norms_in(residual.dtype))
         if documents is not None:
             gradients = _flash_backward(layer, gradients.pop(), saved[6:], inputs, documents)
         del saved[3:]
@@ -455,7 +453,7 @@ class NormedAttention(torch.autograd.Function):
         d_normed = product.input_gradient(dqkv)
         d_weights = product.weight_gradients(dqkv, normed)
         dx, d_norm, _ = arithmetic.norm_backward(
-            d_normed, *saved[:3], layer.norms[0], residual=residual
+            d_normed, *saved[:3], layer.parts.norms[0], residual=residual
         )
         if is_first_in_forward:
             arithmetic.gemm_class.finish_backward()
@@ -463,7 +461,7 @@ class NormedAttention(torch.autograd.Function):
             *(None, None, dx, None, None),
             *add_to_main_gradients(
                 layer.attention_parameters,
-                [*d_norm, *d_head_norms[: len(layer.head_norms)], *d_weights, *d_biases],
+                [*d_norm, *d_head_norms[: len(layer.parts.head_norms)], *d_weights, *d_biases],
             ),
         )
 
@@ -509,10 +507,10 @@ class OutputAndMLP(torch.autograd.Function):
         operand = output.quantize("input", attended)
         x = output.project(operand, residual)
         gate_up = layer.gate_up.start(x)
-        normed, *statistics = arithmetic.norm(x, layer.norms[1], gate_up)
+        normed, *statistics = arithmetic.norm(x, layer.parts.norms[1], gate_up)
         hidden = gate_up.project(normed)
         down = layer.down.start(hidden)
-        activated, kept = arithmetic.activate(hidden, layer.activation, gate_up, down)
+        activated, kept = arithmetic.activate(hidden, layer.parts.activation, gate_up, down)
         ctx.call = (layer, output, gate_up, down)
         y = down.project(activated, x)
         # Save after the products, because saving takes quantized operands apart, and products
@@ -529,7 +527,7 @@ class OutputAndMLP(torch.autograd.Function):
         quantized = down.quantize("grad_output", dy)
         d_activated = down.input_gradient(quantized)
         d_hidden, activated, d_biases = arithmetic.activate_backward(
-            d_activated, hidden, layer.activation, kept, gate_up, down
+            d_activated, hidden, layer.parts.activation, kept, gate_up, down
         )
         del d_activated, hidden, kept
         d_down = down.weight_gradients(quantized, activated)
@@ -538,7 +536,7 @@ class OutputAndMLP(torch.autograd.Function):
         d_gate_up = [*gate_up.weight_gradients(d_hidden, normed), *d_biases]
         del d_hidden, normed
         dx, d_norm, (d_output_bias, d_down_bias) = arithmetic.norm_backward(
-            *(d_normed, x, *statistics, layer.norms[1]),
+            *(d_normed, x, *statistics, layer.parts.norms[1]),
             residual=dy,
             summed=bool(output.stack.biases or down.stack.biases),
         )

@@ -302,7 +302,7 @@ fault("the sliding window is one key too wide", kind="mistral")(
 def norms_swapped(run: SmallRun, patch: Patch) -> None:
     real = arithmetic.Arithmetic.norm
     layers = run.packed.fused.layers.values()
-    first_norms = {layer.norms[1]: layer.norms[0] for layer in layers}
+    first_norms = {layer.parts.norms[1]: layer.parts.norms[0] for layer in layers}
     patch.setattr(
         arithmetic.Arithmetic,
         "norm",
@@ -313,7 +313,7 @@ def norms_swapped(run: SmallRun, patch: Patch) -> None:
 @fault("the residual's gradient is lost in backward", in_torch)
 def residual_lost(run: SmallRun, patch: Patch) -> None:
     def without_residual(arithmetic: Any, *inputs: Any, residual: Tensor, **options: Any) -> Any:
-        is_last = inputs[-1] is list(run.packed.fused.layers.values())[-1].norms[1]
+        is_last = inputs[-1] is list(run.packed.fused.layers.values())[-1].parts.norms[1]
         return norm_backward(arithmetic, *inputs, residual=residual * (not is_last), **options)
 
     norm_backward = arithmetic.Arithmetic.norm_backward
