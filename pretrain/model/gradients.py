@@ -86,8 +86,7 @@ def attach_main_gradients(
     attach_sums(trained, dtype, stacks)
     if dtype == torch.float32:
         for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                sum_rows_in_fp32(module)
+            sum_rows_in_fp32(module)
 
 
 def attach_sums(
@@ -195,21 +194,23 @@ def _add_to_main(parameter: Summed) -> None:
         parameter.grad = None
 
 
-def sum_rows_in_fp32(embedding: Any) -> None:
+def sum_rows_in_fp32(module: Any) -> None:
     """Accumulate the gradient of a BF16 nn.Embedding in FP32 over repeated tokens.
 
     A common token occurs a thousand times in a microbatch. Without this function, autograd would
     sum the gradients of these occurrences in BF16, before the hook adds the sum to the main
     gradient. If the weight is tied to the head, autograd converts the gradient from the head to
-    FP32 before it adds both gradients. This function has no effect if the embedding is FP32, is not
-    trained, or has a replaced forward, such as that of `casting_output`.
+    FP32 before it adds both gradients. This function has no effect if `module` is no embedding, or
+    if the embedding is FP32, is not trained, or has a replaced forward, such as that of
+    `casting_output`.
     """
-    overridden = type(embedding).forward is not nn.Embedding.forward or "forward" in vars(embedding)
-    weight = embedding.weight
-    if weight.dtype == torch.float32 or not weight.requires_grad or overridden:
+    if type(module).forward is not nn.Embedding.forward or "forward" in vars(module):
+        return
+    weight = module.weight
+    if weight.dtype == torch.float32 or not weight.requires_grad:
         return
     weight.grad_dtype = torch.float32
-    embedding.forward = lambda ids: _Lookup.apply(ids, embedding.weight, embedding.padding_idx)
+    module.forward = lambda ids: _Lookup.apply(ids, module.weight, module.padding_idx)
 
 
 class _Lookup(torch.autograd.Function):

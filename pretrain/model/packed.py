@@ -16,7 +16,6 @@ from pretrain.model import attention
 from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums
-from pretrain.model.huggingface import is_mixture
 from pretrain.model.loss.head import LossHead
 from pretrain.model.routing import Routing
 from pretrain.model.sharding import Sharding
@@ -62,7 +61,7 @@ class PackedLanguageModel(nn.Module):
         self.fused: FusedLayers | None = None
         self.rank_sums: RankSums | None = None
         self.sharding: Sharding | None = None
-        self.routing = Routing.of(hf) if is_mixture(hf) else None
+        self.routing = Routing.of(hf)
         if self.routing is not None:
             self.routing.in_fp32()
         head = hf.get_output_embeddings()
@@ -257,6 +256,5 @@ def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]
     ranks must call this function.
     """
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
-    if accelerator.num_processes > 1:
-        take_from_first_rank(accelerator, [stacked])
+    take_from_first_rank(accelerator, [stacked])
     return stacked.tolist()

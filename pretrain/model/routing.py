@@ -43,17 +43,12 @@ STARVED = 0.1
 
 def check(hf: PreTrainedModel) -> None:
     """Raise InputError if `hf` has no routers, or no load-balancing loss that is supported."""
-    routers = _routers(hf)
-    if routers and _balancing_loss(hf) is not None:
-        return
-    if routers:
-        problem = "has no load-balancing loss on router logits that is supported"
-    else:
-        problem = "has no routers"
-    raise InputError(
-        f"`model.config.output_router_logits: true` requires a router loss, but "
-        f"{type(hf).__name__} {problem}; set `model.config.output_router_logits: false`"
-    )
+    if not _routers(hf) or _balancing_loss(hf) is None:
+        raise InputError(
+            f"`model.config.output_router_logits: true` requires a router loss, but "
+            f"{type(hf).__name__} has no load-balancing loss on router logits that is supported; "
+            "set `model.config.output_router_logits: false`"
+        )
 
 
 class Routing:
@@ -221,10 +216,9 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
-            if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
-                return torch.mm(x, weight.t(), out_dtype=torch.float32)
-            return F.linear(x.float(), weight.float())
+        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), weight.float())
 
     @staticmethod
     @once_differentiable

@@ -204,8 +204,7 @@ class Sharding:
             for param in trained:
                 param.sharded_param.grad_dtype = None  # accepts gradients of any dtype
                 for module in (param._module_info.module, *param._module_info.shared_modules):
-                    if isinstance(module, nn.Embedding):
-                        sum_rows_in_fp32(module)
+                    sum_rows_in_fp32(module)
             group.module.reshard()
 
     def _after_forward(self, group: _Group, module: nn.Module, inputs: Any, output: Any) -> None:

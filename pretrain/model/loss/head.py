@@ -273,13 +273,13 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.gradients = None
         weight, hidden_dtype = ctx.inputs
         main = getattr(weight, "main_grad", None)
-        if main is not None:
+        if main is None:
+            d_weight = _scale(d_weight, scale, weight.dtype)
+        else:
             # This call reads both tensors only once and does not copy the scale to the host.
             main.addcmul_(d_weight, scale.reshape(1))
             d_weight = None
         d_hidden = _scale(d_hidden, scale, hidden_dtype)
-        if d_weight is not None:
-            d_weight = _scale(d_weight, scale, weight.dtype)
         if d_bias is not None:
             d_bias = _scale(d_bias, scale, weight.dtype)
         return d_hidden, d_weight, d_bias, None, None, None
