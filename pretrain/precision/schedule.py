@@ -14,8 +14,8 @@ from functools import cached_property
 
 from pretrain.precision.settings import ActivePrecision, label, last_steps
 
-# The end of a phase as the recipe sets it (a share of all steps, a step, or None for the last
-# phase), and the precision that this machine uses in the phase.
+# The end of a phase (a share of all steps, a step, or None for the last phase), and the precision
+# that this machine uses in the phase.
 Phase = tuple[float | int | None, ActivePrecision]
 
 
@@ -39,21 +39,27 @@ class PrecisionSchedule:
     steps: the number of steps of the run.
     unquantized: the unquantized precision with which `log.gap` compares the quantized precisions.
         After a switch, the run computes in this precision. None if no phase is quantized.
-    switched_after: the step after which `health.on_gap` switched the run to `unquantized`. None if
-        the run was not switched.
+    switched: the phases of the run after `health.on_gap` switched it to `unquantized`. None if the
+        run was not switched.
     """
 
     phases: Sequence[Phase]
     steps: int
     unquantized: ActivePrecision | None = None
-    switched_after: int | None = None
+    switched: Sequence[Phase] | None = None
 
     def switched_to_bf16_after(self, step: int | None) -> PrecisionSchedule:
         """Return a copy of the schedule with the precision `unquantized` after `step`.
 
-        If `step` is None, the copy has no switch.
+        If `step` is None or the last step, the copy has no switch.
         """
-        return replace(self, switched_after=step)
+        planned = replace(self, switched=None)
+        if step is None or step >= self.steps or self.unquantized is None:
+            return planned
+        before = [
+            (min(span.last, step), span.active) for span in planned.spans if span.first <= step
+        ]
+        return replace(planned, switched=[*before, (None, self.unquantized)])
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -62,17 +68,13 @@ class PrecisionSchedule:
         If the run was switched to `unquantized`, the last span is the span after the switch. Raise
         InputError if a phase would have no step.
         """
-        ends = last_steps([until for until, _ in self.phases], self.steps)
+        phases = self.switched or self.phases
+        ends = last_steps([until for until, _ in phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]
-        spans = tuple(
+        return tuple(
             Span(first, end, active)
-            for first, end, (_, active) in zip(firsts, ends, self.phases, strict=False)
+            for first, end, (_, active) in zip(firsts, ends, phases, strict=False)
         )
-        switch = self._switch
-        if switch is None:
-            return spans
-        before = [span for span in spans if span.first < switch.first]
-        return (*(replace(span, last=min(span.last, switch.first - 1)) for span in before), switch)
 
     @property
     def changes(self) -> bool:
@@ -103,17 +105,6 @@ class PrecisionSchedule:
     @property
     def label(self) -> str:
         """Return a readable text, such as "delayed" or "delayed to 80 %, then bf16"."""
-        phases = list(self.phases)
-        if self._switch is not None:
-            phases = [(span.last, span.active) for span in self.spans]
-            phases[-1] = (None, self.spans[-1].active)
+        phases = self.switched or self.phases
         names = [{"until": until, "use": active.precision.name} for until, active in phases]
         return label(names) or ""
-
-    @property
-    def _switch(self) -> Span | None:
-        """Return the span after a switch to `unquantized`, or None if no step follows a switch."""
-        after = self.switched_after
-        if self.unquantized is None or after is None or after >= self.steps:
-            return None
-        return Span(after + 1, self.steps, self.unquantized)

@@ -319,14 +319,11 @@ class TransformerEngineGemm(Gemm):
         manager = library().quantization.FP8GlobalStateManager
         if not manager.is_fp8_enabled():
             return False
-        state = manager.quantization_state
-        before = state.is_first_fp8_module
-        is_first = manager.is_first_fp8_module()
         if library().distributed.in_fp8_activation_recompute_phase():
-            # Restore the flag when backward recomputes a layer, because the first Gemm of the
-            # forward is already known.
-            state.is_first_fp8_module = before
-        return is_first
+            # Read the flag without resetting it when backward recomputes a layer, because the first
+            # Gemm of the forward is already known.
+            return manager.quantization_state.is_first_fp8_module
+        return manager.is_first_fp8_module()
 
     @staticmethod
     def finish_backward() -> None:
