@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class Routing:
         self.loads: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
         for router, index in self.routers.items():
-            router.register_forward_hook(_keeping_logits(index))
+            router.register_forward_hook(partial(_keep_logits, index))
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> Routing | None:
@@ -250,16 +250,12 @@ def _entropy(logits: list[Tensor]) -> Tensor:
     return -torch.stack(entropies).mean() / math.log(logits[0].shape[-1])
 
 
-def _keeping_logits(index: int) -> Callable[..., None]:
-    """Return a forward hook that stores the logits on the router.
+def _keep_logits(index: int, router: nn.Module, inputs: Any, output: Any) -> None:
+    """Forward hook that stores the logits on the router.
 
     `index` is the position of the logits in the output if the router returns a tuple.
     """
-
-    def keep(router: nn.Module, inputs: Any, output: Any) -> None:
-        router.router_logits = output[index] if isinstance(output, tuple) else output
-
-    return keep
+    router.router_logits = output[index] if isinstance(output, tuple) else output
 
 
 def _routers(hf: PreTrainedModel) -> dict[nn.Module, int]:

@@ -101,8 +101,11 @@ def update_in_pieces(
     lost = []
     for number, (tensors, hyper) in enumerate(pieces):
         slot = number % SLOTS
-        on_host = {name: getattr(tensors, name) for name in names}
-        on_host = {name: tensor for name, tensor in on_host.items() if tensor is not None}
+        on_host = {
+            name: tensor
+            for name, tensor in tensors._asdict().items()
+            if name in names and tensor is not None
+        }
         copies = [
             memory[: tensor.nbytes].view(tensor.dtype)
             for memory, tensor in zip(slots[slot], on_host.values(), strict=False)

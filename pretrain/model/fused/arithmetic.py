@@ -219,18 +219,15 @@ def add_to_main_gradients(
     gradient itself if the parameter has no main gradient. One kernel adds all gradients, because a
     layer has many small parameters.
     """
-    remaining = list(gradients)
-    sums = []
-    added = []
-    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        total = getattr(parameter, "main_grad", None)
-        if total is not None and gradient is not None:
-            sums.append(total)
-            added.append(gradient)
-            remaining[index] = None
-    if sums:
-        torch._foreach_add_(sums, added)
-    return remaining
+    pairs = list(zip(parameters, gradients, strict=True))
+    added = [
+        (parameter.main_grad, gradient)
+        for parameter, gradient in pairs
+        if hasattr(parameter, "main_grad") and gradient is not None
+    ]
+    if added:
+        torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
+    return [None if hasattr(parameter, "main_grad") else gradient for parameter, gradient in pairs]
 
 
 def parameters_of(norm: nn.Module) -> list[nn.Parameter]:

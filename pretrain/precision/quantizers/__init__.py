@@ -66,10 +66,5 @@ class Quantized:
         It is a valid quantization of x^T only if the format has one scale per tensor or square
         blocks.
         """
-        block_scale = self.block_scale
-        return Quantized(
-            self.codes.t(),
-            block_scale.t() if block_scale.dim() else block_scale,
-            self.tensor_scale,
-            self.grid,
-        )
+        # For a scalar block scale, `t` returns the scalar.
+        return Quantized(self.codes.t(), self.block_scale.t(), self.tensor_scale, self.grid)
