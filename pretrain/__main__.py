@@ -112,13 +112,11 @@ def main(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     """Run the command `arguments[0]` with the remaining arguments, and return its exit status.
 
-    The options of commands that import torch are parsed before their module is imported, so that
-    --help and typos answer at once.
+    The options are parsed before the module of the command is imported, because most of the modules
+    import torch. So --help and typos answer at once.
     """
     name, *options = arguments
-    parsed: Any = arguments if name in PACKS else options
-    if name in commands.COMMANDS:
-        parsed = commands.read(name, options)
+    parsed: Any = arguments if name in PACKS else commands.read(name, options)
     module = importlib.import_module(COMMANDS[name][0])
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
@@ -101,12 +100,11 @@ def page_of(matrix: Matrix) -> Path:
     return matrix.folder / f"{matrix.settings.name}.html"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the command and return its exit status.
 
     Raises InputError for a mistake in the arguments or in the matrix file.
     """
-    options = parse_arguments(arguments)
     matrix = load_matrix(
         options.matrix,
         options.overrides,
@@ -163,53 +161,3 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     if stop.requested:
         return report_stop(stop.requested)
     return 0 if all(outcome.is_finished for outcome in outcomes) else 1
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises InputError for a mistake."""
-    parser = CommandParser(
-        prog="python -m pretrain matrix",
-        description="Run all cells of an experiment and compare them. A cell is one training run "
-        "of the experiment. Finished cells are not run again.",
-    )
-    parser.add_argument(
-        "matrix",
-        type=Path,
-        help="YAML file that describes the experiment; examples are in recipes/matrices/",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that override the recipe in every cell",
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="key=value",
-        help="run only the cells in which this setting has this value; may be repeated",
-    )
-    parser.add_argument(
-        "--cell",
-        type=int,
-        metavar="N",
-        help="run only the selected cell with this number, counted from 0; for job arrays",
-    )
-    parser.add_argument(
-        "--at-once", type=int, metavar="N", help="maximum number of cells that run at the same time"
-    )
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="number of GPUs of this machine over which the cells are distributed",
-    )
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes that train each cell"
-    )
-    parser.add_argument("--count", action="store_true", help="print the number of cells and exit")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command that runs each cell, and exit"
-    )
-    return parser.parse_intermixed_args(arguments)

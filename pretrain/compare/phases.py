@@ -1,14 +1,6 @@
 """Search for a fast and stable configuration in phases: `python -m pretrain phases PHASES.yaml`.
 
-A phase is a small matrix: each of its cells is a short run with other values of a few settings. All
-cells of a phase also have the settings of the fastest cells of the earlier phases. So three phases
-of four cells need 12 runs, while all combinations would need 64.
-
-A cell is stable if it has finished, has a finite loss at every step, and has neither skipped nor
-rolled back a step. The search ends early after a phase without a stable cell, and after a phase
-whose fastest cell is not at least `least_gain` (1 %) faster than the fastest cell of the earlier
-phases. The result is the fastest cell, with the command that trains with its settings. To continue
-an interrupted search, run the same command again. Finished runs are not repeated.
+`pretrain.settings.commands.phases` describes the search.
 
 Exit status: 0 if the search has a result, 1 if no cell of the first phase is stable, 2 for invalid
 input, and 130, 138 or 143 if a signal stopped the command.
@@ -25,7 +17,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.settings import PathText, Share
@@ -251,41 +242,11 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
     return Search(path, read_settings(PhasesSettings, path, changes), tuple(overrides))
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises InputError for a mistake."""
-    parser = CommandParser("python -m pretrain phases", __doc__)
-    parser.add_argument(
-        "phases",
-        type=Path,
-        help="YAML file that describes the phases in order; examples are in recipes/phases/",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that override the recipe in every cell",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="number of GPUs of this machine over which the cells of a phase are distributed",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the commands that run the cells of all phases, and exit; each phase is based "
-        "on the first cells of the earlier phases, because the fastest ones are not known",
-    )
-    return parser.parse_intermixed_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the command and return its exit status.
 
     Raises InputError for a mistake in the arguments.
     """
-    options = parse_arguments(arguments)
     search = load_phases(options.phases, options.overrides, gpus=options.gpus)
     matrices = search.check()
     if options.dry_run:

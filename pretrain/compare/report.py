@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import plural
@@ -190,13 +189,23 @@ def _bullets(notes: Iterable[str]) -> str:
     return "\n".join(f"* {note}" for note in notes)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the command and return its exit status, which is 1 if the gate fails and 0 otherwise.
 
     Raises InputError for a mistake in the arguments.
     """
-    options = parse_arguments(arguments)
+    if options.out:
+        if options.out.suffix != ".html":
+            raise InputError(
+                f"--out {options.out}: the name of the page must end in .html; choose such a name "
+                "(to save the tables, redirect the output with `> tables.md`)"
+            )
+        check_replaceable(options.out)
     if options.watch is not None:
+        if not options.out:
+            raise InputError(
+                "--watch writes a page, but --out is missing; also set --out report.html"
+            )
         report = watch(options)
     else:
         report = _report_on(options)
@@ -258,63 +267,3 @@ def watch(options: argparse.Namespace) -> Report | None:
         report.write(options.out)
         print(f"{report.answer}\n\nPage: {options.out}")
     return report
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises InputError for a mistake."""
-    parser = CommandParser(
-        prog="python -m pretrain report",
-        description="Compare runs. Print tables, and optionally write an HTML page with curves. "
-        "The first run is the baseline.",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="run folder; the first one is the baseline",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="PAGE.html", help="also write the report as an HTML page"
-    )
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="key or section in which the runs may differ; may be repeated",
-    )
-    parser.add_argument(
-        "--gate",
-        type=float,
-        metavar="NATS",
-        help="exit with status 1 if a run's loss at the end exceeds the baseline's loss by more "
-        "than this, in nats per token",
-    )
-    parser.add_argument(
-        "--watch",
-        nargs="?",
-        type=float,
-        const=10.0,
-        metavar="SECONDS",
-        help="rewrite the page at intervals of this length, until all runs have ended; default: 10",
-    )
-    parser.add_argument(
-        "--margin",
-        type=float,
-        default=100 * MARGIN,
-        metavar="PERCENT",
-        help="largest difference that counts as equivalent in a comparison over seeds, in percent "
-        f"of the baseline's loss; default: {100 * MARGIN:g}",
-    )
-    options = parser.parse_intermixed_args(arguments)
-    if options.out:
-        if options.out.suffix != ".html":
-            raise InputError(
-                f"--out {options.out}: the name of the page must end in .html; choose such a name "
-                "(to save the tables, redirect the output with `> tables.md`)"
-            )
-        check_replaceable(options.out)
-    elif options.watch is not None:
-        raise InputError("--watch writes a page, but --out is missing; also set --out report.html")
-    return options

@@ -1,22 +1,8 @@
 """Find the fastest precision at equal loss: `python -m pretrain which RECIPE [key=value ...]`.
 
-One precision is the baseline, and the other precisions are candidates. First, a few steps are
-trained in each precision. These trials show which precisions run on this machine, and how fast.
-From the speeds, the command computes how long each run can be so that all runs fit into --hours.
-
-Then the command trains rounds. Each round has one seed. The baseline trains from the start. Each
-candidate branches from the baseline's checkpoint after a fifth of the steps, and trains on the same
-packs in the same order as the baseline. After each round, the held-out losses are computed in BF16.
-The difference between a candidate's loss and the baseline's loss is compared with a margin that is
-fixed before the first round. A candidate with a final verdict is not trained any further. The
-remaining hours are used for candidates whose verdict is still open.
-
-The main result is the gain at equal loss. It is the candidate's speedup, divided by the factor by
-which its training tokens would have to grow to reach the baseline's loss. A precision is
-recommended if the whole interval of its gain is above 1. To continue after Ctrl-C, run the same
-command again. To train more rounds for open candidates, run it again with more --hours.
-
-The result is not valid for longer runs or larger models, which may need a more exact precision.
+`pretrain.settings.commands.which` describes the method and the result. This module has the steps of
+the command: the protocol with the length of the runs, which is fixed before the first round, and
+the rounds. `which_trainings` trains, and `verdicts` computes the verdicts.
 
 Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid input,
 and 128 plus the number of the signal if a signal stopped the command.
@@ -39,7 +25,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
-from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_object
@@ -49,7 +34,7 @@ from packing.arrow import Packs
 from packing.order import order_of
 from packing.prepare import prepare
 from packing.store import open_packs
-from pretrain.compare.differences import CONFIDENCE, FEWEST_SEEDS, fewest_seeds
+from pretrain.compare.differences import CONFIDENCE, fewest_seeds
 from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix_file import CELL, Cell, Matrix, as_overrides
 from pretrain.compare.matrix_run import launch_command, say
@@ -66,7 +51,7 @@ from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, read_run
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
-from pretrain.settings import commands
+from pretrain.settings.commands import ON_CPU, ON_GPU
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
@@ -79,9 +64,6 @@ USUAL_ON_GPU = (16.0, 0.1)
 # Files in the folder of the runs: the fixed settings, and the verdicts.
 PROTOCOL_FILE = "which.json"
 VERDICT_FILE = "verdict.json"
-# Default Accelerate configurations with and without a GPU.
-ON_GPU = Path("accelerate_configs/bf16.yaml")
-ON_CPU = Path("accelerate_configs/cpu.yaml")
 # Keys that the user cannot override, because this command sets them.
 RESERVED = {
     "precision",
@@ -94,12 +76,11 @@ RESERVED = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the command and return its exit status, which is 1 if a candidate's verdict is open.
 
     Raises InputError for a mistake in the arguments.
     """
-    options = parse_arguments(arguments)
     accelerate = options.config or (ON_GPU if has_gpu() else ON_CPU)
     recipe = load_recipe(options.recipe, options.overrides)
     begin_with = options.begin_with or branch_checkpoint(recipe)
@@ -123,85 +104,6 @@ def main(arguments: Sequence[str]) -> int:
             say(f"\n{write_answer(question, rounds, verdicts)}")
     say(f"\nWritten: {folder / VERDICT_FILE}")
     return 1 if any(verdict.is_open for verdict in verdicts) else 0
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. Raises InputError for a mistake."""
-    parser = CommandParser("python -m pretrain which", __doc__)
-    parser.add_argument(
-        "recipe", type=Path, help="recipe of the training that you want to run, a YAML file"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that override the recipe",
-    )
-    parser.add_argument(
-        "--hours",
-        type=float,
-        default=4.0,
-        metavar="H",
-        help="time limit in hours; a round is only started if it is expected to end within this "
-        "limit; default: 4",
-    )
-    parser.add_argument(
-        "--margin",
-        type=float,
-        default=0.3,
-        metavar="PERCENT",
-        help="largest loss difference that counts as equivalent, in percent of the baseline's "
-        "loss; default: 0.3",
-    )
-    parser.add_argument(
-        "--precisions",
-        type=lambda text: text.split(","),
-        metavar="A,B",
-        help="precisions to compare, the baseline first; append +head to a precision to quantize "
-        "the head too; default: BF16 and all quantized precisions that this machine supports; on "
-        "a machine that supports none, one emulated precision",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=5,
-        metavar="N",
-        help="number of rounds for which the length of the runs is planned, at least "
-        f"{FEWEST_SEEDS}; default: 5",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="steps of each run; default: computed from --hours",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=commands.count,
-        metavar="N",
-        help="number of GPUs of this machine over which the runs of a round are distributed; "
-        "default: one run at a time",
-    )
-    parser.add_argument(
-        "--from",
-        dest="begin_with",
-        metavar="CHECKPOINT",
-        help="checkpoint (a step-* folder) from which all runs branch, including the "
-        "baseline's; default: the baseline trains from the start",
-    )
-    parser.add_argument(
-        "--config",
-        "--config_file",
-        type=Path,
-        metavar="FILE",
-        help=f"Accelerate configuration; default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
-    )
-    parser.add_argument(
-        "--run_dir",
-        metavar="FOLDER",
-        help="folder of the runs; default: runs/which/NAME with the recipe's name",
-    )
-    return parser.read(arguments)
 
 
 def check_options(options: argparse.Namespace, recipe: Recipe) -> None:

@@ -1,7 +1,7 @@
-"""Command-line options of the commands that import torch.
+"""Command-line options of the commands of `python -m pretrain`.
 
-The options are defined here because importing torch takes seconds. So --help and messages about
-invalid options appear at once.
+The options are defined here because most commands import torch, which takes seconds. So --help and
+messages about invalid options appear at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pathlib import Path
 from foundation.command import CommandParser
 from pretrain.settings.config import LaunchParser, TrainingParser
 
+# Default Accelerate configurations of the command `which` with and without a GPU.
+ON_GPU = Path("accelerate_configs/bf16.yaml")
+ON_CPU = Path("accelerate_configs/cpu.yaml")
 # Devices of the command `plan` if --on is not set.
 USUAL = ("H100", "H200", "B200", "8xB200")
 # Defaults of the command `sample`: at most 64 new tokens, temperature 0.8 and top-p 0.95.
@@ -288,6 +291,229 @@ def flops(add: Callable) -> None:
     )
 
 
+def matrix(add: Callable) -> None:
+    """Run all cells of an experiment and compare them.
+
+    A cell is one training run of the experiment. Finished cells are not run again.
+    """
+    add(
+        "matrix",
+        type=Path,
+        help="YAML file that describes the experiment; examples are in recipes/matrices/",
+    )
+    add(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the recipe in every cell",
+    )
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="run only the cells in which this setting has this value; may be repeated",
+    )
+    add(
+        "--cell",
+        type=int,
+        metavar="N",
+        help="run only the selected cell with this number, counted from 0; for job arrays",
+    )
+    add(
+        "--at-once", type=int, metavar="N", help="maximum number of cells that run at the same time"
+    )
+    add(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs of this machine over which the cells are distributed",
+    )
+    add("--processes", type=int, metavar="N", help="number of processes that train each cell")
+    add("--count", action="store_true", help="print the number of cells and exit")
+    add("--dry-run", action="store_true", help="print the command that runs each cell, and exit")
+
+
+def which(add: Callable) -> None:
+    """Find the fastest precision at equal loss for your model and data.
+
+    One precision is the baseline, and the other precisions are candidates. First, a few steps
+    are trained in each precision. These trials show which precisions run on this machine, and
+    how fast. From the speeds, the command computes how long each run can be so that all runs
+    fit into --hours.
+
+    Then the command trains rounds. Each round has one seed. The baseline trains from the start.
+    Each candidate branches from the baseline's checkpoint after a fifth of the steps, and
+    trains on the same packs in the same order as the baseline. After each round, the held-out
+    losses are computed in BF16. The difference between a candidate's loss and the baseline's
+    loss is compared with a margin that is fixed before the first round. A candidate with a
+    final verdict is not trained any further. The remaining hours are used for candidates whose
+    verdict is still open.
+
+    The main result is the gain at equal loss. It is the candidate's speedup, divided by the
+    factor by which its training tokens would have to grow to reach the baseline's loss. A
+    precision is recommended if the whole interval of its gain is above 1. To continue after
+    Ctrl-C, run the same command again. To train more rounds for open candidates, run it again
+    with more --hours.
+
+    The result is not valid for longer runs or larger models, which may need a more exact
+    precision.
+
+    Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid
+    input, and 128 plus the number of the signal if a signal stopped the command.
+    """
+    add(
+        "--hours",
+        type=float,
+        default=4.0,
+        metavar="H",
+        help="time limit in hours; a round is only started if it is expected to end within this "
+        "limit; default: 4",
+    )
+    add(
+        "--margin",
+        type=float,
+        default=0.3,
+        metavar="PERCENT",
+        help="largest loss difference that counts as equivalent, in percent of the baseline's "
+        "loss; default: 0.3",
+    )
+    add(
+        "--precisions",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="precisions to compare, the baseline first; append +head to a precision to quantize "
+        "the head too; default: BF16 and all quantized precisions that this machine supports; on "
+        "a machine that supports none, one emulated precision",
+    )
+    add(
+        "--seeds",
+        type=int,
+        default=5,
+        metavar="N",
+        help="number of rounds for which the length of the runs is planned, at least 3; default: 5",
+    )
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps of each run; default: computed from --hours",
+    )
+    add(
+        "--gpus",
+        type=count,
+        metavar="N",
+        help="number of GPUs of this machine over which the runs of a round are distributed; "
+        "default: one run at a time",
+    )
+    add(
+        "--from",
+        dest="begin_with",
+        metavar="CHECKPOINT",
+        help="checkpoint (a step-* folder) from which all runs branch, including the "
+        "baseline's; default: the baseline trains from the start",
+    )
+    add(
+        "--config",
+        "--config_file",
+        type=Path,
+        metavar="FILE",
+        help=f"Accelerate configuration; default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
+    )
+    add(
+        "--run_dir",
+        metavar="FOLDER",
+        help="folder of the runs; default: runs/which/NAME with the recipe's name",
+    )
+
+
+def phases(add: Callable) -> None:
+    """Search for a fast and stable configuration in phases.
+
+    A phase is a small matrix: each of its cells is a short run with other values of a few
+    settings. All cells of a phase also have the settings of the fastest cells of the earlier
+    phases. So three phases of four cells need 12 runs, while all combinations would need 64.
+
+    A cell is stable if it has finished, has a finite loss at every step, and has neither
+    skipped nor rolled back a step. The search ends early after a phase without a stable cell,
+    and after a phase whose fastest cell is not at least `least_gain` (1 %) faster than the
+    fastest cell of the earlier phases. The result is the fastest cell, with the command that
+    trains with its settings. To continue an interrupted search, run the same command again.
+    Finished runs are not repeated.
+
+    Exit status: 0 if the search has a result, 1 if no cell of the first phase is stable, 2 for
+    invalid input, and 130, 138 or 143 if a signal stopped the command.
+    """
+    add(
+        "phases",
+        type=Path,
+        help="YAML file that describes the phases in order; examples are in recipes/phases/",
+    )
+    add(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the recipe in every cell",
+    )
+    add(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs of this machine over which the cells of a phase are distributed",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the commands that run the cells of all phases, and exit; each phase is based "
+        "on the first cells of the earlier phases, because the fastest ones are not known",
+    )
+
+
+def report(add: Callable) -> None:
+    """Compare runs. Print tables, and optionally write an HTML page with curves.
+
+    The first run is the baseline.
+    """
+    add(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run folder; the first one is the baseline",
+    )
+    add("--out", type=Path, metavar="PAGE.html", help="also write the report as an HTML page")
+    add(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key or section in which the runs may differ; may be repeated",
+    )
+    add(
+        "--gate",
+        type=float,
+        metavar="NATS",
+        help="exit with status 1 if a run's loss at the end exceeds the baseline's loss by more "
+        "than this, in nats per token",
+    )
+    add(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=10.0,
+        metavar="SECONDS",
+        help="rewrite the page at intervals of this length, until all runs have ended; default: 10",
+    )
+    add(
+        "--margin",
+        type=float,
+        default=0.3,
+        metavar="PERCENT",
+        help="largest difference that counts as equivalent in a comparison over seeds, in percent "
+        "of the baseline's loss; default: 0.3",
+    )
+
+
 # Map the name of each command to the class of its parser and to a function. The function adds the
 # options of the command, and its docstring is the description that --help prints.
 COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
@@ -298,4 +524,8 @@ COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
     "export": (CommandParser, export),
     "sample": (CommandParser, sample),
     "flops": (CommandParser, flops),
+    "matrix": (CommandParser, matrix),
+    "which": (LaunchParser, which),
+    "phases": (CommandParser, phases),
+    "report": (CommandParser, report),
 }

@@ -298,7 +298,8 @@ class LaunchParser(CommandParser):
         normalized = []
         for text in arguments:
             key, equals, _ = text.removeprefix("--").partition("=")
-            is_setting = equals and ("." in key or key in Recipe.model_fields)
+            is_option = f"--{key}" in self._option_string_actions
+            is_setting = equals and ("." in key or key in Recipe.model_fields) and not is_option
             normalized.append(text.removeprefix("--") if is_setting else text)
         return super().read(normalized)
 

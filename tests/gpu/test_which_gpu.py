@@ -18,6 +18,7 @@ from pretrain.compare.which_trainings import Question
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
+from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
 from tests.gpu.conftest import needs
@@ -56,7 +57,7 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
         "--hours",
         "0.001",
     ]
-    assert which.main(command) == 1
+    assert which.main(commands.read("which", command)) == 1
     verdict = json.loads((folder / "verdict.json").read_text())
     assert list(verdict["protocol"]["seconds"]) == ["bf16", "delayed"]
     candidate = verdict["candidates"]["delayed"]
@@ -78,7 +79,7 @@ def test_forked_trainings_equal_launched_ones(
     needs("delayed")
     overrides = ("deterministic=true",)
     loaded = load_recipe(recipe, overrides)
-    question = Question(loaded, recipe, overrides, which.ON_GPU, tmp_path / "which")
+    question = Question(loaded, recipe, overrides, commands.ON_GPU, tmp_path / "which")
     matrix = question.trial(["bf16", "delayed"])
     with StopRequest(passed_on=True) as stop:
         which_trainings.train(matrix, stop, may_fail=False)
@@ -108,6 +109,9 @@ def test_a_gpu_that_other_processes_use_is_refused(recipe: Path, tmp_path: Path)
     held = torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
     with pytest.raises(InputError, match="other processes use"):
         which.main(
-            [str(recipe), "--run_dir", str(tmp_path / "which"), "--precisions", "bf16,delayed"]
+            commands.read(
+                "which",
+                [str(recipe), "--run_dir", str(tmp_path / "which"), "--precisions", "bf16,delayed"],
+            )
         )
     del held

@@ -31,6 +31,7 @@ from pretrain.compare.seed_groups import grouped
 from pretrain.compare.verdicts import NO_GAIN, USE, Protocol, Rounds, Verdict, loss_slope
 from pretrain.compare.which_trainings import Question
 from pretrain.metrics.run_record import RunRecord
+from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
@@ -214,14 +215,14 @@ def test_a_question_is_answered_and_resumed(
         "80",
     ]
     with pytest.raises(InputError, match="nothing to compare"):
-        which.main([*command, "--hours", "0.00001"])
+        which.main(commands.read("which", [*command, "--hours", "0.00001"]))
     # The recipe may still change, because no protocol is written yet.
     write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)
     with pytest.raises(InputError, match=r"rounds/fp32-seed=42\.log"):
-        which.main([*command, "--hours", "0.00001"])
+        which.main(commands.read("which", [*command, "--hours", "0.00001"]))
     assert not list(tmp_path.glob("which/rounds/current*")), "there is no checkpoint to branch from"
     command[0] = os.path.relpath(file)
-    assert which.main([*command, "--hours", "0.00001"]) == 1
+    assert which.main(commands.read("which", [*command, "--hours", "0.00001"])) == 1
     verdict_file = tmp_path / "which" / "verdict.json"
     # There is one candidate, because the head of current+head stays in BF16.
     (verdict,) = json.loads(verdict_file.read_text())["candidates"].values()
@@ -229,15 +230,15 @@ def test_a_question_is_answered_and_resumed(
     assert seed == "42" and cost != 0
     assert verdict["speedup"] is None and verdict["memory_gib"] is None
     assert "current: cannot tell" in capsys.readouterr().out
-    assert which.main([*command, "--hours", "0.00001"]) == 1
+    assert which.main(commands.read("which", [*command, "--hours", "0.00001"])) == 1
     assert "started" not in capsys.readouterr().out
     rounds = tmp_path / "which" / "rounds"
     (rounds / "current-seed=42" / "summary.json").write_text("{")
     with pytest.raises(InputError, match=re.escape(f"all folders of this seed in {rounds}, ")):
-        which.main([*command, "--hours", "0.00001"])
+        which.main(commands.read("which", [*command, "--hours", "0.00001"]))
     for folder in rounds.glob("*-seed=42"):
         shutil.rmtree(folder)
-    assert which.main([*command, "--hours", "0.00001"]) == 1
+    assert which.main(commands.read("which", [*command, "--hours", "0.00001"])) == 1
     repeated = json.loads(verdict_file.read_text())["candidates"]["current"]
     assert repeated["served"] == verdict["served"], "the seed was trained again"
 
@@ -295,7 +296,7 @@ class TrainedQuestion:
     def ask(self, *options: str) -> int:
         """Run the command, which has no time to train, and return its exit status."""
         command = [str(self.file), "--run_dir", str(self.folder), "--hours", "0.000001"]
-        return which.main([*command, *options])
+        return which.main(commands.read("which", [*command, *options]))
 
     def candidates(self) -> dict[str, Any]:
         """Return the candidates in verdict.json."""
@@ -309,7 +310,7 @@ def trained_question(small_recipe: dict[str, Any], tmp_path: Path) -> TrainedQue
     folder = tmp_path / "which"
     folder.mkdir()
     (folder / "which.json").write_text(json.dumps(asdict(PROTOCOL)))
-    question = Question(load_recipe(file), file, (), which.ON_CPU, folder)
+    question = Question(load_recipe(file), file, (), commands.ON_CPU, folder)
     trained = TrainedQuestion(file, folder, question, Rounds(PROTOCOL))
     trained.write_rounds(slope=-0.2)
     return trained
@@ -418,7 +419,7 @@ def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
 ) -> None:
     """`block` needs a multiple of 128 tokens."""
     file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
-    question = Question(load_recipe(file), file, (), which.ON_CPU, tmp_path / "which")
+    question = Question(load_recipe(file), file, (), commands.ON_CPU, tmp_path / "which")
     cells = question.trial(["bf16", "block", "mxfp8"]).cells
     assert [cell.values["cell"] for cell in cells] == ["bf16", "mxfp8"]
     output = capsys.readouterr().out
@@ -436,7 +437,7 @@ def test_a_candidate_has_the_options_that_its_precision_accepts(
     overrides = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head")
     names = ["bf16", "delayed", "current", "nvfp4"]
     recipe = load_recipe(file, overrides)
-    question = Question(recipe, file, overrides, which.ON_CPU, tmp_path / "which")
+    question = Question(recipe, file, overrides, commands.ON_CPU, tmp_path / "which")
     settings = [cell.recipe.fp8_config for cell in question.trial(names).cells]
     options = [(fp8_config.fp8_format, fp8_config.margin) for fp8_config in settings]
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]

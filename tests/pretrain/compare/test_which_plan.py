@@ -14,6 +14,7 @@ from packing.store import open_packs
 from pretrain.compare import which
 from pretrain.compare.verdicts import Protocol, Rounds
 from pretrain.compare.which_trainings import Question
+from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
 
@@ -69,7 +70,7 @@ def test_too_few_hours_are_refused_before_the_trials(
     file = write_recipe(recipe, tmp_path)
     command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,bf16"]
     with pytest.raises(InputError, match=r"--hours 0\.01: .* set --hours to 0\.0[0-9]+ or more"):
-        which.main([*command, "--hours", "0.01"])
+        which.main(commands.read("which", [*command, "--hours", "0.01"]))
     assert not (tmp_path / "which").exists()
 
 
@@ -98,7 +99,9 @@ def test_options_without_an_answer_are_refused_before_anything_runs(
 ) -> None:
     file = write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
     with pytest.raises(InputError, match=message):
-        which.main([str(file), *arguments, "--run_dir", str(tmp_path / "which")])
+        which.main(
+            commands.read("which", [str(file), *arguments, "--run_dir", str(tmp_path / "which")])
+        )
     assert not (tmp_path / "which").exists()
 
 
@@ -109,7 +112,9 @@ def test_too_few_seeds_for_the_candidates_are_refused_at_once(
     file = write_recipe(small_recipe | {"train": {"steps": 500}}, tmp_path)
     command = [str(file), "--run_dir", str(tmp_path / "which"), "--seeds", "3"]
     with pytest.raises(InputError, match=r"--seeds 3: .* 5 precisions needs at least 4 seeds"):
-        which.main([*command, "--precisions", "bf16,delayed,current,block,nvfp4"])
+        which.main(
+            commands.read("which", [*command, "--precisions", "bf16,delayed,current,block,nvfp4"])
+        )
     assert not (tmp_path / "which" / "trial").exists()
 
 
@@ -136,7 +141,7 @@ def test_rounds_use_several_gpus_and_trials_only_one(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     file = write_recipe(small_recipe, tmp_path)
-    question = Question(load_recipe(file), file, (), which.ON_CPU, tmp_path / "which", gpus=2)
+    question = Question(load_recipe(file), file, (), commands.ON_CPU, tmp_path / "which", gpus=2)
     assert question.trial(["fp32", "bf16"]).at_once == 1
     protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
     assert question.round(protocol, 42, ["bf16"]).at_once == 2
@@ -144,4 +149,4 @@ def test_rounds_use_several_gpus_and_trials_only_one(
     assert rounds.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
     assert rounds.seconds(["bf16", "bf16"]) == 405 + 325
     with pytest.raises(InputError, match="--gpus"):
-        which.main([str(file), "--gpus", "0"])
+        which.main(commands.read("which", [str(file), "--gpus", "0"]))
