@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +66,7 @@ class Data:
         the file is missing. The folder of the packs has the file tokenizer.json, and the chat
         template if the documents are chats.
         """
-        files = [packs.path / name for packs in parts_of(self.train)]
+        files = [packs.path / name for packs in parts_of(self.train).values()]
         return next((file for file in files if file.is_file()), None)
 
     @property
@@ -78,7 +79,7 @@ class Data:
         """
         means = [
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
-            for packs in parts_of(self.train)
+            for packs in parts_of(self.train).values()
         ]
         readable = self._readable
         weights = readable.mixture().share_of_packs if isinstance(readable, MixedPacks) else None
@@ -87,7 +88,7 @@ class Data:
     @cached_property
     def has_masks(self) -> bool:
         """Return True if the packs of a source store a mask of the tokens to train on."""
-        return any(packs[0].trained is not None for packs in parts_of(self.train))
+        return any(packs[0].trained is not None for packs in parts_of(self.train).values())
 
     @property
     def stream(self) -> StreamedPacks | None:
@@ -129,16 +130,17 @@ class Data:
         )
 
 
-def parts_of(packs: Packs | None) -> list[Packs]:
-    """Return a list of the packs of each source. Return [] for None.
+def parts_of(packs: Packs | None) -> Mapping[str, Packs]:
+    """Map the name of each source to its packs. A single source has the name "".
 
-    For a stream, return the part of each source that is not deleted while the run trains.
+    Return {} for None. For a stream, return the part of each source that is not deleted while the
+    run trains.
     """
     if isinstance(packs, StreamedPacks):
-        return list(packs.samples.values())
+        return packs.samples
     if isinstance(packs, MixedPacks):
-        return list(packs.parts.values())
-    return [] if packs is None else [packs]
+        return packs.parts
+    return {} if packs is None else {"": packs}
 
 
 @START.part("packs")
@@ -187,23 +189,29 @@ def check_tokens(
     checked when batches are made from them.
     """
     check_model(data.train, vocab_size, fingerprint)
-    for packs in [*parts_of(data.train), *parts_of(data.held_out)]:
+    for packs in [*parts_of(data.train).values(), *parts_of(data.held_out).values()]:
         if most or "vocab_size" not in (packs.tokenizer or {}):
             first = range(min(len(packs), _SAMPLED_PACKS))
             for index in sorted({*first, *evenly(len(packs), _SCANNED_PACKS)}):
                 read_pack(packs, index, vocab_size, most)
 
 
-def packs_evaluated(part: int, held_out: int, limit: int | None) -> int:
-    """Return the number of packs of one source on which the model is evaluated.
+def evaluated_parts(packs: Packs | None, limit: int | None) -> dict[str, tuple[Packs, int]]:
+    """Map the name of each source to (packs, number of packs that are evaluated).
 
-    part: the number of held-out packs of this source.
-    held_out: the number of held-out packs of all sources together.
+    packs: the held-out packs of all sources.
     limit: the number of packs that an evaluation reads from all sources together
         (`evaluate.packs`), or None for all packs. The same share of packs is read from every
         source, but at least one pack.
     """
-    return part if limit is None else min(part, max(1, round(limit * part / held_out)))
+    parts = parts_of(packs)
+    # The sum is 0 if the split is stored, but has no packs.
+    total = sum(map(len, parts.values())) or 1
+    wanted = total if limit is None else limit
+    return {
+        name: (part, min(len(part), max(1, round(wanted * len(part) / total))))
+        for name, part in parts.items()
+    }
 
 
 def check_labels(data: Data, settings: DataSettings, evaluated: int | None = None) -> None:
@@ -219,16 +227,14 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
         ("training pack", data.train, None),
         ("held-out pack", data.held_out, evaluated),
     ):
-        parts = parts_of(split)
-        for packs in filter(len, parts):
-            count = packs_evaluated(len(packs), sum(map(len, parts)), limit)
+        for packs, count in evaluated_parts(split, limit).values():
             labels = (
                 count_valid_tokens(
                     pack.lengths, pack.trained, mask_boundaries=settings.mask_boundaries
                 )
                 for pack in map(packs.__getitem__, range(count))
             )
-            if not any(labels):
+            if count and not any(labels):
                 raise InputError(
                     f"{packs.path}: no token in the first {plural(count, kind_of_pack)} has a "
                     "loss, because every token either is masked or is the first token of a "

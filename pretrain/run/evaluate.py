@@ -17,15 +17,13 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from foundation.progress import advance
-from packing.arrow import Packs
 from packing.batch import Batching, Microbatch
-from packing.order import MixedPacks
 from pretrain.checkpoint.format import step_folder
 from pretrain.metrics.run_record import Record, kind, own_evaluations, read_metrics, same_measure
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.precision.settings import UNQUANTIZED
-from pretrain.run.data import packs_evaluated
+from pretrain.run.data import evaluated_parts
 from pretrain.run.job import Job
 from pretrain.run.run import Run, best_evaluation
 from pretrain.run.sampling import draw_samples
@@ -87,7 +85,10 @@ def measure_of(run: Run) -> dict[str, Any]:
         precision = UNQUANTIZED[precision.compute_dtype]
     return {
         "held_out_fingerprint": job.data.held_out.fingerprint[:16],
-        "held_out_packs": sum(count for _, count in evaluated_parts(job).values()),
+        "held_out_packs": sum(
+            count
+            for _, count in evaluated_parts(job.data.held_out, job.recipe.evaluate.packs).values()
+        ),
         "held_out_precision": precision.name,
     }
 
@@ -102,7 +103,8 @@ def held_out_figures(
     each source.
     """
     sums = {}
-    for name, (packs, count) in evaluated_parts(job).items():
+    parts = evaluated_parts(job.data.held_out, job.recipe.evaluate.packs)
+    for name, (packs, count) in parts.items():
         with Batching(**job.batching(accelerator)).evaluation(packs, count) as batches:
             sums[name] = held_out_sums(model, batches, accelerator)
     figures = figures_of(cast(Tensor, sum(sums.values())))
@@ -110,20 +112,6 @@ def held_out_figures(
         for name, of_source in sums.items():
             figures[f"held_out_loss/{name}"] = figures_of(of_source)["held_out_loss"]
     return figures
-
-
-def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
-    """Map the name of each source to (held-out packs, number of packs that are evaluated).
-
-    A single source has the name "".
-    """
-    held_out = cast(Packs, job.data.held_out)
-    parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
-    limit = job.recipe.evaluate.packs
-    return {
-        name: (packs, packs_evaluated(len(packs), len(held_out), limit))
-        for name, packs in parts.items()
-    }
 
 
 def best_so_far(run: Run) -> Record | None:
