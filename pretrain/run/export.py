@@ -99,15 +99,17 @@ def main(options: argparse.Namespace) -> int:
     if options.merge:
         merged = checkpoints_to_merge(checkpoint, options.merge)
         read = merged_reader(merged, hf, stored_as)
-        facts = fact_about_merging(merged)
+        steps = ", ".join(f"{step_of(folder):,}" for folder in merged)
+        facts["merged"] = (
+            f"mean weights of the checkpoints of steps {steps}; the losses are those of the run"
+        )
     tensors = all_tensors(hf, read)
     if options.precision:
-        served = served_weights(
+        served, hf.config.quantization_config, facts_about_precision = served_weights(
             run_dir, state["precision"], recipe.fp8_config, hf, read, forward_scales(checkpoint)
         )
-        hf.config.quantization_config = served.config
-        tensors = served.tensors.items()
-        facts |= served.facts
+        tensors = served.items()
+        facts |= facts_about_precision
     remark = write_export(out, run_dir, checkpoint, recipe, hf, tensors, facts)
     precision = state["precision"] if options.precision else stored_as
     print(f"{checkpoint} is exported to {out}: weights in {precision}{remark}")
@@ -278,13 +280,6 @@ def checkpoints_to_merge(checkpoint: Path, number: int) -> list[Path]:
     for folder in merged:
         Checkpoints(folder.parent, keep=1).read_state(folder)
     return merged
-
-
-def fact_about_merging(checkpoints: Sequence[Path]) -> dict[str, str]:
-    """Return a row of the card about merged checkpoints."""
-    steps = ", ".join(f"{step_of(folder):,}" for folder in checkpoints)
-    text = f"mean weights of the checkpoints of steps {steps}; the losses are those of the run"
-    return {"merged": text}
 
 
 def merged_reader(

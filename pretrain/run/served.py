@@ -185,19 +185,6 @@ LAYOUTS = {
 # ── The weights of a checkpoint ───────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class ServedWeights:
-    """An export in the trained precision."""
-
-    # All tensors of the model folder by name: codes and scales of the quantized linears, and all
-    # other parameters in BF16.
-    tensors: dict[str, Tensor]
-    # The value of `quantization_config` in config.json.
-    config: dict[str, Any]
-    # Map titles to facts about the export, for the console and the model card.
-    facts: dict[str, str]
-
-
 def served_weights(
     run_dir: Path,
     precision_name: str,
@@ -205,8 +192,15 @@ def served_weights(
     hf: PreTrainedModel,
     read: Callable[[str], Tensor],
     histories: Mapping[str, Tensor],
-) -> ServedWeights:
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
     """Quantize the weights of a checkpoint as the forward of its next training step would.
+
+    Returns three dicts:
+
+    * All tensors of the model folder by name: codes and scales of the quantized linears, and all
+      other parameters in BF16.
+    * The value of `quantization_config` in config.json.
+    * Titles of facts about the export, and the facts, for the console and the model card.
 
     run_dir: the run folder. Its audit.json has the linears that training quantizes and stacks.
     precision_name: the precision in which the checkpoint was saved.
@@ -257,7 +251,7 @@ def served_weights(
             "gate and up, computes other products"
         )
     kept = [name for name in linears if name not in stacks]
-    return ServedWeights(tensors, layout.config | {layout.kept_key: kept}, facts)
+    return tensors, layout.config | {layout.kept_key: kept}, facts
 
 
 def _facts_about(layout: Layout, moved: int) -> dict[str, str]:

@@ -299,9 +299,9 @@ def test_served_weights_are_the_operands_of_stacked_products(
     audit = {"effective": precision, "products": products}
     (tmp_path / "audit.json").write_text(json.dumps(audit))
     hf = build(ARCHITECTURES["qwen3"] | SIZES)
-    tensors = served_weights(
-        tmp_path, precision, active.settings, hf, packed.hf.get_parameter, {}
-    ).tensors
+    tensors = served_weights(tmp_path, precision, active.settings, hf, packed.hf.get_parameter, {})[
+        0
+    ]
     stacks = [members for members in operands if members[0].startswith("model.layers.0")]
     assert [len(members) for members in stacks] == [3, 1, 2, 1]
     for members in stacks:
