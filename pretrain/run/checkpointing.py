@@ -309,22 +309,16 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
 def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
     """Return the live histories and scales of the run, into which the checkpoint can be loaded.
 
-    These are the tensors of delayed scaling. Return {} if the checkpoint has other ones, see
-    `holds_histories`.
+    These are the tensors of delayed scaling. Return {} unless the checkpoint has exactly the
+    histories and scales that this run has.
     """
-    return assembly.context.saved_state() if holds_histories(source, assembly) else {}
-
-
-def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
-    """Return whether the checkpoint has exactly the histories and scales that this run has."""
+    live = assembly.context.saved_state()
     saved = {
         name: entry.shape
         for name, entry in read_manifest(source.path).optimizer.items()
         if name.startswith(PREFIX)
     }
-    return saved == {
-        name: tuple(tensor.shape) for name, tensor in assembly.context.saved_state().items()
-    }
+    return live if saved == {name: tuple(live[name].shape) for name in live} else {}
 
 
 def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
@@ -343,7 +337,7 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
     return (
         any(key.startswith(SCALES_FOLLOW) for key in changed)
         or source.record["precision"] != assembly.precision.current.name
-        or not holds_histories(source, assembly)
+        or not histories_in(source, assembly)
     )
 
 
