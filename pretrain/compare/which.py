@@ -168,19 +168,17 @@ def load_protocol(question: Question, options: argparse.Namespace) -> Protocol |
     if not file.exists():
         return None
     protocol = Protocol(**load_object(file, "use another --run_dir"))
-    requested = replace(
-        protocol,
-        begin_with=options.begin_with,
-        margin=options.margin / 100,
-        seeds=options.seeds,
-        precisions=options.precisions or protocol.precisions,
-        steps=options.steps or protocol.steps,
-    )
-    recorded = asdict(protocol)
+    requested = {
+        "begin_with": options.begin_with,
+        "margin": options.margin / 100,
+        "seeds": options.seeds,
+        "precisions": options.precisions or protocol.precisions,
+        "steps": options.steps or protocol.steps,
+    }
     differences: dict[str, tuple[Any, Any]] = {
-        key: (value, recorded[key])
-        for key, value in asdict(requested).items()
-        if value != recorded[key]
+        key: (value, getattr(protocol, key))
+        for key, value in requested.items()
+        if value != getattr(protocol, key)
     }
     differences |= question.trial([protocol.base]).baseline.differences
     if differences:

@@ -281,9 +281,9 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether `error` or one of its causes reports that device or host memory is full."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if any(part in str(error) for part in _MESSAGES):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+            part in str(error) for part in _MESSAGES
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
