@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pretrain.__main__ import COMMANDS, main
+from pretrain.settings import commands
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -57,6 +58,13 @@ def test_an_unknown_option_is_answered_with_ours(
 def test_arguments_after_two_dashes_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", "nowhere", "--", "--prompts-like-this"]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_an_option_named_like_a_recipe_key_stays_an_option() -> None:
+    line = ["my.yaml", "--run_dir=folder", "--optimizer.learning_rate=1", "--weights=bf16"]
+    options = commands.read("which", line)
+    assert options.run_dir == "folder"
+    assert options.overrides == ["optimizer.learning_rate=1", "weights=bf16"]
 
 
 def test_help_and_mistakes_do_not_import_torch() -> None:
