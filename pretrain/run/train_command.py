@@ -1,13 +1,14 @@
 """`python -m pretrain train`: choose an Accelerate configuration and train with accelerate launch.
 
-torch is imported only when the command line, the recipe and a given configuration have been
-checked. A training in one process runs in the process of this command, so that torch and accelerate
-are imported only once.
+This module does not import torch. accelerate's launcher imports torch when the command line, the
+recipe and the configuration have been checked. A training in one process runs in the process of
+this command, so that torch and accelerate are imported only once.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import os
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,7 +53,6 @@ def main(options: argparse.Namespace) -> int:
     Raises InputError for a mistake in the recipe or in the Accelerate configuration.
     """
     recipe = load_recipe(options.recipe, options.overrides)
-    end_on_ctrl_c()
     configuration, processes, reason = choose_configuration(
         recipe, options.config, options.processes
     )
@@ -113,14 +114,22 @@ def choose_configuration(
 def count_gpus() -> int:
     """Return the number of GPUs that processes of this environment can use.
 
-    torch asks NVIDIA's management library (NVML), so this process does not start CUDA. The result
-    is 0 if torch was built for CPUs, and if ACCELERATE_USE_CPU is set.
+    NVIDIA's management library (NVML) counts the GPUs, which takes milliseconds. The result is 0 if
+    torch was built for CPUs, and if ACCELERATE_USE_CPU is set.
     """
-    # Import torch here, so that mistakes on the command line are reported at once. The import takes
-    # seconds.
-    import torch
-
-    return 0 if is_true(os.environ, "ACCELERATE_USE_CPU") else torch.cuda.device_count()
+    if is_true(os.environ, "ACCELERATE_USE_CPU") or "+cpu" in version("torch"):
+        return 0
+    count = ctypes.c_uint()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count.value
+    return min(count.value, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
 
 
 def training_arguments(options: argparse.Namespace) -> list[str]:
@@ -144,6 +153,7 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     failure. If torchrun's record of a failure has no traceback, only the message in the record is
     printed.
     """
+    end_on_ctrl_c()
     # Turn off garbage collection during the imports. Imports create no garbage, but garbage
     # collection took a fifth of the time of the imports.
     gc.disable()

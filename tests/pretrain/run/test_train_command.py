@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -209,10 +210,33 @@ def test_the_configuration_fits_the_machine(
     assert (path, number) == (ROOT / f"accelerate_configs/{name}.yaml", started)
 
 
-@pytest.mark.parametrize(("on_cpu", "gpus"), [("false", 4), ("true", 0)])
-def test_visible_gpus_are_counted(on_cpu: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", on_cpu)
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({}, 4),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-3f5c"}, 1),
+        ({"ACCELERATE_USE_CPU": "true"}, 0),
+    ],
+)
+def test_visible_gpus_are_counted(
+    variables: dict[str, str], gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The management library is that of a machine with four GPUs."""
+
+    def count(pointer: Any) -> int:
+        pointer._obj.value = 4
+        return 0
+
+    library = SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr(train_command, "version", lambda package: "2.13.0")
+    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert train_command.count_gpus() == gpus
 
 
