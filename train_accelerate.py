@@ -275,10 +275,10 @@ def build(
     run.graphs = MicrobatchGraphs(assembly.surroundings["cuda_graphs"], run.report_graphs)
     if source:
         checkpointing.resume_precision(run, source)
+    parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
     run.introduce(notes)
     run.best = evaluate.best_so_far(run)
-    if job.recipe.parity and run.is_new:
-        startup.require_parity(run)
+    startup.require_parity(run, parity)
     return run
 
 

@@ -312,26 +312,35 @@ def explaining_errors() -> Iterator[None]:
 
 
 @START.part("parity")
-def require_parity(run: Run) -> None:
+def find_parity(run: Run) -> list[Parity | str]:
     """Compare step 0 with plain transformers in each precision of the run.
 
-    All ranks must call this function. The result of each precision is recorded in audit.json and
-    printed: the comparison, or the reason why it was skipped. Raises TrainingHalted if a comparison
-    fails.
+    All ranks must call this function.
+
+    Returns one result for each precision: the comparison, or a text with the reason why it was
+    skipped. The results are also recorded in the audit.
     """
-    precisions = run.precision.in_model
+    results = []
     comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.precisions)
     with run.console.progress("parity with plain transformers", "comparisons", total=comparisons):
-        for name, in_model in precisions.items():
+        for name, in_model in run.precision.in_model.items():
             with run.precision.using(name):
                 result = _compare_first_step(run)
             record = {"left_out": result} if isinstance(result, str) else result.record()
             in_model.audit["parity"] = {"source": "this run"} | record
-            run.write_audit()
-            text = result.summary() if isinstance(result, Parity) else f"parity skipped: {result}"
-            run.console.notice(f"{name}: {text}" if len(precisions) > 1 else text)
-            if isinstance(result, Parity):
-                result.require()
+            results.append(result)
+    return results
+
+
+def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
+    """Print the results of `find_parity`. Raise TrainingHalted if a comparison has failed."""
+    for active, result in zip(run.job.plan.precisions, parity, strict=False):
+        name = f"{active.precision.name}: " if len(parity) > 1 else ""
+        if isinstance(result, str):
+            run.console.notice(f"{name}parity skipped: {result}")
+        else:
+            run.console.notice(f"{name}{result.summary()}")
+            result.require()
 
 
 def _compare_first_step(run: Run) -> Parity | str:
