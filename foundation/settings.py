@@ -129,8 +129,8 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
     for key in sorted(_keys_of(cls), key=lambda key: key.rpartition(".")[0] != section):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
     if keys:
-        # Do not suggest the top-level key `name`, the name of the run, for an unknown `name` in a
-        # section, which has another meaning.
+        # Do not suggest the top-level key `name`, the name of the run, for an unknown key `name` in
+        # a section. The user meant something else.
         by_name.pop("name", None)
     other_names = getattr(cls, "OTHER_NAMES", {})
     if match := by_name.get(name.lower()) or other_names.get(name.lower()):
@@ -148,7 +148,7 @@ def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that an annotation allows: the annotation, or members of (nested) unions."""
+    """Return the members of a union and of its nested unions, or any other annotation alone."""
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):

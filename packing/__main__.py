@@ -200,7 +200,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _follow(options: argparse.Namespace) -> None:
-    """Make the parts of a stream until the run that reads the stream has ended."""
+    """Make the packs of a stream, part by part, until the run that reads them has ended."""
     settings = _data_settings(options.recipe)
     if settings.stream is None:
         raise InputError(
@@ -227,7 +227,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
         is_data = kind_of(path) not in (None, "text") and path.suffix not in _RECIPE_SUFFIXES
         if is_data or path.is_dir():
             raise InputError(
-                f"{recipe}: this file is data and not a recipe; either give a recipe, followed by "
+                f"{recipe}: this path is data and not a recipe; either give a recipe, followed by "
                 f"data.source={recipe}, or give no recipe, but data.source={recipe} "
                 "data.tokenizer=TOKENIZER data.packs=FOLDER"
             )
@@ -251,7 +251,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    """Describe the packs at a path, or all packs below it. With --index, print one pack's text."""
+    """Describe all packs at or below a path. With --index, also print the text of one pack."""
     path = options.path
     if path.suffix in _RECIPE_SUFFIXES and path.is_file():
         path = _data_settings([str(path)]).packs

@@ -59,14 +59,14 @@ class Pack:
 
 
 class Packs:
-    """Base class of the packs of one split in any format, accessed by index. It is thread-safe."""
+    """Base class of the packs of one split, in any format. Objects are thread-safe."""
 
     path: Path
     length: int  # number of tokens in a pack
     # SHA-256 that identifies the training data. Equal fingerprints mean equal packs in equal order.
     fingerprint: str
-    # Map name, fingerprint, vocab_size, bos_id, eos_id and pad_id of the tokenizer to their values.
-    # Values that the format does not record are missing. None: the format records no values.
+    # Description of the tokenizer, with the keys name, fingerprint, vocab_size, bos_id, eos_id and
+    # pad_id. Keys that the format does not record are missing. None: the format records none.
     tokenizer: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Packs:
 
 
 class JoinedPacks(Packs):
-    """The packs of several stores. Their indices run through one store after another."""
+    """Concatenation of several `Packs`."""
 
     def __init__(self, path: Path, joined: Sequence[Packs]) -> None:
         self.path = path
@@ -151,7 +151,7 @@ class PackWriter(AbstractContextManager):
         """Append packs to a split as one record batch, which must fit in memory.
 
         Add many packs at once, because a file with thousands of small batches is slow to open.
-        Either all packs of a split have a mask (`Pack.trained`), or none has a mask.
+        In a split, either all packs must have a mask (`Pack.trained`), or none may have one.
         """
         if split not in self._splits:
             self._splits[split] = _SplitWriter(self.folder / split, self.length)

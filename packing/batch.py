@@ -27,10 +27,9 @@ from packing.order import Order, spread
 
 T = TypeVar("T")
 
-# The number of offsets in `cu_seqlens` is rounded up to a multiple of this number, so that only few
-# different numbers of offsets occur. Padding to the worst case (1,024 offsets for 165 documents)
-# costs 10 % of the training speed on an H200, because attention also spends time on empty
-# documents.
+# The length of `cu_seqlens` is rounded up to a multiple of this number, so that only few different
+# lengths occur. Padding to the worst case (1,024 offsets for 165 documents) costs 10 % of the
+# training speed on an H200, because attention also spends time on empty documents.
 OFFSETS_MULTIPLE = 16
 _AHEAD = 2  # number of results that a thread builds in advance
 
@@ -70,8 +69,8 @@ class StepBatches:
     # Padding is excluded, because attention over padding is not useful work.
     sum_squared_lengths: int
     epoch: float  # number of epochs after this step, such as 1.25
-    # Metrics after this step (`Order.figures`): the epochs and the share of each source if there
-    # are several sources, and the current part of a stream.
+    # Metrics after this step (`Order.figures`). If there are several sources, these are the epochs
+    # and the share of each source. A stream also has the number of each source's current part.
     sources: dict[str, float] = field(default_factory=dict)
     # Indices of the step's packs in the endless stream of packs (see `Order`), over all ranks.
     places: range = range(0)
@@ -146,8 +145,8 @@ def count_valid_tokens(
 
     `lengths` are the lengths of the pack's documents. `trained` is the mask `Pack.trained`: True
     for tokens with a loss, or None if all tokens have a loss. Every token with a loss is a label,
-    except the first token of each document. Without `mask_boundaries`, every token with a loss is a
-    label, except the first token of the pack.
+    except the first token of each document (with `mask_boundaries`), or the first token of the pack
+    (without `mask_boundaries`).
     """
     tokens = int(lengths.sum())
     excluded_count = len(lengths) if mask_boundaries else min(len(lengths), 1)
@@ -161,10 +160,10 @@ class Prefetch(AbstractContextManager, Iterator[T]):
     """Iterator over the results of `build(n)` for each n in `numbers`, in order.
 
     A thread builds the next two results in advance, while the caller computes. NumPy releases the
-    interpreter lock, so both can run at the same time. If `build` raises an exception, the call of
-    `next` that would return the result raises the exception, and the iteration ends. `close`, the
-    end of the `with` statement and the end of the iteration wait until the thread has ended. Unused
-    results are dropped.
+    interpreter lock, so the thread and the caller run at the same time. If `build` raises an
+    exception, the call of `next` for this result raises the same exception, and the iteration ends.
+    `close`, the end of the `with` statement and the end of the iteration wait until the thread has
+    ended. Unused results are dropped.
     """
 
     def __init__(

@@ -65,16 +65,15 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.input_stream(str(path), compression=compression)
 
 
-# Map names of columns by which a chat is recognised to the value of `data.messages` that reads the
-# chat, as YAML. If a dataset has the columns of several entries, the first of these entries is
-# used.
+# Defaults of `data.messages` (as YAML) by the columns of a dataset. A dataset has chats if it has
+# all columns of a key. If several keys match, the first one is used.
 CHAT_COLUMNS = {
     ("messages",): "messages",
     ("conversations",): "conversations",
     ("instruction", "input", "output"): r'["{instruction}\n\n{input}", output]',
     ("instruction", "output"): "[instruction, output]",
 }
-# Map columns that datasets often have to the setting that reads them.
+# Usual columns of datasets, and the setting with which these columns are read.
 _USUAL_COLUMNS = {
     **{columns: f"data.messages={shlex.quote(value)}" for columns, value in CHAT_COLUMNS.items()},
     ("prompt", "completion"): "data.messages='[prompt, completion]'",
@@ -177,8 +176,8 @@ def tokenize(
         tokens=len(tokens),
         trained=int(np.count_nonzero(tokens < UNTRAINED)),
         unknown=int(np.count_nonzero(tokens & ~UNTRAINED == tokenizer.unknown)),
-        # Count the records without tokens. If records have several documents, `encoded` may be
-        # longer than `documents`, and none is counted.
+        # Number of records without tokens. If records have several documents, `encoded` may be
+        # longer than `documents`. In this case, no record is counted as empty.
         empty=max(0, len(documents) - len(encoded)),
     )
     return Tokens(
@@ -190,12 +189,10 @@ def tokenize(
 
 
 def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
-    """Return the documents of `chunk`, and counts of the records without a document.
+    """Return the documents of `chunk`, and the numbers of its skipped and empty records.
 
-    The documents have the form that `records.fill` returns.
-
-    With `skip_bad`, malformed records are skipped and counted. Otherwise, the first malformed
-    record raises InputError with its place.
+    The documents have the form that `records.fill` returns. With `skip_bad`, malformed records are
+    skipped. Otherwise, the first malformed record raises InputError with the place of the record.
     """
     documents = []
     skipped = []

@@ -249,7 +249,7 @@ class Arranged:
         """
         self.tokens = tokens
         self.settings = settings
-        # The packs of chats and labels have masks even if all tokens of this part have a loss.
+        # Packs of chats, and of token ids with labels, have masks even if all tokens have a loss.
         self.masked = (
             settings.messages is not None
             or settings.labels is not None

@@ -61,7 +61,8 @@ class PackMaker(AbstractContextManager):
         self.processes = processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
         self.source = open_source(settings, Records((), ()))
-        # The settings with which the source is read. `settings` are recorded with the packs.
+        # Settings with which the source is read: `messages` is set if the columns are those of a
+        # chat. The manifest of the packs records `settings`, without this change.
         self.reading = recognise_chats(settings, self.source)
         self.records = records_of(self.reading, self.tokenizer)
         self.source.records = self.records
@@ -163,8 +164,8 @@ def _isolated_children() -> Iterator[None]:
     """Context manager that isolates processes that start in the caller's `with` statement.
 
     These processes import neither the caller's script (the training script would import torch) nor
-    modules of the current folder. The processes ignore Ctrl-C, because the caller receives it too
-    and ends them.
+    modules of the current folder. The processes ignore Ctrl-C. The caller receives Ctrl-C too, and
+    ends the processes.
     """
     main = sys.modules["__main__"]
     previous_safe_path = os.environ.get("PYTHONSAFEPATH", "")

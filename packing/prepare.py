@@ -105,8 +105,8 @@ def _claim(part: DataSettings, claim: ExitStack) -> None:
     folder = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
     with as_input_error(
         (FileExistsError,),
-        f"{folder}: this folder shows that another process prepares these packs, because this file "
-        "system has no locks",
+        f"{folder}: another process prepares these packs, and has created this folder because the "
+        "file system has no locks",
         "either wait for that process, or if it was killed, remove this folder and start again",
     ):
         folder.mkdir()
@@ -230,7 +230,7 @@ class TokenLog(AbstractContextManager):
         path = folder / _PROGRESS
         remedy = f"remove {folder} to start over"
         progress = load_object(path, remedy) if path.is_file() else {}
-        # Without documents, start over, because the key or the place may be from another source.
+        # If the log has no documents, start over: its key and place may be from another source.
         if not progress.get("counts", {}).get("documents"):
             progress = {"key": key, "counts": {}, "place": {}, "complete": False}
         self.counts = Counts(**progress["counts"])
@@ -296,7 +296,7 @@ def summary(manifest: dict[str, Any]) -> str:
     values = {
         **manifest["statistics"],
         "tokenizer": (manifest["tokenizer"] or {}).get("name"),
-        # Hide the value of a stream, which is a nested dict. The lines below skip false values.
+        # Hide the statistics of a stream, a nested dict: false values are skipped below.
         "stream": None,
     }
     if "fill" in values:

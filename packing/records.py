@@ -38,8 +38,8 @@ UNTRAINED = np.uint32(1 << 31)
 CHAT_TEMPLATE = "chat_template.jinja"  # name of a chat template's file, beside a tokenizer.json
 # Folder in which transformers 5 writes the other chat templates of a tokenizer, as files by name.
 _NAMED_TEMPLATES = "additional_chat_templates"
-# Prefix of every template. It makes `strftime_now`, with which templates read the date, undefined,
-# because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
+# Prefix of every template. Templates read the date with `strftime_now`. The prefix makes this name
+# undefined, because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
 # Template with plain words as marks of roles, so that it needs no special token except EOS. An
 # answer that consists of tool calls may have no content.
@@ -75,11 +75,11 @@ _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _LOSS_MARKS = ("weight", "train", "training", "loss")
 # Keys of a message that are read with any template.
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
-_SYSTEM_COLUMNS = ("system", "system_prompt")  # columns that may have the first message of a chat
+_SYSTEM_COLUMNS = ("system", "system_prompt")  # columns that may have the system message of a chat
 # Pattern that finds a comparison of a content with none. A template with such a comparison accepts
 # a message with null as its content, for example an answer that consists of tool calls.
 _NULL_CONTENT = re.compile(r"content\W*\s(is|==|!=)(\s+not)?\s+none\b", re.IGNORECASE)
-_OTHER_ANSWER = "PLACEHOLDER"  # answer that replaces an answer to find where answers start
+_OTHER_ANSWER = "PLACEHOLDER"  # text that replaces an answer, to find where it starts
 # Pattern of the statement with which a template marks the beginning of an answer.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Exceptions of a template that rejects a chat, or that expects a chat of another form.
@@ -102,7 +102,7 @@ class Records:
         return names - {*self.columns, *self.optional}
 
     def fill(self, record: dict[str, Any]) -> Any:
-        """Return the document of a record, or a false value (such as "") if it is empty.
+        """Return the document of a record. If the record is empty, return a false value like "".
 
         The record has all `columns`. Raises ValueError if the record is malformed.
         """
@@ -260,9 +260,9 @@ class ChatColumns(Records):
                 yield np.where(trained, ids, ids | UNTRAINED)
 
     def _chat(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages of a record. If there is a system message, it is the first message.
+        """Return the messages of a record. A system message from a column becomes the first one.
 
-        Raises ValueError if the record has several system messages.
+        Raises ValueError if the first message and the columns have different system messages.
         """
         if self.pair:
             roles = zip(("user", "assistant"), self.pair, strict=True)
@@ -282,7 +282,7 @@ class ChatColumns(Records):
         return chat
 
     def _messages(self, value: Any) -> list[dict[str, Any]]:
-        """Return the messages in a column, without keys whose value is null.
+        """Return the messages in a column, with the usual keys and roles, and without null values.
 
         A table gives all messages the same keys, with null for missing values. A null content is
         kept if the template compares the content with none.
@@ -321,7 +321,10 @@ class ChatColumns(Records):
         return messages
 
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
-        """Return True if `text`, the complete chat, has the content of message `number`."""
+        """Return True if the template writes the content of message `number` of a chat.
+
+        `text` is the text of the complete chat.
+        """
         role = chat[number]["role"]
         content = chat[number].get("content") or ""
         words = content.strip()
@@ -341,12 +344,12 @@ class ChatColumns(Records):
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
     ) -> list[tuple[int, int]]:
-        """Return the spans of the messages `answers` for a template that does not mark answers.
+        """Return the span of each answer, for a template that does not mark answers.
 
-        An answer starts where its prompt ends. The prompt is the text that the template writes when
-        the model has to generate the answer. The prompt may begin a thought, while the recorded
-        answer has no thought. In this case, the answer starts at the place where the template would
-        write a placeholder instead of the answer.
+        `answers` are the indices of the answers in `chat`. An answer starts where its prompt ends.
+        The prompt is the text that the template writes when the model has to generate the answer.
+        The prompt may end with the start of a thought that the recorded answer does not have. In
+        this case, the answer starts where the template would write a placeholder for the answer.
         """
         spans = []
         for number in answers:

@@ -44,11 +44,11 @@ def matching_files(name: str) -> list[Path]:
 
 
 def refuse_near_name(key: str, name: str) -> None:
-    """Raise InputError if no file or folder has the name `name`, but one has a similar name.
+    """Raise InputError if a file or folder has a name similar to `name`, which must not exist.
 
-    A name is similar if it differs in case, in a few characters, or in their order. `key` is the
-    setting with the value `name`. If the recipe sets a revision, `name` is a repository
-    of the hub and is not checked.
+    A name is similar if it differs in case, in a few characters, or in the order of characters.
+    `key` is the setting with the value `name`. A name with a revision (`name@main`) is not checked,
+    because it is a repository of the hub.
     """
     path = Path(name)
     files = os.listdir(path.parent) if path.parent.is_dir() else []
@@ -226,7 +226,7 @@ class DataSettings(SourceSettings):
         cls, sources: tuple[WeightedSource, ...] | None
     ) -> tuple[WeightedSource, ...] | None:
         total = sum(source.weight for source in sources or ())
-        # If the weights already are shares, do not change their bits.
+        # If the sum of the weights is 1, a division would only add rounding errors.
         if sources is None or abs(total - 1) < 1e-9:
             return sources
         return tuple(

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     import datasets
 
 # Size of a chunk. A core needs about 50 ms for a chunk. This is short enough to keep all cores
-# busy, and so long that the time for sending a chunk to another process does not matter.
+# busy, and long enough that the time for sending a chunk to another process does not matter.
 CHUNK_BYTES = 2**20
 _ROWS = 1024  # number of rows of a table that are read at once, and then divided into chunks
 _MOST_FIELD = 2**23  # largest number of characters of a field in a CSV file
@@ -275,8 +275,8 @@ class FileSource:
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
-            # The loop ends with an empty block. It yields the bytes that are still pending, which
-            # are a last line without a newline.
+            # The empty block at the end yields the bytes that are still pending: a last line
+            # without a newline.
             for block in chain(iter(partial(stream.read, size), b""), [b""]):
                 pending += block
                 cut = len(pending)
@@ -423,9 +423,10 @@ class DatasetSource:
         return [name for name in names if name in columns]
 
     def _arrow_data(self) -> tuple[datasets.IterableDataset, list[str]]:
-        """Return the dataset as Arrow tables of the columns that are read, and all columns' names.
+        """Return the dataset, and the names of all its columns.
 
-        The list of names is empty if the dataset does not state its columns.
+        The dataset yields Arrow tables with the columns that are read. The list of names is empty
+        if the dataset does not state its columns.
         """
         import datasets
 

@@ -1,7 +1,7 @@
 """Read packs that are made while a run trains, from more text than fits on the disk.
 
-This module is the part of a stream that belongs to the run: it reads packs, publishes the position
-at which the run reads, and starts the packer process.
+A stream consists of parts: folders of packs. This module is used by the run: it reads packs,
+publishes the position at which the run reads, and starts the packer process.
 
     packs/
       part-00000000/    first part, which stays on the disk because it has the held-out documents
@@ -454,7 +454,10 @@ class StreamOrder(Order):
         return figures | super().figures(step)
 
     def _parts_before(self, step: int) -> dict[str, Part]:
-        """Map each source's name to the part of its last pack before `step`, or the first part."""
+        """Map each source's name to the part that has the source's last pack before `step`.
+
+        Before the source's first pack, this is its first part.
+        """
         counts = self.mixture.packs_before(self.places_of_step(step).start)
         return {
             name: source.part_of(max(int(count) - 1, 0), self._wait)

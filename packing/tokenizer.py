@@ -159,8 +159,9 @@ def find_file(tokenizer: str, name: str) -> Path | None:
 
     `tokenizer` is a folder, the path of a tokenizer.json, or the name of a hub repository. A file
     of a hub repository is downloaded, or found in the cache of earlier downloads. Returns None if
-    it is certain that the tokenizer has no such file. Raises InputError if the hub cannot be
-    reached, because token ids must not depend on the network.
+    the tokenizer has no such file. Raises InputError if the hub cannot be reached and the file is
+    not in the cache, because token ids must not depend on the network. For a template (`.jinja`),
+    None is returned in this case too.
     """
     path = Path(tokenizer)
     if path.exists():
