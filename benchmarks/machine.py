@@ -1,4 +1,4 @@
-"""Common parts of benchmarks: the head of result files, and starting the launcher."""
+"""Functions for all benchmarks: describe the machine in result files, and run the launcher."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def device_and_torch(environment: Mapping[str, Any]) -> str:
 
 
 def measured_on(environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the head of a result file. The default `environment` is that of this process."""
+    """Return the first keys of a result file. `environment` is by default that of this process."""
     return {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),

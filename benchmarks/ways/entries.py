@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-BASELINE = "hf_eager"  # whose losses and gradient norms all other ways are compared with
+BASELINE = "hf_eager"  # all other ways are compared with the losses and gradient norms of this way
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def floor(self) -> str:
-        """Return the name of the machine's limit for its precision."""
+        """Return the name of this way's limit in the results of benchmarks.limits."""
         if self.precision in ("fp32", "bf16", "mxfp8", "nvfp4"):
             return self.precision
         return (
@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def loses_updates(self) -> bool:
-        """Return whether its weights lose updates of less than half a unit in the last place."""
+        """Return True if weights lose updates of less than half a unit in the last place."""
         return self.weights == "bf16"
 
 
