@@ -90,7 +90,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_positions": LENGTH,
         "resid_pdrop": 0.1,
         "embd_pdrop": 0.1,
-        "attn_pdrop": 0.0,  # packed attention does not support dropout
+        # Packed attention does not support dropout.
+        "attn_pdrop": 0.0,
     },
 }
 
@@ -400,7 +401,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="result file to write")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))  # kept for inspection
+    # The folder is kept for inspection.
+    folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))
     packs = write_packs(folder / "packs")
     environment = {"OMP_NUM_THREADS": str(arguments.threads), "ACCELERATE_USE_CPU": "true"}
     results = {

@@ -192,7 +192,8 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     On a GPU, the time is measured with CUDA events. Before each call, the L2 cache is cleared.
     """
     if device.type == "cuda":
-        from triton.testing import do_bench  # imported late, because a CPU has no Triton
+        # Imported late, because a CPU has no Triton.
+        from triton.testing import do_bench
 
         return do_bench(run, return_mode="median") / 1e3
     seconds = []

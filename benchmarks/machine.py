@@ -35,7 +35,8 @@ def processor() -> str:
 
 def command() -> str:
     """Return the command of this process: `python -m MODULE ...`, without interpreter options."""
-    spec = sys.modules["__main__"].__spec__  # None if a file is run
+    # `__spec__` is None if Python runs a file.
+    spec = sys.modules["__main__"].__spec__
     program = ["-m", spec.name] if spec else sys.argv[:1]
     return shlex.join(["python", *program, *sys.argv[1:]])
 

@@ -98,7 +98,8 @@ def compare_operand(
     training_data = data_of(te, quantizer(x), along)
     quantizer.optimize_for_gemm = False
     plain_data = data_of(te, library_tensor, along)
-    if plain_data is None:  # Blackwell's GEMMs read one layout along both axes.
+    # Blackwell's GEMMs read one layout along both axes.
+    if plain_data is None:
         return None
     transform = active.precision.transform(active.settings, role)
     transformed = along == "rows" and transform is not None
@@ -174,7 +175,8 @@ def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor]:
             codes = codes.t()
             powers = powers.t()
         return codes, spread(powers, codes, 32)
-    if tensor._is_2D_scaled:  # blocks of 128 x 128
+    # Each scale belongs to a block of 128 x 128 codes.
+    if tensor._is_2D_scaled:
         spread_scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
         return codes, spread_scales[: codes.shape[0], : codes.shape[1]]
     # The scales of rows are stored column by column.

@@ -129,7 +129,8 @@ def check_device(arguments: argparse.Namespace) -> None:
     if arguments.model == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
-    import torch  # imported late, because --list and --report do not need it
+    # Imported late, because --list and --report do not need it.
+    import torch
 
     if not torch.cuda.is_available():
         raise InputError("there is no CUDA device; use --tiny for a dry run on the CPU")

@@ -83,7 +83,8 @@ def library_documents(root: Path) -> Iterator[Document]:
     )
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         try:
-            with tokenize.open(path) as file:  # honours the module's coding line
+            # `tokenize.open` honours the coding line of a module.
+            with tokenize.open(path) as file:
                 module = split_module(path.relative_to(root).as_posix(), file.read())
         except (SyntaxError, UnicodeDecodeError):
             continue

@@ -89,7 +89,8 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     union members. They are removed from the key.
     """
     *parents, last = item["loc"] or [""]
-    is_unknown = item["type"] == "extra_forbidden"  # Then `last` is the key that the user wrote.
+    # For an unknown key, `last` is the key that the user wrote.
+    is_unknown = item["type"] == "extra_forbidden"
     parts = parents if is_unknown else item["loc"]
     keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
     if is_unknown:
@@ -216,7 +217,8 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
     """
     *parents, name = key.split(".")
     for part in parents:
-        if values.get(part) is None:  # The section is missing or null.
+        # The section may be missing or null.
+        if values.get(part) is None:
             values[part] = {}
         values = values[part]
         if not isinstance(values, dict):

@@ -40,7 +40,8 @@ class Timeline:
         # Map each part to its seconds, from the launch to `end`. Empty until `end` is called.
         self.start: dict[str, float] = {}
         self._seconds = defaultdict[str, float](float)
-        self._running = ["imports"]  # The innermost part is the last one.
+        # The innermost part is the last one.
+        self._running = ["imports"]
         process = psutil.Process()
         self._since = process.create_time()
         # Skip the part "launcher" if the parent process cannot be read, because it may belong to
@@ -79,4 +80,5 @@ class Timeline:
         self._since = now
 
 
-START = Timeline()  # the timeline of this process
+# Timeline of this process.
+START = Timeline()

@@ -31,24 +31,28 @@ T = TypeVar("T")
 # lengths occur. Padding to the worst case (1,024 offsets for 165 documents) costs 10 % of the
 # training speed on an H200, because attention also spends time on empty documents.
 OFFSETS_MULTIPLE = 16
-_AHEAD = 2  # number of results that a thread builds in advance
+# Number of results that a thread builds in advance.
+_AHEAD = 2
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """The input of one forward and backward pass; T = packs * length. Tensors are on the CPU."""
 
-    input_ids: Tensor  # [1, T] int64
+    # Token ids, [1, T] int64.
+    input_ids: Tensor
     # [1, T] int64. Positions start at 0 in each document, but at `Pack.first_position` in the first
     # document of a pack.
     position_ids: Tensor
-    labels: Tensor  # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE
+    # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE.
+    labels: Tensor
     # [n] int32: 0, the end of each document, and then T until n is a multiple of OFFSETS_MULTIPLE.
     cu_seqlens: Tensor
     # Length of a pack, the upper bound of a document's length. It is the same in every microbatch,
     # because torch.compile would recompile for another value.
     max_seqlen: int
-    valid_tokens: int  # number of labels that are not IGNORE
+    # Number of labels that are not IGNORE.
+    valid_tokens: int
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,18 @@ class StepBatches:
     own packs.
     """
 
-    microbatches: list[Microbatch]  # microbatches of this rank
-    tokens: int  # number of tokens over all ranks, including padding: packs * length
+    # Microbatches of this rank.
+    microbatches: list[Microbatch]
+    # Number of tokens over all ranks, including padding: packs * length.
+    tokens: int
     # Number of labels that are not IGNORE, over all ranks. The sum of the losses is divided by this
     # number.
     valid_tokens: int
     # Sum of squared document lengths over all ranks, from which the FLOPs of attention follow.
     # Padding is excluded, because attention over padding is not useful work.
     sum_squared_lengths: int
-    epoch: float  # number of epochs after this step, such as 1.25
+    # Number of epochs after this step, such as 1.25.
+    epoch: float
     # Metrics after this step (`Order.figures`). If there are several sources, these are the epochs
     # and the share of each source. A stream also has the number of each source's current part.
     sources: dict[str, float] = field(default_factory=dict)
@@ -180,7 +187,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         # Time that the last call of `next` has waited. It includes the time that calls of `ready`
         # have waited since the previous call of `next`.
         self.data_wait_ms = 0.0
-        self._waited_ms = 0.0  # time that `ready` has waited since the last call of `next`
+        # Time that `ready` has waited since the last call of `next`.
+        self._waited_ms = 0.0
         self._build = build
         self._numbers = iter(numbers)
         self._stop_waiting = stop_waiting
@@ -219,7 +227,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
             raise StopIteration
         started = time.perf_counter()
         future = self._pending.popleft()
-        has_failed = future.exception() is not None  # This call waits for the result.
+        # `exception` waits for the result.
+        has_failed = future.exception() is not None
         self.data_wait_ms = self._waited_ms + (time.perf_counter() - started) * 1e3
         self._waited_ms = 0.0
         if has_failed:
@@ -242,7 +251,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 class Batching:
     """Rule that turns packs into the microbatches of one rank."""
 
-    microbatch: int  # number of packs in one forward pass
+    # Number of packs in one forward pass.
+    microbatch: int
     rank: int
     world_size: int
     mask_boundaries: bool

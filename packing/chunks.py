@@ -41,10 +41,13 @@ class Chunk:
     # table: `payload` is an Arrow IPC stream. text: `payload` is empty, and the file `origin` is
     # the document.
     kind: Literal["jsonl", "array", "table", "text"]
-    origin: str  # name of the file or dataset that has the records
-    first: int  # number of the first record: lines count from 1, rows and array records from 0
+    # Name of the file or dataset that has the records.
+    origin: str
+    # Number of the first record: lines count from 1, rows and array records from 0.
+    first: int
     payload: bytes
-    after: Place  # place in the source directly after this chunk
+    # Place in the source directly after this chunk.
+    after: Place
     # Names of all columns of a table. `payload` has only the columns that are read.
     columns: tuple[str, ...] = ()
 
@@ -116,11 +119,16 @@ class Counts:
 
     documents: int = 0
     tokens: int = 0
-    trained: int = 0  # tokens that have a loss
-    unknown: int = 0  # tokens that replace text outside of the vocabulary
-    skipped: int = 0  # malformed records that were skipped (on_bad_line: skip)
-    empty: int = 0  # records without text
-    first_skipped: str | None = None  # place and error of the first skipped record
+    # Number of tokens that have a loss.
+    trained: int = 0
+    # Number of tokens that replace text outside of the vocabulary.
+    unknown: int = 0
+    # Number of malformed records that were skipped (on_bad_line: skip).
+    skipped: int = 0
+    # Number of records without text.
+    empty: int = 0
+    # Place and error of the first skipped record.
+    first_skipped: str | None = None
     # Names of columns, and of keys of messages, that have values but are not read. At most 30 names
     # are recorded.
     unread: tuple[str, ...] = ()
@@ -159,9 +167,11 @@ class Tokens:
 
     # [sum of lengths] uint32. In tokens without a loss, the bit `UNTRAINED` is set.
     tokens: np.ndarray
-    lengths: np.ndarray  # [documents] int64: tokens of each document, including EOS
+    # [documents] int64: number of tokens of each document, including EOS.
+    lengths: np.ndarray
     counts: Counts
-    after: Place = field(default_factory=dict)  # place in the source after the last document
+    # Place in the source after the last document.
+    after: Place = field(default_factory=dict)
 
 
 def tokenize(

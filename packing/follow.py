@@ -43,9 +43,12 @@ from packing.stream import (
     read_position,
 )
 
-PACKER_LOCK = ".packer.lock"  # held by the process that makes parts
-_LEAST_CHUNK = 2**12  # smallest size of a chunk, in bytes
-_POLL_SECONDS = 0.2  # seconds between two checks whether another part fits on the disk
+# Lock of the process that makes parts.
+PACKER_LOCK = ".packer.lock"
+# Smallest size of a chunk, in bytes.
+_LEAST_CHUNK = 2**12
+# Seconds between two checks whether another part fits on the disk.
+_POLL_SECONDS = 0.2
 
 
 def follow(settings: DataSettings, parent: int | None = None) -> None:
@@ -68,7 +71,8 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
     run = ReadingRun(settings.packs, parent)
     with locked(settings.packs / PACKER_LOCK, refuse_or_wait), ExitStack() as stack:
         parts = training_parts(settings)
-        processes = usable_cores(2 * len(parts))  # The run needs the other half of the cores.
+        # The run needs the other half of the cores.
+        processes = usable_cores(2 * len(parts))
         makers = {
             name: stack.enter_context(PackMaker(part, processes)) for name, part in parts.items()
         }
@@ -132,7 +136,8 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
         if laid_out != (name, start):
             arranged, after = make_part(makers[name], start)
             laid_out = (name, start)
-            continue  # Read the position again, because the run has continued meanwhile.
+            # Read the position again, because the run has continued meanwhile.
+            continue
         # The margin of 0.2 % and 64 KiB is for the other files of a part, such as its manifest.
         needed = bytes_below(settings.packs) + round(1.002 * arranged.bytes()) + 2**16
         if needed <= limit:

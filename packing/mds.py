@@ -283,7 +283,8 @@ class MDSPacks(JoinedPacks):
         for shard in shards:
             shard.length = self.length
             shard.end_token = end_token
-        self[0]  # Read a pack, so that a wrong length or dtype raises InputError at the start.
+        # Read a pack, so that a wrong length or dtype raises InputError at the start.
+        self[0]
 
     def verify(self) -> None:
         for shard in self._shards:

@@ -26,7 +26,8 @@ from packing.arrow import ArrowPacks, JoinedPacks, Packs
 # 20,000 seeds. With 4 bits, some orders are more frequent, even with twelve rounds.
 _ROUNDS = 8
 _LEAST_BITS = 6
-_SAMPLED_PACKS = 1000  # number of packs in which tokens are counted to estimate their mean
+# Number of packs in which tokens are counted to estimate their mean.
+_SAMPLED_PACKS = 1000
 # Shares are rounded to multiples of 1 / _PARTS and computed as integers. The product of a place and
 # such an integer fits into 64 bits for up to 2^39 packs.
 _PARTS = 1 << 24
@@ -41,10 +42,14 @@ def evenly(count: int, most: int) -> list[int]:
 class Mixture:
     """Rule that assigns each place in the endless stream of packs to one source."""
 
-    names: tuple[str, ...]  # names of the sources; ("",) for a single source
-    counts: tuple[int, ...]  # number of packs of each source
-    weights: tuple[float, ...]  # intended share of each source in the tokens; their sum is 1
-    tokens_per_pack: tuple[float, ...]  # mean tokens in a pack of each source, without padding
+    # Names of the sources. A single source has the name "".
+    names: tuple[str, ...]
+    # Number of packs of each source.
+    counts: tuple[int, ...]
+    # Intended share of each source in the tokens. The sum is 1.
+    weights: tuple[float, ...]
+    # Mean tokens in a pack of each source, without padding.
+    tokens_per_pack: tuple[float, ...]
 
     @classmethod
     def alone(cls, count: int) -> Mixture:

@@ -27,7 +27,8 @@ from packing.sources import open_source, recognise_chats
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 SPAWN = multiprocessing.get_context("spawn")
-_CHUNKS_AHEAD = 3  # number of chunks in the queue for each worker
+# Number of chunks in the queue for each worker.
+_CHUNKS_AHEAD = 3
 
 
 def usable_cores(shared_by: int = 1) -> int:
@@ -68,7 +69,8 @@ class PackMaker(AbstractContextManager):
         self.source.records = self.records
         # Let each worker load the tokenizer itself. A tokenizer is larger than the buffer of a
         # pipe. So sending a tokenizer would block forever if the worker died meanwhile.
-        with _isolated_children():  # for multiprocessing's resource tracker, which the pool starts
+        # Isolate also multiprocessing's resource tracker, a process that the pool starts.
+        with _isolated_children():
             self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (self.reading,))
 
     def __exit__(self, *exception: object) -> None:
@@ -178,7 +180,8 @@ def _isolated_children() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         sys.modules["__main__"] = main
-        os.environ["PYTHONSAFEPATH"] = previous_safe_path  # An empty value is the same as no value.
+        # An empty value is the same as no value.
+        os.environ["PYTHONSAFEPATH"] = previous_safe_path
 
 
 def _start_worker(settings: DataSettings) -> None:

@@ -35,9 +35,12 @@ from packing.store import all_parts, find_splits, folder_of, is_there
 from packing.stream import POLL_SECONDS
 from packing.tokenizer import load_tokenizer
 
-_COMMIT_SECONDS = 5.0  # least number of seconds between two commits of tokens
-_TOKENS = "tokens.bin"  # token ids, uint32
-_LENGTHS = "lengths.bin"  # number of tokens of each document, int64
+# Least number of seconds between two commits of tokens.
+_COMMIT_SECONDS = 5.0
+# File of token ids, uint32.
+_TOKENS = "tokens.bin"
+# File of the number of tokens of each document, int64.
+_LENGTHS = "lengths.bin"
 _PROGRESS = "progress.json"
 
 
@@ -56,7 +59,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             "data.source and data.tokenizer are not set, so no packs can be prepared; set both"
         )
     for part in all_parts(settings):
-        if part.source is None:  # Packs without a source already exist.
+        # Packs without a source already exist.
+        if part.source is None:
             continue
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
         manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
@@ -234,8 +238,10 @@ class TokenLog(AbstractContextManager):
         if not progress.get("counts", {}).get("documents"):
             progress = {"key": key, "counts": {}, "place": {}, "complete": False}
         self.counts = Counts(**progress["counts"])
-        self.place: Place = progress["place"]  # place in the source after the last tokenised record
-        self.complete: bool = progress["complete"]  # True if the end of the source was reached
+        # Place in the source after the last tokenised record.
+        self.place: Place = progress["place"]
+        # True if the end of the source was reached.
+        self.complete: bool = progress["complete"]
         if changes := describe_changes(progress["key"], key):
             raise InputError(
                 f"{folder}: the folder has {self.counts.tokens:,} tokens that were made with other "

@@ -35,7 +35,8 @@ from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
 
 # Bit that marks the id of a token without a loss. Packs store a mask instead of this bit.
 UNTRAINED = np.uint32(1 << 31)
-CHAT_TEMPLATE = "chat_template.jinja"  # name of a chat template's file, beside a tokenizer.json
+# Name of a chat template's file, beside a tokenizer.json.
+CHAT_TEMPLATE = "chat_template.jinja"
 # Folder in which transformers 5 writes the other chat templates of a tokenizer, as files by name.
 _NAMED_TEMPLATES = "additional_chat_templates"
 # Prefix of every template. Templates read the date with `strftime_now`. The prefix makes this name
@@ -75,11 +76,13 @@ _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _LOSS_MARKS = ("weight", "train", "training", "loss")
 # Keys of a message that are read with any template.
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
-_SYSTEM_COLUMNS = ("system", "system_prompt")  # columns that may have the system message of a chat
+# Columns that may have the system message of a chat.
+_SYSTEM_COLUMNS = ("system", "system_prompt")
 # Pattern that finds a comparison of a content with none. A template with such a comparison accepts
 # a message with null as its content, for example an answer that consists of tool calls.
 _NULL_CONTENT = re.compile(r"content\W*\s(is|==|!=)(\s+not)?\s+none\b", re.IGNORECASE)
-_OTHER_ANSWER = "PLACEHOLDER"  # text that replaces an answer, to find where it starts
+# Text that replaces an answer, to find where the answer starts.
+_OTHER_ANSWER = "PLACEHOLDER"
 # Pattern of the statement with which a template marks the beginning of an answer.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Exceptions of a template that rejects a chat, or that expects a chat of another form.
@@ -93,8 +96,10 @@ _MARK = (
 class Records:
     """Base class of rules that turn a record into a document."""
 
-    columns: tuple[str, ...]  # names of the columns that a record must have
-    optional: tuple[str, ...]  # names of the columns that are read if a record has them
+    # Names of the columns that a record must have.
+    columns: tuple[str, ...]
+    # Names of the columns that are read if a record has them.
+    optional: tuple[str, ...]
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of the columns that have a value but are not read."""
@@ -128,7 +133,8 @@ class TextTemplate(Records):
 
     # Pairs: a literal text, and the name of the column whose value follows the text, or None.
     pieces: tuple[tuple[str, str | None], ...]
-    end: tuple[int, ...] = ()  # token ids that are appended to each text
+    # Token ids that are appended to each text.
+    end: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
@@ -188,8 +194,10 @@ class ChatColumns(Records):
     order. A span is the index of an answer's first character, and the index after its last one.
     """
 
-    pair: tuple[TextTemplate, ...]  # prompt and response; empty for a column of messages
-    template: str  # text of the chat template, in Jinja
+    # Prompt and response. The tuple is empty for a column of messages.
+    pair: tuple[TextTemplate, ...]
+    # Text of the chat template, in Jinja.
+    template: str
     # Names and texts of the tokenizer's special tokens, such as ("bos_token", "<s>").
     tokens: tuple[tuple[str, str | None], ...]
 
@@ -242,7 +250,8 @@ class ChatColumns(Records):
         spans = [(start, end) for start, end in spans if start < end]
         if trained and not spans:
             raise ValueError(f"the chat template writes no text for the answers; {_MARK}")
-        text.encode()  # This raises an error for half of a surrogate pair.
+        # This raises an error for half of a surrogate pair.
+        text.encode()
         return (text, spans) if trained else None
 
     def encode(
@@ -338,7 +347,8 @@ class ChatColumns(Records):
         try:
             blank_text, _ = self._render([*chat[:number], blank, *chat[number + 1 :]], tools)
         except ValueError:
-            return True  # The template rejects a blank message, so it reads the message's content.
+            # The template rejects a blank message, so it reads the message's content.
+            return True
         return blank_text != text
 
     def _after_prompts(
@@ -414,8 +424,10 @@ class TokenColumns(Records):
     document, and which have a loss. A record may have several documents.
     """
 
-    labels: str  # column with the token ids, or -100 for a token without a loss
-    vocabulary: int  # number of token ids that the tokenizer has
+    # Column with the token ids, or -100 for a token without a loss.
+    labels: str
+    # Number of token ids that the tokenizer has.
+    vocabulary: int
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
         present = [name for name in self.optional if record.get(name) is not None]

@@ -28,7 +28,8 @@ from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
-_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # usual names of the held-out split
+# Usual names of the held-out split.
+_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")
 _DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
 _MAKE = (
     "either set `data.source` and `data.tokenizer` to prepare packs from text, "

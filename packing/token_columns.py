@@ -17,7 +17,8 @@ from packing.arrow import IGNORE
 # Column with 0 for padding. Any other token has 1, or the number of its document. Some writers
 # store the lengths of the documents in this column instead.
 MASK = "attention_mask"
-LABELS = "labels"  # column with the token ids, or -100 for tokens without a loss
+# Column with the token ids, or -100 for tokens without a loss.
+LABELS = "labels"
 # Columns with 1 for tokens with a loss, and 0 for other tokens.
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "label_mask")
 
@@ -62,7 +63,8 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
     given = np.asarray(values)
     numbers = given
     if given.dtype.kind in "bf":
-        with np.errstate(invalid="ignore"):  # NaN and infinity would print a warning.
+        # NaN and infinity would print a warning.
+        with np.errstate(invalid="ignore"):
             numbers = given.astype(np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or (numbers != given).any():
         raise ValueError(

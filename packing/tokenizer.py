@@ -49,7 +49,8 @@ class TextTokenizer:
 
     name: str
     tokenizer: Tokenizer
-    special: dict[str, int]  # ids of bos, eos and pad, without tokens that do not exist
+    # Ids of bos, eos and pad. Tokens that do not exist are missing.
+    special: dict[str, int]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -200,7 +201,8 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-END_OF_TEXT = "<|endoftext|>"  # token that ends every document, and fills packs
+# Token that ends every document, and fills packs.
+END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(

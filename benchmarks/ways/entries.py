@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-BASELINE = "hf_eager"  # all other ways are compared with the losses and gradient norms of this way
+# All other ways are compared with the losses and gradient norms of this way.
+BASELINE = "hf_eager"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Model:
     recipe: Path
     configuration: Path
     entries: tuple[Entry, ...]
-    whole_documents: bool = False  # each pack is one document
+    # True if each pack is one document.
+    whole_documents: bool = False
 
 
 def other(

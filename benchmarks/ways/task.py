@@ -141,7 +141,8 @@ def hugging_face_loss(
 
     def loss(batch: Microbatch, step_tokens: int) -> Tensor:
         inputs = task.inputs(batch)
-        labels = inputs.pop("labels")  # already shifted; boundaries of documents are masked
+        # The labels are already shifted. Boundaries of documents are masked.
+        labels = inputs.pop("labels")
         with task.autocast():
             output = forward(
                 **inputs,
