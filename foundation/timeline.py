@@ -26,7 +26,7 @@ LAUNCHERS = {"launch", "accelerate.commands.launch", "train"}
 
 
 class Timeline:
-    """Seconds of the parts of this process since its launch.
+    """Seconds that each part of this process has taken since its launch.
 
     The part "launcher" is the time that `accelerate launch` took to start this process. The part
     "imports" begins with this process, and has all time that belongs to no other part.

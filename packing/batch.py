@@ -89,7 +89,7 @@ def build_microbatch(
     """Return the microbatch of packs of equal length, laid end to end.
 
     The last token of a pack has no label. With `mask_boundaries`, the last token of each document
-    has no label either. Without it, the last token of a document predicts the first token of the
+    has no label either. Otherwise, the last token of a document predicts the first token of the
     next document. Padding and tokens without a loss (`Pack.trained`) are not used as labels. For
     attention, the padding at the end of a pack is a separate document.
     """

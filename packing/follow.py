@@ -56,8 +56,7 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
 
     `parent` is the id of the run's process if the run has started this packer, else None. If
     another packer already makes the parts of the stream, a packer with `parent` waits until the
-    other packer ends, and then makes the next parts. A packer without `parent` raises
-    InputError.
+    other packer ends, and then makes the next parts. A packer without `parent` raises InputError.
     """
 
     def refuse_or_wait(holder: str) -> None:

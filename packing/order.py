@@ -26,7 +26,7 @@ from packing.arrow import ArrowPacks, JoinedPacks, Packs
 # 20,000 seeds. With 4 bits, some orders are more frequent, even with twelve rounds.
 _ROUNDS = 8
 _LEAST_BITS = 6
-# Number of packs in which tokens are counted to estimate their mean.
+# Number of packs from which the mean number of tokens per pack is estimated.
 _SAMPLED_PACKS = 1000
 # Shares are rounded to multiples of 1 / _PARTS and computed as integers. The product of a place and
 # such an integer fits into 64 bits for up to 2^39 packs.
@@ -248,9 +248,10 @@ def spread(
 
     The algorithm is "longest processing time first" (Graham 1969) with equal numbers of packs: the
     costliest remaining pack is assigned to the cheapest microbatch that is not full. Microbatches
-    are then assigned to ranks, the costliest ones first. So microbatches of similar cost run at the
-    same time on all ranks. The costliest of these microbatches is assigned to the rank with the
-    lowest cost so far. If costs are equal, the lower index comes first.
+    are then assigned to ranks in rounds, the costliest ones first. Each rank gets one microbatch in
+    a round, so microbatches of similar cost run at the same time on all ranks. The costliest
+    microbatch of a round is assigned to the rank with the lowest cost so far. If costs are equal,
+    the lower index comes first.
     """
     bins = ranks * microbatches
     packs_per_bin = len(costs) // bins

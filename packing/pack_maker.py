@@ -69,7 +69,7 @@ class PackMaker(AbstractContextManager):
         self.source.records = self.records
         # Let each worker load the tokenizer itself. A tokenizer is larger than the buffer of a
         # pipe. So sending a tokenizer would block forever if the worker died meanwhile.
-        # Isolate also multiprocessing's resource tracker, a process that the pool starts.
+        # Also isolate multiprocessing's resource tracker, a process that the pool starts.
         with _isolated_children():
             self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (self.reading,))
 

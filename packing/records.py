@@ -37,7 +37,7 @@ from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
 UNTRAINED = np.uint32(1 << 31)
 # Name of a chat template's file, beside a tokenizer.json.
 CHAT_TEMPLATE = "chat_template.jinja"
-# Folder in which transformers 5 writes the other chat templates of a tokenizer, as files by name.
+# Folder in which transformers 5 writes the other chat templates of a tokenizer, one file for each.
 _NAMED_TEMPLATES = "additional_chat_templates"
 # Prefix of every template. Templates read the date with `strftime_now`. The prefix makes this name
 # undefined, because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
@@ -228,8 +228,8 @@ class ChatColumns(Records):
                     f"{message['role']}; either give the message another role, or set "
                     "data.chat_template to another template"
                 )
-        # `turns` has the indices of the assistant's messages, `answers` the indices of the turns
-        # that the template writes, and `trained` the indices of the answers that have a loss.
+        # Indices in `chat`. `turns`: all messages of the assistant. `answers`: turns that the
+        # template writes. `trained`: answers that have a loss.
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
         if not answers:

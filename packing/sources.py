@@ -264,7 +264,7 @@ class FileSource:
     def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`.
 
-        A .json file may also have one array.
+        A .json file may have one JSON array instead of lines.
         """
         if suffix_of(path) == ".json" and (text := _array_in(path)):
             yield from self._array_chunks(text, path, size, place)

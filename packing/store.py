@@ -227,7 +227,7 @@ class PartOfPacks(Packs):
 def find_splits(
     path: Path, length: int | None, tokenizer: str | None = None
 ) -> dict[Split, Callable[[], Packs]]:
-    """Map each split of the packs at `path` to a function that opens it.
+    """Map each split of the packs at `path` to a function that opens the split.
 
     `length` is the length of a pack, for formats that do not record it. If `length` is None, MDS
     packs have the length of their first sample, and packs of a token file have the default of

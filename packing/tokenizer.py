@@ -119,7 +119,7 @@ class TextTokenizer:
 
 
 # A run loads its tokenizer several times, so two tokenizers are cached. Parsing a tokenizer of
-# 150,000 tokens takes a second, and computing its fingerprint takes another second.
+# 150,000 tokens takes a second.
 @lru_cache(maxsize=2)
 def load_tokenizer(name: str) -> TextTokenizer:
     """Load a tokenizer from a tokenizer.json, a folder with one, or a hub model (`name@revision`).
