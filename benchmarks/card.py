@@ -129,7 +129,7 @@ def settings_of_losses(gpu: bool) -> Settings:
 
 
 def settings_of_speed(gpu: bool, memory: int) -> Settings:
-    """Return the settings of the timed trainings. On a GPU, docs/results.md has the same ones."""
+    """Return the settings of the timed trainings. The GPU recipes are those of docs/results.md."""
     if not gpu:
         recipe = Path("benchmarks/card_cpu.yaml")
     elif memory >= LARGE:

@@ -146,7 +146,7 @@ def relative_differences(
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return, for each case, the curves of all runs and their differences from one process."""
+    """Return, by case, the curves of all runs and their differences from the run in one process."""
     runs = {"1": (1, False), ORDER: (1, True)}
     runs |= {str(number): (number, False) for number in arguments.processes}
     packs = folder / "packs"

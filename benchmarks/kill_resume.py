@@ -102,7 +102,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def write_packs(folder: Path) -> Path:
     """Write 300 training and 8 held-out packs, and return `folder`.
 
-    Documents count upwards from a random token, which a model can learn.
+    Each document counts upwards from a random token, so that a model can learn something.
     """
     rng = np.random.default_rng(0)
     with PackWriter(folder, LENGTH) as writer:
@@ -199,7 +199,7 @@ def kill_in(
 
 
 def kill_rank(process: subprocess.Popen[bytes], rank: int) -> float | None:
-    """Kill one rank of the launcher `process` as soon as it exists.
+    """Kill one rank of the launcher `process` as soon as the rank exists.
 
     All other processes must end by themselves. Returns the same as `kill_in`.
     """

@@ -1,4 +1,4 @@
-"""Measure the limit of a machine for a model: the rate of each of its GEMMs.
+"""Measure the limit of a machine for a model: the rate of each GEMM of the model.
 
     python -m benchmarks.limits --recipe benchmarks/qwen3_1_7b.yaml
 
