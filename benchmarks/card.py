@@ -10,9 +10,9 @@ of `benchmarks.throughput` with more keys, so that `--report` shows it beside th
     code         SHA-256 of the product's code
     sha256       SHA-256 of all other keys
 
-On a CPU, the trainings are of a tiny model, every low precision is emulated, and there are no bits
-of hardware to compare. The check trains the 50 steps again. On the same device, with the same
-versions and code, each loss must be equal bit for bit. Otherwise it must be within TOLERANCE.
+On a CPU, a tiny model is trained, every low precision is emulated, and `bits` is empty. The check
+trains the 50 steps again. On the same device, with the same versions and code, each loss must be
+equal bit for bit. Otherwise each loss must be within TOLERANCE.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 
-# Allowed difference of a step's loss from the loss on another device, with other versions or with
-# other code, in nats. The losses of an H100 and an H200 are at most 0.011 apart in the 9 steps of
-# h100_throughput.json and h200_throughput.json. Audit and parity find smaller faults.
+# Allowed difference in nats between a step's loss and the loss in the card, if the device, the
+# versions or the code differ. The losses of an H100 and an H200 are at most 0.011 apart in the 9
+# steps of h100_throughput.json and h200_throughput.json. Audit and parity find smaller faults.
 TOLERANCE = 0.05
-# Steps before the timed ones, timed steps, and all steps of the training whose losses are compared.
+# The speed is the median of TIMED steps after WARM_UP steps. The losses of STEPS steps are
+# compared.
 WARM_UP = 3
 TIMED = 6
 STEPS = 50
 # Largest number of seconds of one training.
 TIMEOUT = 300
-# Memory from which a GPU has room for 8 packs per microbatch, in bytes.
+# Least memory, in bytes, of a GPU on which microbatches of 8 packs fit.
 LARGE = 120 * 2**30
 # Note in the card of a CPU, which `--report` prints.
 CPU_NOTE = (
@@ -91,9 +92,10 @@ def main() -> int:
 
 
 def describe_device() -> tuple[dict[str, str], int]:
-    """Return the reason for each precision that the hardware lacks, and the GPU's bytes of memory.
+    """Return a reason for each precision that the hardware lacks, and the GPU's memory in bytes.
 
-    On a GPU, call this function in a process of its own, because it allocates memory of the GPU.
+    On a CPU, the memory is 0. On a GPU, call this function in a child process, because the function
+    allocates GPU memory.
     """
     gpu = torch.cuda.is_available()
     missing = missing_on("cuda" if gpu else "cpu")
@@ -113,7 +115,7 @@ def describe_device_elsewhere() -> tuple[dict[str, str], int]:
 
 
 def use_cpu() -> None:
-    """Hide GPUs from all trainings. One thread adds in the same order on any number of cores."""
+    """Hide GPUs from all trainings, and use one thread, so that sums have a fixed order."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -127,7 +129,7 @@ def settings_of_losses(gpu: bool) -> Settings:
 
 
 def settings_of_speed(gpu: bool, memory: int) -> Settings:
-    """Return the settings of the timed trainings. On a GPU they are those of docs/results.md."""
+    """Return the settings of the timed trainings. The GPU recipes are those of docs/results.md."""
     if not gpu:
         recipe = Path("benchmarks/card_cpu.yaml")
     elif memory >= LARGE:
@@ -138,7 +140,7 @@ def settings_of_speed(gpu: bool, memory: int) -> Settings:
 
 
 def entry_of(name: str, emulated: bool) -> Entry:
-    """Return the training in a precision, with exact BF16 weights except in FP32."""
+    """Return the training in the precision `name`, with exact BF16 weights except in FP32."""
     weights = "fp32" if name == "fp32" else "bf16_exact"
     emulation = " fp8_config.on_unsupported=emulate" if emulated else ""
     (entry,) = ours({name: f"precision={name} weights={weights}{emulation}"})
@@ -213,7 +215,7 @@ def signed(card: Result) -> dict[str, Any]:
 
 
 def failures(name: str, card: Result) -> list[str]:
-    """Return the reason of each part of a card in which a precision failed."""
+    """Return a reason for each of speed, losses and bits in which the precision `name` failed."""
     parts = {"speed": card["ways"][name], f"{STEPS} steps": card["losses"]["ways"][name]}
     if name in card["bits"]:
         parts["bits"] = card["bits"][name]
@@ -255,9 +257,9 @@ def parity_of(parity: Result) -> str:
 
 
 def check(path: Path, names: Iterable[str] | None) -> int:
-    """Train the steps of a card again, and print for each precision if its losses agree.
+    """Train the steps of a card again, and print for each precision whether its losses agree.
 
-    names: precisions to check. None for all that have losses in the card.
+    names: precisions to check. None for all precisions with losses in the card.
 
     Returns 1 if a precision does not agree, else 0. Raises InputError if the card cannot be used.
     """
@@ -266,7 +268,7 @@ def check(path: Path, names: Iterable[str] | None) -> int:
     if not gpu:
         use_cpu()
     elif not torch.cuda.is_available():
-        raise InputError(f"{path}: is of a GPU, and this machine has none; check it on a GPU")
+        raise InputError(f"{path}: is of a GPU, and this machine has none; check the card on a GPU")
     settings = settings_of_losses(gpu)
     losses = card["losses"]
     if losses["settings"] != settings.record():
@@ -292,7 +294,7 @@ def check(path: Path, names: Iterable[str] | None) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a card. Raises InputError if the file is no card, or was changed."""
+    """Read a card. Raises InputError if the file is not a card, or was changed."""
     card = load_object(path, "make a card with `python -m pretrain doctor --card`")
     if card.get("sha256") != signed(card)["sha256"]:
         raise InputError(
@@ -302,7 +304,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def differing(card: Result, environment: Result) -> list[str]:
-    """Return the names of the device, the versions and the code that are not those of the card."""
+    """Return the names of the differences from the card: "device", "CUDA", "code", packages."""
     environments = (card["environment"], environment)
     named = {
         "device": [machine["gpus"][:1] or machine["processor"] for machine in environments],

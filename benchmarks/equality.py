@@ -5,9 +5,9 @@
 
 Runs the real launcher under `accelerate launch`, on the CPU unless `--gpu` is given. Every number
 of processes computes the same microbatches. Each process sums its own microbatches, then the sums
-are added. So results differ only by the order of additions in FP32, and by the effect of that on
-later steps. One process that takes the microbatches of each step in reverse order shows how large
-that effect is.
+are added. So results differ only by the order of additions in FP32, and by the effect of this order
+on later steps. A run in one process with the microbatches of each step in reverse order shows how
+large this effect is.
 
 `key=value` arguments are passed to the launcher of every run. A topology is the name of a file in
 accelerate_configs/. Results of other topologies stay in the result file. With `--folder`, runs in
@@ -56,8 +56,8 @@ OVERRIDES = (
 CASES = {
     "fp32": ("precision=fp32", "weights=fp32"),
     "bf16_exact": ("precision=bf16", "weights=bf16_exact"),
-    # A BF16 weight that rounds differently changes all later BF16 values. At this rate no weight
-    # rounds differently within 50 steps.
+    # A BF16 weight that rounds differently changes all later BF16 values. At this learning rate, no
+    # weight rounds differently within 50 steps.
     "bf16_exact, rate 1e-6": (
         "precision=bf16",
         "weights=bf16_exact",
@@ -77,7 +77,7 @@ def curves(
 ) -> dict[str, list[float]]:
     """Train, unless the run is already finished, and return loss and gradient norm by step.
 
-    Raises SystemExit with the launcher's output if it fails.
+    Raises SystemExit with the launcher's output if the launcher fails.
     """
     config = topology
     if processes == 1:
@@ -117,9 +117,9 @@ def name_of(
     gpu: bool,
     backward_order: bool = False,
 ) -> str:
-    """Return the name of a run's folder, which depends on everything that decides its training.
+    """Return the name of a run's folder. It depends on everything that determines the training.
 
-    One process has no topology.
+    The name of a run in one process does not contain the topology.
     """
     launch = f"{topology}-{processes}" if processes > 1 else "1"
     return f"{case}-{launch}-{backward_order}-{hash_of({'wanted': overrides, 'gpu': gpu})[:8]}"
@@ -128,7 +128,10 @@ def name_of(
 def relative_differences(
     reference: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]
 ) -> dict[str, float | None]:
-    """Return the largest relative difference of each figure, and the first step above 1e-6."""
+    """Return the largest relative difference of each figure.
+
+    The entry "first step above 1e-6" is the first step with a larger difference than 1e-6, or None.
+    """
     relative = {
         key: [abs(b / a - 1) for a, b in zip(reference[key], other[key], strict=True)]
         for key in FIGURES
@@ -143,7 +146,7 @@ def relative_differences(
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the curves and their differences from one process, by case and number of processes."""
+    """Return, by case, the curves of all runs and their differences from the run in one process."""
     runs = {"1": (1, False), ORDER: (1, True)}
     runs |= {str(number): (number, False) for number in arguments.processes}
     packs = folder / "packs"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.experts --out experts.json
 
-Compares BF16 with FP8, whose sums are accumulated in the tensor cores or outside of them. For each
-GEMM, the result has TFLOP/s and the error relative to the same codes multiplied in FP64. The error
-of rounding the exact result to BF16 is listed too, because every result has it. FP8 is E4M3 with
+Compares BF16 with FP8. The sums of FP8 are accumulated in the tensor cores, or outside of them. For
+each GEMM, the result has TFLOP/s and the error relative to the same codes multiplied in FP64. The
+error of rounding the exact result to BF16 is listed too, as a lower bound. FP8 is E4M3 with
 one scale per tensor, as in `delayed` and `current`. All experts get the same number of tokens.
 """
 
@@ -60,8 +60,8 @@ def main() -> None:
 def figures(a: Tensor, b: Tensor, ends: Tensor) -> dict[str, float]:
     """Return the speeds and errors of one grouped GEMM.
 
-    The operands are a [rows, k] and b [experts, k, n], or a [m, rows] and b [rows, n] with one GEMM
-    per expert. `ends` has the end of each expert's rows.
+    The operands are a [rows, k] and b [experts, k, n] (forward), or a [m, rows] and b [rows, n]
+    (wgrad). `ends` has the index after the last row of each expert.
     """
     experts = len(ends)
     by_rows = b.ndim == 2

@@ -12,8 +12,8 @@ Two runs are equal if metrics.jsonl has every step exactly once, all values that
 memory are the same doubles, and the tensors of the last checkpoint and the exported model have the
 same bytes.
 
-With several processes, a randomly drawn rank is killed each time. The other ranks and the launcher
-must then end by themselves within a minute. torchrun ends them, and its table names the rank.
+With several processes, a randomly drawn rank is killed each time. torchrun must then end the other
+ranks and itself within a minute. Its table of failures names the killed rank.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_positions": LENGTH,
         "resid_pdrop": 0.1,
         "embd_pdrop": 0.1,
-        "attn_pdrop": 0.0,  # packed attention does not support dropout
+        # Packed attention does not support dropout.
+        "attn_pdrop": 0.0,
     },
 }
 
@@ -101,7 +102,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def write_packs(folder: Path) -> Path:
     """Write 300 training and 8 held-out packs, and return `folder`.
 
-    Documents count upwards from a random token, which a model can learn.
+    Each document counts upwards from a random token, so that a model can learn something.
     """
     rng = np.random.default_rng(0)
     with PackWriter(folder, LENGTH) as writer:
@@ -168,8 +169,8 @@ def kill_in(
 ) -> float | None:
     """Kill `process`, or one `rank` of it, at a random moment of `phase`.
 
-    Returns the seconds from the kill until all processes had ended. Returns None if the processes
-    ended before the kill. The moments of the phases are:
+    Returns the seconds from the kill of a rank until all processes had ended, or 0 if `process` was
+    killed. Returns None if the processes ended before the kill. The moments of the phases are:
 
     * start-up: within `startup` seconds, the usual time until the first step.
     * steps: within 0.8 s after the first step, including evaluations and saves.
@@ -198,7 +199,7 @@ def kill_in(
 
 
 def kill_rank(process: subprocess.Popen[bytes], rank: int) -> float | None:
-    """Kill one rank of the launcher `process` as soon as it exists.
+    """Kill one rank of the launcher `process` as soon as the rank exists.
 
     All other processes must end by themselves. Returns the same as `kill_in`.
     """
@@ -269,9 +270,9 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
 def phases(kills: int, rng: random.Random) -> list[str]:
     """Return the phase of each kill.
 
-    The last kills are in the export: a tenth of all kills, but at least two. Of all kills, a
-    quarter are in the start-up, a quarter while saving, and the rest among the steps, in random
-    order.
+    The last kills are in the export: a tenth of all kills, but at least two. Before them, in random
+    order, a quarter of all kills are in the start-up, a quarter while saving, and the rest during
+    other steps.
     """
     exporting = min(kills, max(2, kills // 10))
     earlier = ["start-up"] * (kills // 4) + ["saving"] * (kills // 4)
@@ -299,13 +300,13 @@ def differences(one: Path, other: Path) -> list[str]:
             if count > 1
         ]
     if len(curves[0]) != len(curves[1]):
-        lines.append(f"{len(curves[0])} lines of metrics and {len(curves[1])}")
-    lines += [f"{a} and {b}" for a, b in zip(*curves, strict=False) if a != b]
+        lines.append(f"{one}: {len(curves[0])} lines of metrics, {other}: {len(curves[1])}")
+    lines += [f"{a} differs from {b}" for a, b in zip(*curves, strict=False) if a != b]
     newest = [step_folders(run_dir / "checkpoints")[0] for run_dir in (one, other)]
     for a, b in ((newest[0], newest[1]), (one / "final", other / "final")):
         names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (a, b)]
         if names[0] != names[1] or not names[0]:
-            lines.append(f"{a} holds {names[0]}, {b} {names[1]}")
+            lines.append(f"{a} has the files {names[0]}, {b} has {names[1]}")
         lines += [
             f"{a / name} and {b / name} differ"
             for name in names[0]
@@ -331,7 +332,7 @@ def prove(
     rng: random.Random,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Train a model without and with kills. Return the kills and the differences of the runs."""
+    """Train a model without and with kills. Return the kills and how the two runs differ."""
     steps = max(STEPS, STEPS_A_KILL * kills)
     recipe = write_recipe(folder, name, packs, steps, processes)
     uninterrupted = folder / f"{name}-uninterrupted"
@@ -400,7 +401,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="result file to write")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))  # kept for inspection
+    # The folder is kept for inspection.
+    folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))
     packs = write_packs(folder / "packs")
     environment = {"OMP_NUM_THREADS": str(arguments.threads), "ACCELERATE_USE_CPU": "true"}
     results = {

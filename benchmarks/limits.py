@@ -1,4 +1,4 @@
-"""Measure the limit of a machine for a model: the rate of each of its GEMMs.
+"""Measure the limit of a machine for a model: the rate of each GEMM of the model.
 
     python -m benchmarks.limits --recipe benchmarks/qwen3_1_7b.yaml
 
@@ -37,15 +37,15 @@ BF16 = torch.bfloat16
 FP32 = torch.float32
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-# Map a precision with scales of blocks to the size of a block and the dtype of the scales.
+# Size of a block and dtype of the scales of blocks, by precision.
 BLOCK_SCALES = {"mxfp8": (32, torch.float8_e8m0fnu), "nvfp4": (16, E4M3)}
 
 
 @dataclass(frozen=True)
 class Product:
-    """A linear of the model, or several stacked linears with the same input.
+    """A linear of the model, or several linears with the same input, stacked to one GEMM.
 
-    The model has `count` of them.
+    `count` is the number of times that this GEMM occurs in the model.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Product:
     count: int
 
     def sizes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
-        """Return (m, k, n) of the products [m, k] x [k, n] for output and both gradients."""
+        """Return the sizes (m, k, n) of each product [m, k] x [k, n], by the product's name."""
         return {
             "forward": (tokens, self.inputs, self.outputs),
             "dgrad": (tokens, self.outputs, self.inputs),
@@ -143,7 +143,7 @@ def floors(
     seconds: dict[str, dict[str, dict[str, float]]],
     microbatches: float,
 ) -> dict[str, float]:
-    """Return the minimum seconds of a step with `microbatches`, by precision.
+    """Return the minimum seconds of a step with `microbatches` microbatches, by precision.
 
     Only precisions that were measured are included.
     """
@@ -177,7 +177,7 @@ def precisions(device: torch.device) -> tuple[str, ...]:
 
 
 def timed(product: Product, tokens: int, precision: str, device: torch.device) -> dict[str, float]:
-    """Return the median seconds of each of the three products."""
+    """Return the median seconds of each of the products "forward", "dgrad" and "wgrad"."""
     make = {"fp8": fp8_product, "mxfp8": block_product, "nvfp4": block_product}
     run = make.get(precision, plain_product)
     return {
@@ -187,12 +187,13 @@ def timed(product: Product, tokens: int, precision: str, device: torch.device) -
 
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of `run`.
+    """Return the median seconds of a call of `run`.
 
-    On a GPU, CUDA events measure it, and caches are cleared between repetitions.
+    On a GPU, the time is measured with CUDA events. Before each call, the L2 cache is cleared.
     """
     if device.type == "cuda":
-        from triton.testing import do_bench  # imported late, because a CPU has no Triton
+        # Imported late, because a CPU has no Triton.
+        from triton.testing import do_bench
 
         return do_bench(run, return_mode="median") / 1e3
     seconds = []

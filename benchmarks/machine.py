@@ -1,4 +1,4 @@
-"""Common parts of benchmarks: the head of result files, and starting the launcher."""
+"""Functions for all benchmarks: describe the machine in result files, and run the launcher."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def processor() -> str:
 
 def command() -> str:
     """Return the command of this process: `python -m MODULE ...`, without interpreter options."""
-    spec = sys.modules["__main__"].__spec__  # None if a file is run
+    # `__spec__` is None if Python runs a file.
+    spec = sys.modules["__main__"].__spec__
     program = ["-m", spec.name] if spec else sys.argv[:1]
     return shlex.join(["python", *program, *sys.argv[1:]])
 
@@ -49,7 +50,7 @@ def device_and_torch(environment: Mapping[str, Any]) -> str:
 
 
 def measured_on(environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the head of a result file. The default `environment` is that of this process."""
+    """Return the first keys of a result file. `environment` is by default that of this process."""
     return {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),

@@ -2,12 +2,12 @@
 
     python -m benchmarks.operand_bits mxfp8
 
-Every operand is compared along each axis over which a GEMM sums, rounded to nearest, because
-stochastically rounded operands cannot be compared. Transformer Engine's tensors are read in the
-layout of its kernels: the byte of each value and the place of its scale. docs/verification.md lists
-the axis of each operand. In training, other templates of the same kernels write scales in the order
-of Blackwell's GEMMs (`optimize_for_gemm`). That order is not read here: scales are compared in the
-plain order only, and codes, whose layout is the same, in both.
+Every operand is compared along each axis over which a GEMM sums. Operands are rounded to nearest,
+because stochastically rounded operands cannot be compared. Transformer Engine's tensors are read in
+the layout of its kernels: the byte of each value and the place of its scale. docs/verification.md
+lists the axis of each operand. In training, other templates of the same kernels write scales in the
+order of Blackwell's GEMMs (`optimize_for_gemm`). Scales are compared only in the plain order. Codes
+have the same layout in both orders, and are compared in both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ROWS = 512
 FEATURES = 768
 # E2M1's eight magnitudes by their three bits. The fourth bit is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Share of codes that may differ after a Hadamard transform, which sums in another order.
+# Share of codes that may differ after a Hadamard transform. The library computes the sums of the
+# transform in another order than our quantizer.
 TRANSFORMED = 0.01
 # The library's names of the axis along which a GEMM sums.
 NAMES: dict[Along, str] = {"features": "rowwise", "rows": "columnwise"}
@@ -76,10 +77,10 @@ def equal(operand: dict[str, Any]) -> bool:
 def compare_operand(
     te: Any, linear: Any, active: ActivePrecision, role: Role, along: Along
 ) -> dict[str, Any] | None:
-    """Compare one operand with our quantizer. Return None if it has no layout for this axis.
+    """Compare an operand with our quantizer. Return None if the operand has no codes for this axis.
 
-    `values_differ` is the number of values whose code or scale is not ours. `bytes_differ` is the
-    number of bytes of codes that depend on the order of scales (that of training, or plain order).
+    `values_differ` is the number of values whose code or scale differs from ours. `bytes_differ` is
+    the number of bytes of codes that differ between the two orders of scales.
     """
     direction, slot = PLACES[role]
     direction = TE_DIRECTIONS[direction]
@@ -91,14 +92,14 @@ def compare_operand(
         quantizer.scale.fill_(37.0)
         scale = torch.tensor(37.0, device=DEVICE)
     library_tensor = quantizer(x)
-    # Set by the same condition in pretrain.precision.transformer_engine and in the library's
-    # linears.
+    # pretrain.precision.transformer_engine and the library's linears have the same condition.
     preswizzled = role != "weight" or linear._enable_weight_preswizzle(quantizer, x)
     quantizer.optimize_for_gemm = preswizzled
     training_data = data_of(te, quantizer(x), along)
     quantizer.optimize_for_gemm = False
     plain_data = data_of(te, library_tensor, along)
-    if plain_data is None:  # Blackwell's GEMMs read one layout along both axes.
+    # Blackwell's GEMMs read one layout along both axes.
+    if plain_data is None:
         return None
     transform = active.precision.transform(active.settings, role)
     transformed = along == "rows" and transform is not None
@@ -119,7 +120,7 @@ def compare_operand(
 
 
 def differing(codes: Tensor, scales: Tensor, ours: Quantized, transformed: bool) -> Tensor:
-    """Return a mask of the values whose code or scale is not that of our quantizer."""
+    """Return a mask of the values whose code or scale differs from our quantizer's."""
     our_scales = (ours.block_scale * ours.tensor_scale).expand(codes.shape)
     if transformed:
         # The library sums the transform in another order, so a tensor's scale may differ by an
@@ -132,7 +133,7 @@ def differing(codes: Tensor, scales: Tensor, ours: Quantized, transformed: bool)
 
 
 def values(seed: int) -> Tensor:
-    """Draw BF16 values [ROWS, FEATURES], some of them zero, whose size differs between blocks."""
+    """Draw BF16 values [ROWS, FEATURES]. Some are zero, and blocks have different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS, FEATURES, generator=generator)
     sizes = torch.exp2(
@@ -143,7 +144,7 @@ def values(seed: int) -> Tensor:
 
 
 def data_of(te: Any, tensor: Any, along: Along) -> Tensor | None:
-    """Return the bytes of a tensor's codes. None if the tensor has no layout for this axis."""
+    """Return the bytes of a tensor's codes, or None if the tensor has no codes for this axis."""
     if isinstance(tensor, te.Float8TensorStorage):
         return tensor._data if along == "features" else tensor._transpose
     return getattr(tensor, f"_{NAMES[along]}_data")
@@ -174,7 +175,8 @@ def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor]:
             codes = codes.t()
             powers = powers.t()
         return codes, spread(powers, codes, 32)
-    if tensor._is_2D_scaled:  # blocks of 128 x 128
+    # Each scale belongs to a block of 128 x 128 codes.
+    if tensor._is_2D_scaled:
         spread_scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
         return codes, spread_scales[: codes.shape[0], : codes.shape[1]]
     # The scales of rows are stored column by column.

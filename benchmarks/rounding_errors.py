@@ -4,8 +4,8 @@
 
 An error is the norm of the difference between an operand before and after quantization, divided by
 the norm of the operand. The operands are square matrices in BF16: Gaussian values, Student-t values
-with 5 degrees of freedom, and Student-t values whose rows have very different sizes. A small error
-does not prove that a training loses less: that is a question for `python -m pretrain which`.
+with 5 degrees of freedom, and Student-t values whose rows have very different magnitudes. A small
+error does not prove a low loss in training. `python -m pretrain which` measures the loss.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def main() -> None:
         **measured_on(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "processes": world_size,
-        # Above the number of cores, other processes were running.
+        # A value above the number of cores means that other processes were running.
         "load_average": os.getloadavg()[0],
         "gb": bytes_needed(model, optimizer) / 1e9,
         **measured,

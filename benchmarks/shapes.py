@@ -10,12 +10,12 @@ model and the tokens per step is as in `benchmarks.throughput`. Llama-3.1-8B use
 8,192 tokens at a time, with moments in BF16. Mixtures of experts have the number of layers that
 fits into memory with exact weights. On Hopper, their experts are in FP8 with gradients in E4M3 too.
 
-Most of a training's time here is the start, and only seconds are timed. So ways share compiled
+Starting takes most of a training's time here, and only seconds are timed. So ways share compiled
 kernels, and skip parity, which the doctor and tests/gpu check. Steps have 65,536 tokens. With
-131,072 tokens the share of the update would be half as large. The first steps search, compile and
-capture CUDA graphs, and are not timed. The result is the median of the other steps, and the table
-shows the spread of these steps.
-`hf_eager`, if requested, is plain transformers, and the other ways are checked against it.
+131,072 tokens, the optimizer would have half this share of the time. The first steps search,
+compile and capture CUDA graphs, and are not timed. The result is the median of the other steps, and
+the table shows the spread of these steps. `hf_eager` is plain transformers. If it is requested, the
+other ways are compared with it.
 
 `--report` prints the table. `--tiny` runs everything with a small model on a CPU.
 """
@@ -215,7 +215,7 @@ def measure_shape(
 ) -> dict[str, Any]:
     """Measure the ways of a shape like `benchmarks.throughput`, and add their MFU.
 
-    Ways in the `earlier` result that are not measured again are kept if its recipe is the same.
+    If the `earlier` result has the same recipe, its ways that are not measured again are kept.
     """
     if arguments.tiny:
         model = "tiny"

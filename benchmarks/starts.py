@@ -7,16 +7,16 @@
 The command `python -m pretrain train RECIPE` is started several times: once with empty caches of
 compiled kernels, and then `--starts` times with the caches of the first start. The result is the
 median of the later starts. `--accelerate` starts `accelerate launch ... train_accelerate.py RECIPE`
-instead, and adds its times under names of their own. All times are in seconds since the launch:
-until the end of the first step, until full speed, until the last line of output, and until all
-processes have ended. A run has full speed after its last slow step, or else after the first step. A
-step is slow if it takes over 10 % longer than the median of all steps after the first two. The last
-two steps of a run never count as slow. The result has the timeline of the start, from the run's
-summary.json.
+instead, and adds its times under separate names. All times are in seconds since the launch: until
+the end of the first step, until full speed, until the last line of output, and until all processes
+have ended. A run has full speed after its last slow step, or after the first step if no step is
+slow. A step is slow if it takes over 10 % longer than the median of all steps after the first two.
+The last two steps of a run never count as slow. The result has the timeline of the start, from the
+run's summary.json.
 
-`--microbatches` measures the cost of the checks in the first two steps: for each number of
-microbatches in a step of a process, the time of these steps beyond a usual step. Compilation that
-is left to the first step is a part of this time.
+The first two steps of a run are checked. `--microbatches` measures the cost of these checks: the
+time of each of the two steps minus the time of a usual step, for each number of microbatches in a
+step of a process. Compilation in the first step is a part of this cost.
 
 Packages are compiled to bytecode first, because Python would otherwise compile them in each start
 if it cannot write their folder. Results are added to those in --out. `--tiny` is a dry run with a
@@ -96,7 +96,7 @@ def main() -> None:
         "recipe": str(arguments.recipe),
         "configuration": str(arguments.config),
         "settings": arguments.settings,
-        # Above the number of cores, other processes were running.
+        # A value above the number of cores means that other processes were running.
         "load_average": os.getloadavg()[0],
     }
     if arguments.out.exists():
@@ -131,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="N",
-        help="numbers of microbatches in a step for which the checks' cost is measured",
+        help="measure the cost of the checks with each of these numbers of microbatches in a step",
     )
     parser.add_argument("--timeout", type=float, default=400, help="maximum seconds of one run")
     parser.add_argument("--out", type=Path, required=True, help="result file to write or extend")
@@ -140,7 +140,10 @@ def parse_arguments() -> argparse.Namespace:
     if foreign:
         parser.error(f"unknown arguments: {' '.join(foreign)}")
     if arguments.steps < 2 * EARLY + 1:
-        parser.error(f"--steps: needs {2 * EARLY + 1} or more, because {EARLY} are not usual steps")
+        parser.error(
+            f"--steps: needs {2 * EARLY + 1} or more, because the first {EARLY} steps are checked, "
+            f"and the last {EARLY} never count as slow"
+        )
     arguments.settings = settings
     return arguments
 

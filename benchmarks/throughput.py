@@ -5,11 +5,11 @@
     python -m benchmarks.throughput --report benchmarks/results/speed/h200_throughput.json
 
 A way is a trainer with its settings. Complete steps are measured, including data. The limit of the
-machine is measured in the same run, so that every speed is also a share of the possible speed. Each
-way is checked for training the same as plain Hugging Face (benchmarks.ways.judge). A way that fails
-is recorded with its error. The file is written after every way, and `--continue` adds the missing
-ones. `--report` makes the tables of docs/results.md from result files. `--tiny` runs everything
-with a small model on a CPU.
+machine is measured in the same run, so that every speed is also a share of the possible speed. The
+losses and gradient norms of each way are compared with those of plain Hugging Face
+(benchmarks.ways.judge). A way that fails is recorded with its error. The file is written after
+every way, and `--continue` adds the missing ones. `--report` makes the tables of docs/results.md
+from result files. `--tiny` runs everything with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def check_device(arguments: argparse.Namespace) -> None:
     if arguments.model == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
-    import torch  # imported late, because --list and --report do not need it
+    # Imported late, because --list and --report do not need it.
+    import torch
 
     if not torch.cuda.is_available():
         raise InputError("there is no CUDA device; use --tiny for a dry run on the CPU")

@@ -27,8 +27,8 @@ from pretrain.settings.recipe import Recipe
 LOG_MEAN = 4.7
 LOG_DEVIATION = 1.1
 SHORTEST = 8
-# Number of ids at the end of the vocabulary that do not occur: special tokens, and rows that round
-# up the size of the vocabulary.
+# Number of unused ids at the end of the vocabulary. In real vocabularies, these are special tokens,
+# and ids that only round up the size of the vocabulary.
 SPARED = 1936
 SEED = 1
 

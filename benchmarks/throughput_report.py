@@ -18,7 +18,7 @@ from foundation.files import replace_file
 from foundation.units import markdown, or_dash
 
 PAGE_WIDTH = 100
-# Ways of the reference. The speed of the faster one is the unit of the table.
+# Ways of the reference. The table compares all speeds with the speed of the faster one.
 REFERENCES = ("reference", "reference_bf16")
 # Texts in the table by verdict.
 SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}
@@ -126,8 +126,8 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
 def ordered(result: Mapping[str, Any]) -> list[Way]:
     """Return the ways in the order of the table.
 
-    The order is: other ways from the fastest to the slowest, ways that train something else in the
-    same order, and ways that did not run.
+    Ways are sorted from the fastest to the slowest. Ways that train something else follow in the
+    same order, and ways that did not run come last.
     """
 
     def key(way: Way) -> tuple[int, float]:

@@ -124,7 +124,7 @@ class Bench:
             self._continue(json.loads(out.read_text()))
 
     def _continue(self, earlier: dict[str, Any]) -> None:
-        """Take over `earlier` results. Raises InputError for other settings or another device."""
+        """Keep `earlier` results. Raises InputError for other settings or another device."""
         changed = [
             key
             for key, value in self.result["settings"].items()
@@ -261,7 +261,7 @@ class Bench:
             microbatch //= 2
 
     def worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
-        """Run `python -m command`. Return the JSON object in its last line, or `failure`."""
+        """Run `python -m command`. Return the JSON object that it prints, or `failure`."""
         status, output = run_to_its_end(
             [sys.executable, "-m", *command], self.settings.timeout, environment
         )

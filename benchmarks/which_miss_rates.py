@@ -4,7 +4,7 @@
 
 A series has the paired differences of twenty seeds. An interval misses if it excludes the true mean
 after any number of seeds, from its minimum on. `normal_is_told` is the share of series of normal
-differences with mean zero that are equivalent after 5, 10 and 20 seeds, for several standard
+differences with mean zero that are found equivalent after 5, 10 and 20 seeds, for several standard
 deviations in units of the margin. The interval of the product is compared with alternatives that
 allow for skewness:
 
@@ -60,7 +60,7 @@ INTERVALS: dict[str, tuple[float, float, bool, int]] = {
 
 
 def half_widths(values: np.ndarray, error: float) -> np.ndarray:
-    """Return `anytime_half_width` after each seed of each series, with infinity for None."""
+    """Return `anytime_half_width` after each seed of each series, as infinity if it is None."""
     mean = np.cumsum(values, axis=1) / SEEDS
     squares = np.maximum(np.cumsum(values**2, axis=1) - SEEDS * mean**2, 0.0)
     spread = 1 + SEEDS * MIXED_OVER
@@ -96,7 +96,7 @@ def miss_rate(values: np.ndarray, true: float, error: float, interval: str) -> f
 
 
 def shares_within(values: np.ndarray, error: float, interval: str) -> list[float]:
-    """Return the share of series that are within ± 1 after 5, 10 and 20 seeds."""
+    """Return the share of series whose interval is within ± 1 after at most 5, 10 and 20 seeds."""
     factor, weight, _, least = INTERVALS[interval]
     _, skew = skewness(values)
     half = half_widths(values, 2 * error) * factor

@@ -1,9 +1,9 @@
 """Write a corpus that every machine with Python has: the standard library's code and docstrings.
 
-Each module is a document. Each docstring of some length is a document too, and is removed from its
-module. So no text occurs twice, a held-out docstring is not part of a training document, and the
-held-out loss is meaningful. Lengths range from two lines of a docstring to hundreds of thousands of
-characters, as in real corpora.
+Each module is a document. Each docstring of 80 or more characters is a document too, and is removed
+from its module. So no text occurs twice, a held-out docstring is not part of a training document,
+and the held-out loss is meaningful. Lengths range from two lines of a docstring to hundreds of
+thousands of characters, as in real corpora.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def standard_library() -> Path:
 
 
 def write_corpus(path: Path, root: Path) -> tuple[int, int]:
-    """Write the documents below `root` to `path`, and return their number and their bytes.
+    """Write the documents below `root` to `path`. Return their number and their size in bytes.
 
     The file has one JSON object {"text", "name"} per line and is written atomically. Modules are
     sorted by path and precede their docstrings, so the same Python always writes the same bytes.
@@ -83,7 +83,8 @@ def library_documents(root: Path) -> Iterator[Document]:
     )
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         try:
-            with tokenize.open(path) as file:  # honours the module's coding line
+            # `tokenize.open` honours the coding line of a module.
+            with tokenize.open(path) as file:
                 module = split_module(path.relative_to(root).as_posix(), file.read())
         except (SyntaxError, UnicodeDecodeError):
             continue

@@ -25,8 +25,8 @@ SIGINT_STATUS = 130
 SIGPIPE_STATUS = 141
 
 
-# Map the name of an option in another program to the name of the option here. Both names have `_`
-# for `-`.
+# Map the name of an option in another program to the name of the option here. In both names, `_`
+# replaces `-`.
 _OTHER_NAMES = {
     "dry_run": "plan",
     "num_processes": "processes",
@@ -160,9 +160,9 @@ def end_process(status: int) -> NoReturn:
 def end_after_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> NoReturn:
-    """Print the traceback of an error and end this process. A value for `sys.excepthook`.
+    """Print the traceback of an error and end this process. Assign this to `sys.excepthook`.
 
-    The status is 1. It is also written to the file of PRETRAIN_STATUS_FILE, see `run_command`.
+    The status is 1. It is also written to the file of PRETRAIN_STATUS_FILE (see `run_command`).
     """
     sys.__excepthook__(kind, error, trace)
     _write_status(1)

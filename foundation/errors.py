@@ -11,5 +11,7 @@ class InputError(Exception):
     other exception is a bug of this project and keeps its traceback.
     """
 
-    kind = "error"  # printed before the message
-    status = 2  # exit status of the command
+    # Word that is printed before the message.
+    kind = "error"
+    # Exit status of the command.
+    status = 2

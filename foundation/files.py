@@ -122,9 +122,12 @@ _THREADS = 8
 class FileRecord:
     """Name, size and hashes of a file, recorded when it was written."""
 
-    name: str  # relative to the folder that holds all recorded files
-    size: int  # bytes
-    hashes: dict[str, str] = field(default_factory=dict)  # hex digests by algorithm; may be empty
+    # Path relative to the folder that holds all recorded files.
+    name: str
+    # Size in bytes.
+    size: int
+    # Hex digests by algorithm. The dict may be empty.
+    hashes: dict[str, str] = field(default_factory=dict)
 
 
 def hash_of(content: Any) -> str:

@@ -10,11 +10,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-SHOW_AFTER = 2.0  # seconds; a shorter task shows no bar
-TERMINAL_INTERVAL = 0.5  # least number of seconds between two updates of a bar
-LOG_INTERVAL = 30.0  # least number of seconds between two lines in a log
+# Seconds. A shorter task shows no bar.
+SHOW_AFTER = 2.0
+# Least number of seconds between two updates of a bar.
+TERMINAL_INTERVAL = 0.5
+# Least number of seconds between two lines in a log.
+LOG_INTERVAL = 30.0
 
-_running_tasks: list[Progress] = []  # The innermost task is the last one.
+# Running tasks. The innermost task is the last one.
+_running_tasks: list[Progress] = []
 
 
 def say(text: str, shown: bool = True) -> None:

@@ -90,9 +90,9 @@ def load_with_bases(
 
     The key `base` of a file is the path of its base file, relative to the folder of the file.
     Returns a list of pairs (path, values), one for each file, with the deepest base first. `values`
-    has no key `base`. `above` is used in the recursion: the paths of the files whose chain of bases
-    leads to `path`. Raises InputError if a file cannot be read, or if it is its own base, directly
-    or through other files.
+    has no key `base`. `above` is for recursive calls: the files that have `path` as their base,
+    directly or through other files. Raises InputError if a file cannot be read, or if a file is its
+    own base, directly or through other files.
     """
     path = Path(path)
     values = load_yaml(path, f"if this is data and not a recipe, set data.source={path}")

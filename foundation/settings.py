@@ -89,7 +89,8 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     union members. They are removed from the key.
     """
     *parents, last = item["loc"] or [""]
-    is_unknown = item["type"] == "extra_forbidden"  # Then `last` is the key that the user wrote.
+    # For an unknown key, `last` is the key that the user wrote.
+    is_unknown = item["type"] == "extra_forbidden"
     parts = parents if is_unknown else item["loc"]
     keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
     if is_unknown:
@@ -129,8 +130,8 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
     for key in sorted(_keys_of(cls), key=lambda key: key.rpartition(".")[0] != section):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
     if keys:
-        # Do not suggest the top-level key `name`, the name of the run, for an unknown `name` in a
-        # section, which has another meaning.
+        # Do not suggest the top-level key `name`, the name of the run, for an unknown key `name` in
+        # a section. The user meant something else.
         by_name.pop("name", None)
     other_names = getattr(cls, "OTHER_NAMES", {})
     if match := by_name.get(name.lower()) or other_names.get(name.lower()):
@@ -148,7 +149,7 @@ def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that an annotation allows: the annotation, or members of (nested) unions."""
+    """Return the members of a union and of its nested unions, or any other annotation alone."""
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
@@ -216,7 +217,8 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
     """
     *parents, name = key.split(".")
     for part in parents:
-        if values.get(part) is None:  # The section is missing or null.
+        # The section may be missing or null.
+        if values.get(part) is None:
             values[part] = {}
         values = values[part]
         if not isinstance(values, dict):

@@ -22,7 +22,8 @@ IF_NOT_IGNORED = (signal.SIGHUP, signal.SIGUSR1)
 # One Ctrl-C may arrive twice, from the terminal and from the launcher. Two SIGINTs within this time
 # are therefore treated as one.
 REPEAT_SECONDS = 0.5
-_STDERR = 2  # file descriptor
+# File descriptor of stderr.
+_STDERR = 2
 
 
 def end_on_ctrl_c() -> None:

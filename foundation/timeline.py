@@ -26,7 +26,7 @@ LAUNCHERS = {"launch", "accelerate.commands.launch", "train"}
 
 
 class Timeline:
-    """Seconds of the parts of this process since its launch.
+    """Seconds that each part of this process has taken since its launch.
 
     The part "launcher" is the time that `accelerate launch` took to start this process. The part
     "imports" begins with this process, and has all time that belongs to no other part.
@@ -40,7 +40,8 @@ class Timeline:
         # Map each part to its seconds, from the launch to `end`. Empty until `end` is called.
         self.start: dict[str, float] = {}
         self._seconds = defaultdict[str, float](float)
-        self._running = ["imports"]  # The innermost part is the last one.
+        # The innermost part is the last one.
+        self._running = ["imports"]
         process = psutil.Process()
         self._since = process.create_time()
         # Skip the part "launcher" if the parent process cannot be read, because it may belong to
@@ -79,4 +80,5 @@ class Timeline:
         self._since = now
 
 
-START = Timeline()  # the timeline of this process
+# Timeline of this process.
+START = Timeline()

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 TERA = 1e12
-GIB = 2**30  # bytes
-UNKNOWN = "–"  # shown for an unknown value
+# Bytes in a GiB.
+GIB = 2**30
+# Text for an unknown value.
+UNKNOWN = "–"
 
 
 def count(value: float) -> str:

@@ -82,7 +82,10 @@ def _parser() -> CommandParser:
     )
     tokenizer.add_argument("source", metavar="SOURCE", help="file, folder, pattern or dataset")
     tokenizer.add_argument(
-        "settings", nargs="*", metavar="KEY=VALUE", help="keys of data, such as data.text=body"
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="keys of the data section, such as data.text=body",
     )
     tokenizer.add_argument(
         "--vocabulary",
@@ -200,12 +203,12 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _follow(options: argparse.Namespace) -> None:
-    """Make the parts of a stream until the run that reads the stream has ended."""
+    """Make the packs of a stream, part by part, until the run that reads them has ended."""
     settings = _data_settings(options.recipe)
     if settings.stream is None:
         raise InputError(
             "`data.streaming` is not a mapping, so packs are not made while a run trains; either "
-            "set a key of it, such as data.streaming.disk_gb=20, or use `prepare`"
+            "set data.streaming.disk_gb, for example to 20, or use `prepare`"
         )
     prepare(settings)
     say(f"{settings.packs}: making parts ahead of the run that reads them")
@@ -227,9 +230,9 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
         is_data = kind_of(path) not in (None, "text") and path.suffix not in _RECIPE_SUFFIXES
         if is_data or path.is_dir():
             raise InputError(
-                f"{recipe}: this file is data and not a recipe; either give a recipe, followed by "
-                f"data.source={recipe}, or give no recipe, but data.source={recipe} "
-                "data.tokenizer=TOKENIZER data.packs=FOLDER"
+                f"{recipe}: this path is data and not a recipe; either write a recipe before "
+                f"data.source={recipe}, or write data.source={recipe} data.tokenizer=TOKENIZER "
+                "data.packs=FOLDER"
             )
         for path, content in load_with_bases(recipe):
             section = content.get("data") or {}
@@ -251,7 +254,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    """Describe the packs at a path, or all packs below it. With --index, print one pack's text."""
+    """Describe all packs at or below a path. With --index, also print the text of one pack."""
     path = options.path
     if path.suffix in _RECIPE_SUFFIXES and path.is_file():
         path = _data_settings([str(path)]).packs

@@ -37,8 +37,10 @@ Split = Literal["train", "held_out"]
 # Label of a position without a loss. The loss functions of torch and transformers skip this label.
 IGNORE = -100
 MANIFEST = "packs.json"
-FIRST = "part-00000000"  # folder of a stream's first part, which always stays on the disk
-SHARD_BYTES = 512 * 2**20  # a new file is started when the current file has this size or more
+# Folder of a stream's first part, which always stays on the disk.
+FIRST = "part-00000000"
+# A new file is started when the current file has this number of bytes or more.
+SHARD_BYTES = 512 * 2**20
 _REMEDY = "prepare the packs again, or copy them again if they are a copy"
 
 
@@ -46,7 +48,8 @@ _REMEDY = "prepare the packs again, or copy them again if they are a copy"
 class Pack:
     """One row of training data, always `length` tokens wide."""
 
-    input_ids: np.ndarray  # [length] uint32; a read-only view into the file if possible
+    # [length] uint32, a read-only view into the file if possible.
+    input_ids: np.ndarray
     # [documents] int32: number of tokens of each document, in order. The tokens after the last
     # document are padding.
     lengths: np.ndarray
@@ -59,14 +62,15 @@ class Pack:
 
 
 class Packs:
-    """Base class of the packs of one split in any format, accessed by index. It is thread-safe."""
+    """Base class of the packs of one split, in any format. Objects are thread-safe."""
 
     path: Path
-    length: int  # number of tokens in a pack
+    # Number of tokens in a pack.
+    length: int
     # SHA-256 that identifies the training data. Equal fingerprints mean equal packs in equal order.
     fingerprint: str
-    # Map name, fingerprint, vocab_size, bos_id, eos_id and pad_id of the tokenizer to their values.
-    # Values that the format does not record are missing. None: the format records no values.
+    # Description of the tokenizer, with the keys name, fingerprint, vocab_size, bos_id, eos_id and
+    # pad_id. Keys that the format does not record are missing. None: the format records none.
     tokenizer: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -89,7 +93,7 @@ class Packs:
 
 
 class JoinedPacks(Packs):
-    """The packs of several stores. Their indices run through one store after another."""
+    """Concatenation of several `Packs`."""
 
     def __init__(self, path: Path, joined: Sequence[Packs]) -> None:
         self.path = path
@@ -139,7 +143,8 @@ class PackWriter(AbstractContextManager):
         self.path = Path(os.path.realpath(path))
         self.length = length
         self.folder = self.path.with_name(f".{self.path.name}.partial")
-        shutil.rmtree(self.folder, ignore_errors=True)  # A killed writer may have left it.
+        # Remove the folder that a killed writer may have left.
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self._splits: dict[Split, _SplitWriter] = {}
 
@@ -151,7 +156,7 @@ class PackWriter(AbstractContextManager):
         """Append packs to a split as one record batch, which must fit in memory.
 
         Add many packs at once, because a file with thousands of small batches is slow to open.
-        Either all packs of a split have a mask (`Pack.trained`), or none has a mask.
+        In a split, either all packs must have a mask (`Pack.trained`), or none may have one.
         """
         if split not in self._splits:
             self._splits[split] = _SplitWriter(self.folder / split, self.length)
@@ -266,7 +271,8 @@ class ArrowPacks(Packs):
         self.length: int = self.manifest["length"]
         self.tokenizer: dict | None = self.manifest["tokenizer"]
         self.fingerprint: str = written["fingerprint"]
-        self.tokens: int = written["tokens"]  # number of tokens, without padding
+        # Number of tokens, without padding.
+        self.tokens: int = written["tokens"]
         self._records = _records(written["files"], split)
         check_files(self.path, self._records, _REMEDY)
         self._batches = [

@@ -27,29 +27,32 @@ from packing.order import Order, spread
 
 T = TypeVar("T")
 
-# The number of offsets in `cu_seqlens` is rounded up to a multiple of this number, so that only few
-# different numbers of offsets occur. Padding to the worst case (1,024 offsets for 165 documents)
-# costs 10 % of the training speed on an H200, because attention also spends time on empty
-# documents.
+# The length of `cu_seqlens` is rounded up to a multiple of this number, so that only few different
+# lengths occur. Padding to the worst case (1,024 offsets for 165 documents) costs 10 % of the
+# training speed on an H200, because attention also spends time on empty documents.
 OFFSETS_MULTIPLE = 16
-_AHEAD = 2  # number of results that a thread builds in advance
+# Number of results that a thread builds in advance.
+_AHEAD = 2
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """The input of one forward and backward pass; T = packs * length. Tensors are on the CPU."""
 
-    input_ids: Tensor  # [1, T] int64
+    # Token ids, [1, T] int64.
+    input_ids: Tensor
     # [1, T] int64. Positions start at 0 in each document, but at `Pack.first_position` in the first
     # document of a pack.
     position_ids: Tensor
-    labels: Tensor  # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE
+    # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE.
+    labels: Tensor
     # [n] int32: 0, the end of each document, and then T until n is a multiple of OFFSETS_MULTIPLE.
     cu_seqlens: Tensor
     # Length of a pack, the upper bound of a document's length. It is the same in every microbatch,
     # because torch.compile would recompile for another value.
     max_seqlen: int
-    valid_tokens: int  # number of labels that are not IGNORE
+    # Number of labels that are not IGNORE.
+    valid_tokens: int
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,20 @@ class StepBatches:
     own packs.
     """
 
-    microbatches: list[Microbatch]  # microbatches of this rank
-    tokens: int  # number of tokens over all ranks, including padding: packs * length
+    # Microbatches of this rank.
+    microbatches: list[Microbatch]
+    # Number of tokens over all ranks, including padding: packs * length.
+    tokens: int
     # Number of labels that are not IGNORE, over all ranks. The sum of the losses is divided by this
     # number.
     valid_tokens: int
     # Sum of squared document lengths over all ranks, from which the FLOPs of attention follow.
     # Padding is excluded, because attention over padding is not useful work.
     sum_squared_lengths: int
-    epoch: float  # number of epochs after this step, such as 1.25
-    # Metrics after this step (`Order.figures`): the epochs and the share of each source if there
-    # are several sources, and the current part of a stream.
+    # Number of epochs after this step, such as 1.25.
+    epoch: float
+    # Metrics after this step (`Order.figures`). If there are several sources, these are the epochs
+    # and the share of each source. A stream also has the number of each source's current part.
     sources: dict[str, float] = field(default_factory=dict)
     # Indices of the step's packs in the endless stream of packs (see `Order`), over all ranks.
     places: range = range(0)
@@ -83,7 +89,7 @@ def build_microbatch(
     """Return the microbatch of packs of equal length, laid end to end.
 
     The last token of a pack has no label. With `mask_boundaries`, the last token of each document
-    has no label either. Without it, the last token of a document predicts the first token of the
+    has no label either. Otherwise, the last token of a document predicts the first token of the
     next document. Padding and tokens without a loss (`Pack.trained`) are not used as labels. For
     attention, the padding at the end of a pack is a separate document.
     """
@@ -146,8 +152,8 @@ def count_valid_tokens(
 
     `lengths` are the lengths of the pack's documents. `trained` is the mask `Pack.trained`: True
     for tokens with a loss, or None if all tokens have a loss. Every token with a loss is a label,
-    except the first token of each document. Without `mask_boundaries`, every token with a loss is a
-    label, except the first token of the pack.
+    except the first token of each document (with `mask_boundaries`), or the first token of the pack
+    (without `mask_boundaries`).
     """
     tokens = int(lengths.sum())
     excluded_count = len(lengths) if mask_boundaries else min(len(lengths), 1)
@@ -161,10 +167,10 @@ class Prefetch(AbstractContextManager, Iterator[T]):
     """Iterator over the results of `build(n)` for each n in `numbers`, in order.
 
     A thread builds the next two results in advance, while the caller computes. NumPy releases the
-    interpreter lock, so both can run at the same time. If `build` raises an exception, the call of
-    `next` that would return the result raises the exception, and the iteration ends. `close`, the
-    end of the `with` statement and the end of the iteration wait until the thread has ended. Unused
-    results are dropped.
+    interpreter lock, so the thread and the caller run at the same time. If `build` raises an
+    exception, the call of `next` for this result raises the same exception, and the iteration ends.
+    `close`, the end of the `with` statement and the end of the iteration wait until the thread has
+    ended. Unused results are dropped.
     """
 
     def __init__(
@@ -181,7 +187,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         # Time that the last call of `next` has waited. It includes the time that calls of `ready`
         # have waited since the previous call of `next`.
         self.data_wait_ms = 0.0
-        self._waited_ms = 0.0  # time that `ready` has waited since the last call of `next`
+        # Time that `ready` has waited since the last call of `next`.
+        self._waited_ms = 0.0
         self._build = build
         self._numbers = iter(numbers)
         self._stop_waiting = stop_waiting
@@ -220,7 +227,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
             raise StopIteration
         started = time.perf_counter()
         future = self._pending.popleft()
-        has_failed = future.exception() is not None  # This call waits for the result.
+        # `exception` waits for the result.
+        has_failed = future.exception() is not None
         self.data_wait_ms = self._waited_ms + (time.perf_counter() - started) * 1e3
         self._waited_ms = 0.0
         if has_failed:
@@ -243,7 +251,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 class Batching:
     """Rule that turns packs into the microbatches of one rank."""
 
-    microbatch: int  # number of packs in one forward pass
+    # Number of packs in one forward pass.
+    microbatch: int
     rank: int
     world_size: int
     mask_boundaries: bool

@@ -41,10 +41,13 @@ class Chunk:
     # table: `payload` is an Arrow IPC stream. text: `payload` is empty, and the file `origin` is
     # the document.
     kind: Literal["jsonl", "array", "table", "text"]
-    origin: str  # name of the file or dataset that has the records
-    first: int  # number of the first record: lines count from 1, rows and array records from 0
+    # Name of the file or dataset that has the records.
+    origin: str
+    # Number of the first record: lines count from 1, rows and array records from 0.
+    first: int
     payload: bytes
-    after: Place  # place in the source directly after this chunk
+    # Place in the source directly after this chunk.
+    after: Place
     # Names of all columns of a table. `payload` has only the columns that are read.
     columns: tuple[str, ...] = ()
 
@@ -65,16 +68,15 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.input_stream(str(path), compression=compression)
 
 
-# Map names of columns by which a chat is recognised to the value of `data.messages` that reads the
-# chat, as YAML. If a dataset has the columns of several entries, the first of these entries is
-# used.
+# Defaults of `data.messages` (as YAML) by the columns of a dataset. A dataset has chats if it has
+# all columns of a key. If several keys match, the first one is used.
 CHAT_COLUMNS = {
     ("messages",): "messages",
     ("conversations",): "conversations",
     ("instruction", "input", "output"): r'["{instruction}\n\n{input}", output]',
     ("instruction", "output"): "[instruction, output]",
 }
-# Map columns that datasets often have to the setting that reads them.
+# Usual columns of datasets, and the setting with which these columns are read.
 _USUAL_COLUMNS = {
     **{columns: f"data.messages={shlex.quote(value)}" for columns, value in CHAT_COLUMNS.items()},
     ("prompt", "completion"): "data.messages='[prompt, completion]'",
@@ -117,11 +119,16 @@ class Counts:
 
     documents: int = 0
     tokens: int = 0
-    trained: int = 0  # tokens that have a loss
-    unknown: int = 0  # tokens that replace text outside of the vocabulary
-    skipped: int = 0  # malformed records that were skipped (on_bad_line: skip)
-    empty: int = 0  # records without text
-    first_skipped: str | None = None  # place and error of the first skipped record
+    # Number of tokens that have a loss.
+    trained: int = 0
+    # Number of tokens that replace text outside of the vocabulary.
+    unknown: int = 0
+    # Number of malformed records that were skipped (on_bad_line: skip).
+    skipped: int = 0
+    # Number of records without text.
+    empty: int = 0
+    # Place and error of the first skipped record.
+    first_skipped: str | None = None
     # Names of columns, and of keys of messages, that have values but are not read. At most 30 names
     # are recorded.
     unread: tuple[str, ...] = ()
@@ -160,9 +167,11 @@ class Tokens:
 
     # [sum of lengths] uint32. In tokens without a loss, the bit `UNTRAINED` is set.
     tokens: np.ndarray
-    lengths: np.ndarray  # [documents] int64: tokens of each document, including EOS
+    # [documents] int64: number of tokens of each document, including EOS.
+    lengths: np.ndarray
     counts: Counts
-    after: Place = field(default_factory=dict)  # place in the source after the last document
+    # Place in the source after the last document.
+    after: Place = field(default_factory=dict)
 
 
 def tokenize(
@@ -177,8 +186,8 @@ def tokenize(
         tokens=len(tokens),
         trained=int(np.count_nonzero(tokens < UNTRAINED)),
         unknown=int(np.count_nonzero(tokens & ~UNTRAINED == tokenizer.unknown)),
-        # Count the records without tokens. If records have several documents, `encoded` may be
-        # longer than `documents`, and none is counted.
+        # Number of records without tokens. If records have several documents, `encoded` may be
+        # longer than `documents`. In this case, no record is counted as empty.
         empty=max(0, len(documents) - len(encoded)),
     )
     return Tokens(
@@ -190,12 +199,10 @@ def tokenize(
 
 
 def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
-    """Return the documents of `chunk`, and counts of the records without a document.
+    """Return the documents of `chunk`, and the numbers of its skipped and empty records.
 
-    The documents have the form that `records.fill` returns.
-
-    With `skip_bad`, malformed records are skipped and counted. Otherwise, the first malformed
-    record raises InputError with its place.
+    The documents have the form that `records.fill` returns. With `skip_bad`, malformed records are
+    skipped. Otherwise, the first malformed record raises InputError with the place of the record.
     """
     documents = []
     skipped = []

@@ -1,11 +1,12 @@
 """Make the parts of a stream ahead of the run that reads them: `python -m packing follow`.
 
-The content of a part depends only on the settings, the source, and the place in the source where
-the part starts. It does not depend on when, how often or by which process the part is made. So
-parts that the run has read may be deleted. If the run returns to an earlier step, or continues on
-another machine, these parts are made again from the place that is stored in its checkpoint. A file
-is opened at this place, a compressed file is decompressed up to this place, and a dataset of the
-Hugging Face hub is read from the file that contains this place.
+A part is a folder of packs, made from consecutive documents of a source. Its content depends only
+on the settings, the source, and the place in the source where the part starts. It does not depend
+on when, how often or by which process the part is made. So parts that the run has read may be
+deleted. If the run returns to an earlier step, or continues on another machine, these parts are
+made again. The checkpoint of the run stores the place from which they are made. A file is opened at
+this place, a compressed file is decompressed up to this place, and a dataset of the Hugging Face
+hub is read from the file that contains this place.
 """
 
 from __future__ import annotations
@@ -42,17 +43,20 @@ from packing.stream import (
     read_position,
 )
 
-PACKER_LOCK = ".packer.lock"  # held by the process that makes parts
-_LEAST_CHUNK = 2**12  # smallest size of a chunk, in bytes
-_POLL_SECONDS = 0.2  # seconds between two checks whether another part fits on the disk
+# Lock of the process that makes parts.
+PACKER_LOCK = ".packer.lock"
+# Smallest size of a chunk, in bytes.
+_LEAST_CHUNK = 2**12
+# Seconds between two checks whether another part fits on the disk.
+_POLL_SECONDS = 0.2
 
 
 def follow(settings: DataSettings, parent: int | None = None) -> None:
     """Make parts until the run that reads the stream has ended.
 
     `parent` is the id of the run's process if the run has started this packer, else None. If
-    another packer already makes the parts of the stream, a packer with `parent` waits until that
-    packer ends, and then continues its work. A packer without `parent` raises InputError.
+    another packer already makes the parts of the stream, a packer with `parent` waits until the
+    other packer ends, and then makes the next parts. A packer without `parent` raises InputError.
     """
 
     def refuse_or_wait(holder: str) -> None:
@@ -66,7 +70,8 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
     run = ReadingRun(settings.packs, parent)
     with locked(settings.packs / PACKER_LOCK, refuse_or_wait), ExitStack() as stack:
         parts = training_parts(settings)
-        processes = usable_cores(2 * len(parts))  # The run needs the other half of the cores.
+        # The run needs the other half of the cores.
+        processes = usable_cores(2 * len(parts))
         makers = {
             name: stack.enter_context(PackMaker(part, processes)) for name, part in parts.items()
         }
@@ -87,7 +92,7 @@ class ReadingRun:
     def __init__(self, packs: Path, parent: int | None = None) -> None:
         self._parent = parent
         self._lock = packs / RUN_LOCK
-        # Time at which an earlier run has locked the stream, or None if a run holds the lock.
+        # Time of the newest lock by an earlier run, or None if a run holds the lock now.
         self._earlier = None if is_locked(self._lock) else self._locked_at()
 
     def has_ended(self) -> bool:
@@ -97,7 +102,8 @@ class ReadingRun:
         """
         if self._parent is not None:
             return os.getppid() != self._parent
-        # A short run may start and end between two calls, so its lock may never be seen.
+        # A short run may start and end between two calls, so its lock may never be seen. A newer
+        # time of the lock shows that a run has started.
         return self._locked_at() != self._earlier and not is_locked(self._lock)
 
     def _locked_at(self) -> int:
@@ -129,7 +135,8 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
         if laid_out != (name, start):
             arranged, after = make_part(makers[name], start)
             laid_out = (name, start)
-            continue  # Read the position again, because the run has continued meanwhile.
+            # Read the position again, because the run has continued meanwhile.
+            continue
         # The margin of 0.2 % and 64 KiB is for the other files of a part, such as its manifest.
         needed = bytes_below(settings.packs) + round(1.002 * arranged.bytes()) + 2**16
         if needed <= limit:
@@ -146,16 +153,18 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
                 f"data.streaming.disk_gb: {limit / 1e9:g} is too small: the packs of one step need "
                 f"{needed / 1e9:.3g} GB; either set data.streaming.disk_gb to "
                 f"{needed * 1.05e-9:.2g} or more, or start a new run with a smaller "
-                "data.streaming.window (it changes the packs, so this run cannot continue with it)"
+                "data.streaming.window (this run cannot continue with another window, because the "
+                "window determines the packs)"
             )
 
 
 def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list[PartStart]:
-    """Delete all parts of a source, except the first part and the consecutive parts from `start`.
+    """Delete the parts of a source that the run does not need, and damaged parts.
 
-    Returns the starts of these consecutive parts, followed by the start of the next part to make.
-    `earlier` is the result of the previous call. The parts in `earlier` are not verified again. A
-    damaged part and all parts after the damaged part are deleted.
+    The first part, the part that begins at `start`, and the complete parts that follow it without a
+    gap are kept. Returns the starts of the kept parts from `start` on, and then the start of the
+    next part to make. `earlier` is the result of the previous call. The parts in `earlier` are not
+    verified again. All parts after a damaged part are deleted too.
     """
     if start in earlier[:1]:
         return earlier
@@ -239,5 +248,9 @@ def make_first_part(part: DataSettings, settings: DataSettings, progress: bool) 
         PackMaker(part, usable_cores(2 * len(settings.shares))) as maker,
         Progress("packing the first part", shown=progress),
     ):
-        say(f"{part.packs}: while the run trains, packing {maker.source.description}", progress)
+        say(
+            f"{part.packs}: packing the first part now, and the other parts while the run trains, "
+            f"from {maker.source.description}",
+            progress,
+        )
         return write_part(maker, PartStart(), *make_part(maker, PartStart()))

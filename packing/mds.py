@@ -44,7 +44,7 @@ _REMEDY = "fetch the folder again, or write it again"
 _SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
     "float8"
 }
-# Map the first byte of a value to a dtype, for arrays whose encoding does not include a dtype.
+# Dtype of an array by its first byte. It is used if the encoding does not include a dtype.
 _VALUE_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
     34: "float32", 64: "uint64", 65: "int64", 66: "float64",
@@ -248,12 +248,12 @@ def read_index(folder: Path) -> list[Shard]:
 
 
 class MDSPacks(JoinedPacks):
-    """The packs of MDS folders. Their indices run through one folder after another."""
+    """The packs of one or several MDS folders, concatenated in the order of the folders."""
 
     def __init__(
         self, folders: list[Path], path: Path, length: int | None, tokenizer: str | None = None
     ) -> None:
-        """Open the shards in `folders`. `path` names all folders in messages.
+        """Open the shards in `folders`. `path` is the name of these packs in messages.
 
         If `length` is None, a pack has the length of the first sample. If no column of the first
         sample marks where documents end, each EOS token of `tokenizer` ends a document.
@@ -283,7 +283,8 @@ class MDSPacks(JoinedPacks):
         for shard in shards:
             shard.length = self.length
             shard.end_token = end_token
-        self[0]  # Read a pack, so that a wrong length or dtype raises InputError at the start.
+        # Read a pack, so that a wrong length or dtype raises InputError at the start.
+        self[0]
 
     def verify(self) -> None:
         for shard in self._shards:

@@ -23,17 +23,18 @@ from packing.arrow import ArrowPacks, JoinedPacks, Packs
 
 # Number of rounds in `permute`, and least number of bits that it permutes. With eight rounds over 6
 # bits or more, all orders of up to 8 packs are equally frequent according to a chi-square test of
-# 20,000 seeds. With 4 bits they are not, even with twelve rounds.
+# 20,000 seeds. With 4 bits, some orders are more frequent, even with twelve rounds.
 _ROUNDS = 8
 _LEAST_BITS = 6
-_SAMPLED_PACKS = 1000  # number of packs in which tokens are counted to estimate their mean
+# Number of packs from which the mean number of tokens per pack is estimated.
+_SAMPLED_PACKS = 1000
 # Shares are rounded to multiples of 1 / _PARTS and computed as integers. The product of a place and
 # such an integer fits into 64 bits for up to 2^39 packs.
 _PARTS = 1 << 24
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Return the indices 0 to count - 1, or `most` of them at equal distances if there are more."""
+    """Return the indices 0 to count - 1, or `most` evenly spaced ones if `count` is larger."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
 
 
@@ -41,10 +42,14 @@ def evenly(count: int, most: int) -> list[int]:
 class Mixture:
     """Rule that assigns each place in the endless stream of packs to one source."""
 
-    names: tuple[str, ...]  # names of the sources; ("",) for a single source
-    counts: tuple[int, ...]  # number of packs of each source
-    weights: tuple[float, ...]  # intended share of each source in the tokens; their sum is 1
-    tokens_per_pack: tuple[float, ...]  # mean tokens in a pack of each source, without padding
+    # Names of the sources. A single source has the name "".
+    names: tuple[str, ...]
+    # Number of packs of each source.
+    counts: tuple[int, ...]
+    # Intended share of each source in the tokens. The sum is 1.
+    weights: tuple[float, ...]
+    # Mean tokens in a pack of each source, without padding.
+    tokens_per_pack: tuple[float, ...]
 
     @classmethod
     def alone(cls, count: int) -> Mixture:
@@ -102,9 +107,9 @@ class Mixture:
 class Order:
     """The endless stream of packs, divided into steps.
 
-    The indices of packs run through one source after another. Within an epoch of a source, no pack
-    is dropped or repeated. A step that reaches the end of an epoch continues with the first packs
-    of the next epoch.
+    The index of a pack counts all packs of earlier sources, and then the earlier packs of its own
+    source. Within an epoch of a source, no pack is dropped or repeated. A step that reaches the end
+    of an epoch continues with the first packs of the next epoch.
     """
 
     mixture: Mixture
@@ -134,7 +139,7 @@ class Order:
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
         """Return the indices of the packs at `places` in the stream of source `number` alone.
 
-        `places` are ascending int64. The result has their shape.
+        `places` is an ascending int64 array. The result is int64 and has the same shape.
         """
         key = splitmix64(np.asarray([self.seed]).astype(np.uint64))
         # Mix the number of the source into the key. Otherwise, sources of equal size would go
@@ -176,7 +181,7 @@ class Order:
 
 
 class MixedPacks(JoinedPacks):
-    """The packs of several sources. Their indices run through one source after another."""
+    """The packs of several sources, concatenated in the order of the sources."""
 
     def __init__(
         self, path: Path, parts: Mapping[str, Packs], weights: Mapping[str, float]
@@ -243,9 +248,10 @@ def spread(
 
     The algorithm is "longest processing time first" (Graham 1969) with equal numbers of packs: the
     costliest remaining pack is assigned to the cheapest microbatch that is not full. Microbatches
-    are then assigned to ranks, the costliest ones first. So microbatches of similar cost run at the
-    same time on all ranks. The costliest of these microbatches is assigned to the rank with the
-    lowest cost so far. If costs are equal, the lower index comes first.
+    are then assigned to ranks in rounds, the costliest ones first. Each rank gets one microbatch in
+    a round, so microbatches of similar cost run at the same time on all ranks. The costliest
+    microbatch of a round is assigned to the rank with the lowest cost so far. If costs are equal,
+    the lower index comes first.
     """
     bins = ranks * microbatches
     packs_per_bin = len(costs) // bins

@@ -26,8 +26,10 @@ from packing.settings import DataSettings
 # Seed of the order of documents and of the choice of held-out documents. It is not the seed of a
 # run, so runs with different seeds use the same packs.
 SEED = 42
-_MOST_UNKNOWN = 0.01  # above this share of unknown tokens, a warning is printed
-_PACKS_TOKENS = 2**22  # number of tokens that are copied at once
+# Above this share of unknown tokens, a warning is printed.
+_MOST_UNKNOWN = 0.01
+# Number of tokens that are copied at once.
+_PACKS_TOKENS = 2**22
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,18 @@ class Layout:
     Pack p consists of the pieces offsets[p] to offsets[p + 1] (exclusive), in this order.
     """
 
-    length: int  # number of tokens in a pack
-    document: np.ndarray  # [pieces] int64, index of the document
-    start: np.ndarray  # [pieces] int64, index of the first token within the document
-    stop: np.ndarray  # [pieces] int64, index after the last token within the document
-    offsets: np.ndarray  # [packs + 1] int64
-    cut_documents: int  # number of documents with more than one piece
+    # Number of tokens in a pack.
+    length: int
+    # [pieces] int64, index of the piece's document.
+    document: np.ndarray
+    # [pieces] int64, index of the piece's first token in its document.
+    start: np.ndarray
+    # [pieces] int64, index after the piece's last token in its document.
+    stop: np.ndarray
+    # [packs + 1] int64, first piece of each pack, then the number of pieces.
+    offsets: np.ndarray
+    # Number of documents with more than one piece.
+    cut_documents: int
 
     def __len__(self) -> int:
         """Return the number of packs."""
@@ -212,7 +220,8 @@ class _OpenPacks:
 
     def __init__(self) -> None:
         self._by_room: dict[int, list[int]] = {}
-        self._rooms = 0  # Bit r is set if a pack has room for exactly r tokens.
+        # Bit r is set if a pack has room for exactly r tokens.
+        self._rooms = 0
 
     def tightest(self, size: int) -> int:
         """Return the room of the fullest pack that can take `size` tokens, or 0 if no pack can."""
@@ -249,7 +258,7 @@ class Arranged:
         """
         self.tokens = tokens
         self.settings = settings
-        # The packs of chats and labels have masks even if all tokens of this part have a loss.
+        # Packs of chats, and of token ids with labels, have masks even if all tokens have a loss.
         self.masked = (
             settings.messages is not None
             or settings.labels is not None
@@ -265,7 +274,8 @@ class Arranged:
             }
         else:
             documents = split_documents(len(lengths), settings)
-        self._documents = documents  # indices of each split's documents, in the order of packing
+        # Indices of each split's documents, in the order of packing.
+        self._documents = documents
         # Index of the first token of each document: [documents] int64.
         self._starts = np.cumsum(lengths) - lengths
         lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]

@@ -27,7 +27,8 @@ from packing.sources import open_source, recognise_chats
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 SPAWN = multiprocessing.get_context("spawn")
-_CHUNKS_AHEAD = 3  # number of chunks in the queue for each worker
+# Number of chunks in the queue for each worker.
+_CHUNKS_AHEAD = 3
 
 
 def usable_cores(shared_by: int = 1) -> int:
@@ -61,13 +62,15 @@ class PackMaker(AbstractContextManager):
         self.processes = processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
         self.source = open_source(settings, Records((), ()))
-        # The settings with which the source is read. `settings` are recorded with the packs.
+        # Settings with which the source is read: `messages` is set if the columns are those of a
+        # chat. The manifest of the packs records `settings`, without this change.
         self.reading = recognise_chats(settings, self.source)
         self.records = records_of(self.reading, self.tokenizer)
         self.source.records = self.records
         # Let each worker load the tokenizer itself. A tokenizer is larger than the buffer of a
         # pipe. So sending a tokenizer would block forever if the worker died meanwhile.
-        with _isolated_children():  # for multiprocessing's resource tracker, which the pool starts
+        # Also isolate multiprocessing's resource tracker, a process that the pool starts.
+        with _isolated_children():
             self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (self.reading,))
 
     def __exit__(self, *exception: object) -> None:
@@ -163,8 +166,8 @@ def _isolated_children() -> Iterator[None]:
     """Context manager that isolates processes that start in the caller's `with` statement.
 
     These processes import neither the caller's script (the training script would import torch) nor
-    modules of the current folder. The processes ignore Ctrl-C, because the caller receives it too
-    and ends them.
+    modules of the current folder. The processes ignore Ctrl-C. The caller receives Ctrl-C too, and
+    ends the processes.
     """
     main = sys.modules["__main__"]
     previous_safe_path = os.environ.get("PYTHONSAFEPATH", "")
@@ -177,7 +180,8 @@ def _isolated_children() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         sys.modules["__main__"] = main
-        os.environ["PYTHONSAFEPATH"] = previous_safe_path  # An empty value is the same as no value.
+        # An empty value is the same as no value.
+        os.environ["PYTHONSAFEPATH"] = previous_safe_path
 
 
 def _start_worker(settings: DataSettings) -> None:

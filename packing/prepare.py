@@ -35,9 +35,12 @@ from packing.store import all_parts, find_splits, folder_of, is_there
 from packing.stream import POLL_SECONDS
 from packing.tokenizer import load_tokenizer
 
-_COMMIT_SECONDS = 5.0  # least number of seconds between two commits of tokens
-_TOKENS = "tokens.bin"  # token ids, uint32
-_LENGTHS = "lengths.bin"  # number of tokens of each document, int64
+# Least number of seconds between two commits of tokens.
+_COMMIT_SECONDS = 5.0
+# File of token ids, uint32.
+_TOKENS = "tokens.bin"
+# File of the number of tokens of each document, int64.
+_LENGTHS = "lengths.bin"
 _PROGRESS = "progress.json"
 
 
@@ -56,7 +59,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             "data.source and data.tokenizer are not set, so no packs can be prepared; set both"
         )
     for part in all_parts(settings):
-        if part.source is None:  # Packs without a source already exist.
+        # Packs without a source already exist.
+        if part.source is None:
             continue
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
         manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
@@ -105,8 +109,8 @@ def _claim(part: DataSettings, claim: ExitStack) -> None:
     folder = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
     with as_input_error(
         (FileExistsError,),
-        f"{folder}: this folder shows that another process prepares these packs, because this file "
-        "system has no locks",
+        f"{folder}: another process prepares these packs, and has created this folder because the "
+        "file system has no locks",
         "either wait for that process, or if it was killed, remove this folder and start again",
     ):
         folder.mkdir()
@@ -230,12 +234,14 @@ class TokenLog(AbstractContextManager):
         path = folder / _PROGRESS
         remedy = f"remove {folder} to start over"
         progress = load_object(path, remedy) if path.is_file() else {}
-        # Without documents, start over, because the key or the place may be from another source.
+        # If the log has no documents, start over: its key and place may be from another source.
         if not progress.get("counts", {}).get("documents"):
             progress = {"key": key, "counts": {}, "place": {}, "complete": False}
         self.counts = Counts(**progress["counts"])
-        self.place: Place = progress["place"]  # place in the source after the last tokenised record
-        self.complete: bool = progress["complete"]  # True if the end of the source was reached
+        # Place in the source after the last tokenised record.
+        self.place: Place = progress["place"]
+        # True if the end of the source was reached.
+        self.complete: bool = progress["complete"]
         if changes := describe_changes(progress["key"], key):
             raise InputError(
                 f"{folder}: the folder has {self.counts.tokens:,} tokens that were made with other "
@@ -296,7 +302,7 @@ def summary(manifest: dict[str, Any]) -> str:
     values = {
         **manifest["statistics"],
         "tokenizer": (manifest["tokenizer"] or {}).get("name"),
-        # Hide the value of a stream, which is a nested dict. The lines below skip false values.
+        # Hide the statistics of a stream, a nested dict: false values are skipped below.
         "stream": None,
     }
     if "fill" in values:

@@ -35,11 +35,12 @@ from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
 
 # Bit that marks the id of a token without a loss. Packs store a mask instead of this bit.
 UNTRAINED = np.uint32(1 << 31)
-CHAT_TEMPLATE = "chat_template.jinja"  # name of a chat template's file, beside a tokenizer.json
-# Folder in which transformers 5 writes the other chat templates of a tokenizer, as files by name.
+# Name of a chat template's file, beside a tokenizer.json.
+CHAT_TEMPLATE = "chat_template.jinja"
+# Folder in which transformers 5 writes the other chat templates of a tokenizer, one file for each.
 _NAMED_TEMPLATES = "additional_chat_templates"
-# Prefix of every template. It makes `strftime_now`, with which templates read the date, undefined,
-# because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
+# Prefix of every template. Templates read the date with `strftime_now`. The prefix makes this name
+# undefined, because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
 # Template with plain words as marks of roles, so that it needs no special token except EOS. An
 # answer that consists of tool calls may have no content.
@@ -75,11 +76,13 @@ _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _LOSS_MARKS = ("weight", "train", "training", "loss")
 # Keys of a message that are read with any template.
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
-_SYSTEM_COLUMNS = ("system", "system_prompt")  # columns that may have the first message of a chat
+# Columns that may have the system message of a chat.
+_SYSTEM_COLUMNS = ("system", "system_prompt")
 # Pattern that finds a comparison of a content with none. A template with such a comparison accepts
 # a message with null as its content, for example an answer that consists of tool calls.
 _NULL_CONTENT = re.compile(r"content\W*\s(is|==|!=)(\s+not)?\s+none\b", re.IGNORECASE)
-_OTHER_ANSWER = "PLACEHOLDER"  # answer that replaces an answer to find where answers start
+# Text that replaces an answer, to find where the answer starts.
+_OTHER_ANSWER = "PLACEHOLDER"
 # Pattern of the statement with which a template marks the beginning of an answer.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Exceptions of a template that rejects a chat, or that expects a chat of another form.
@@ -93,8 +96,10 @@ _MARK = (
 class Records:
     """Base class of rules that turn a record into a document."""
 
-    columns: tuple[str, ...]  # names of the columns that a record must have
-    optional: tuple[str, ...]  # names of the columns that are read if a record has them
+    # Names of the columns that a record must have.
+    columns: tuple[str, ...]
+    # Names of the columns that are read if a record has them.
+    optional: tuple[str, ...]
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of the columns that have a value but are not read."""
@@ -102,7 +107,7 @@ class Records:
         return names - {*self.columns, *self.optional}
 
     def fill(self, record: dict[str, Any]) -> Any:
-        """Return the document of a record, or a false value (such as "") if it is empty.
+        """Return the document of a record. If the record is empty, return a false value like "".
 
         The record has all `columns`. Raises ValueError if the record is malformed.
         """
@@ -128,7 +133,8 @@ class TextTemplate(Records):
 
     # Pairs: a literal text, and the name of the column whose value follows the text, or None.
     pieces: tuple[tuple[str, str | None], ...]
-    end: tuple[int, ...] = ()  # token ids that are appended to each text
+    # Token ids that are appended to each text.
+    end: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
@@ -188,8 +194,10 @@ class ChatColumns(Records):
     order. A span is the index of an answer's first character, and the index after its last one.
     """
 
-    pair: tuple[TextTemplate, ...]  # prompt and response; empty for a column of messages
-    template: str  # text of the chat template, in Jinja
+    # Prompt and response. The tuple is empty for a column of messages.
+    pair: tuple[TextTemplate, ...]
+    # Text of the chat template, in Jinja.
+    template: str
     # Names and texts of the tokenizer's special tokens, such as ("bos_token", "<s>").
     tokens: tuple[tuple[str, str | None], ...]
 
@@ -220,8 +228,8 @@ class ChatColumns(Records):
                     f"{message['role']}; either give the message another role, or set "
                     "data.chat_template to another template"
                 )
-        # `turns` has the indices of the assistant's messages, `answers` the indices of the turns
-        # that the template writes, and `trained` the indices of the answers that have a loss.
+        # Indices in `chat`. `turns`: all messages of the assistant. `answers`: turns that the
+        # template writes. `trained`: answers that have a loss.
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
         if not answers:
@@ -242,7 +250,8 @@ class ChatColumns(Records):
         spans = [(start, end) for start, end in spans if start < end]
         if trained and not spans:
             raise ValueError(f"the chat template writes no text for the answers; {_MARK}")
-        text.encode()  # This raises an error for half of a surrogate pair.
+        # This raises an error for half of a surrogate pair.
+        text.encode()
         return (text, spans) if trained else None
 
     def encode(
@@ -260,9 +269,9 @@ class ChatColumns(Records):
                 yield np.where(trained, ids, ids | UNTRAINED)
 
     def _chat(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages of a record. If there is a system message, it is the first message.
+        """Return the messages of a record. A system message from a column becomes the first one.
 
-        Raises ValueError if the record has several system messages.
+        Raises ValueError if the first message and the columns have different system messages.
         """
         if self.pair:
             roles = zip(("user", "assistant"), self.pair, strict=True)
@@ -282,7 +291,7 @@ class ChatColumns(Records):
         return chat
 
     def _messages(self, value: Any) -> list[dict[str, Any]]:
-        """Return the messages in a column, without keys whose value is null.
+        """Return the messages in a column, with the usual keys and roles, and without null values.
 
         A table gives all messages the same keys, with null for missing values. A null content is
         kept if the template compares the content with none.
@@ -321,7 +330,10 @@ class ChatColumns(Records):
         return messages
 
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
-        """Return True if `text`, the complete chat, has the content of message `number`."""
+        """Return True if the template writes the content of message `number` of a chat.
+
+        `text` is the text of the complete chat.
+        """
         role = chat[number]["role"]
         content = chat[number].get("content") or ""
         words = content.strip()
@@ -335,18 +347,19 @@ class ChatColumns(Records):
         try:
             blank_text, _ = self._render([*chat[:number], blank, *chat[number + 1 :]], tools)
         except ValueError:
-            return True  # The template rejects a blank message, so it reads the message's content.
+            # The template rejects a blank message, so it reads the message's content.
+            return True
         return blank_text != text
 
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
     ) -> list[tuple[int, int]]:
-        """Return the spans of the messages `answers` for a template that does not mark answers.
+        """Return the span of each answer, for a template that does not mark answers.
 
-        An answer starts where its prompt ends. The prompt is the text that the template writes when
-        the model has to generate the answer. The prompt may begin a thought, while the recorded
-        answer has no thought. In this case, the answer starts at the place where the template would
-        write a placeholder instead of the answer.
+        `answers` are the indices of the answers in `chat`. An answer starts where its prompt ends.
+        The prompt is the text that the template writes when the model has to generate the answer.
+        The prompt may end with the start of a thought that the recorded answer does not have. In
+        this case, the answer starts where the template would write a placeholder for the answer.
         """
         spans = []
         for number in answers:
@@ -411,8 +424,10 @@ class TokenColumns(Records):
     document, and which have a loss. A record may have several documents.
     """
 
-    labels: str  # column with the token ids, or -100 for a token without a loss
-    vocabulary: int  # number of token ids that the tokenizer has
+    # Column with the token ids, or -100 for a token without a loss.
+    labels: str
+    # Number of token ids that the tokenizer has.
+    vocabulary: int
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
         present = [name for name in self.optional if record.get(name) is not None]

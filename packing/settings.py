@@ -18,7 +18,8 @@ from foundation.settings import FilePath, PathText, PositiveCount, Settings, Sha
 # Pattern of the names of repositories on the Hugging Face hub. Any other name is a path.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
-_RECORD = ("messages", "input_ids", "labels", "text")  # keys that determine the kind of a record
+# Keys that determine the kind of a record.
+_RECORD = ("messages", "input_ids", "labels", "text")
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -44,11 +45,11 @@ def matching_files(name: str) -> list[Path]:
 
 
 def refuse_near_name(key: str, name: str) -> None:
-    """Raise InputError if no file or folder has the name `name`, but one has a similar name.
+    """Raise InputError if a file or folder has a name similar to `name`, which must not exist.
 
-    A name is similar if it differs in case, in a few characters, or in their order. `key` is the
-    setting with the value `name`. If the recipe sets a revision, `name` is a repository
-    of the hub and is not checked.
+    A name is similar if it differs in case, in a few characters, or in the order of characters.
+    `key` is the setting with the value `name`. A name with a revision (`name@main`) is not checked,
+    because it is a repository of the hub.
     """
     path = Path(name)
     files = os.listdir(path.parent) if path.parent.is_dir() else []
@@ -71,8 +72,10 @@ class SourceSettings(Settings):
     # File, folder, pattern such as `my_text/*.txt`, or Hugging Face dataset, as `name` or
     # `name@revision` (branch, tag or commit); null: `packs` already exist.
     source: Annotated[PathText, Field(min_length=1)] | None = None
-    subset: str | None = None  # name of a config of a Hugging Face dataset
-    split: str = "train"  # split of a Hugging Face dataset
+    # name of a config of a Hugging Face dataset
+    subset: str | None = None
+    # split of a Hugging Face dataset
+    split: str = "train"
     # Column with a text, or a template with columns: `"{title}\n\n{body}"`. An EOS token ends each
     # document. A special token in the text, such as `<|endoftext|>`, becomes the id of the token,
     # as is the default at Hugging Face.
@@ -125,7 +128,8 @@ class WeightedSource(SourceSettings):
     # Name of the source in metrics, and of the folder of its packs; null: the last part of `source`
     # without suffixes.
     name: Annotated[str, Field(pattern=SOURCE_NAME.pattern)] | None = None
-    weight: float = Field(gt=0)  # share of the tokens, relative to the weights of other sources
+    # share of the tokens, relative to the weights of other sources
+    weight: float = Field(gt=0)
 
 
 class StreamingSettings(Settings):
@@ -134,7 +138,8 @@ class StreamingSettings(Settings):
     At the end of the text, reading continues at its beginning.
     """
 
-    disk_gb: float = Field(20.0, gt=0)  # largest size of all packs on the disk, in GB (10^9 bytes)
+    # largest size of all packs on the disk, in GB (10^9 bytes)
+    disk_gb: float = Field(20.0, gt=0)
     # Number of tokens in a part. Each part is packed and shuffled separately. If there are several
     # sources, the parts of a source have a share of this number, in proportion to its weight.
     window: PositiveCount = 2**26
@@ -150,7 +155,8 @@ class DataSettings(SourceSettings):
 
     # Folder of packs (Arrow, MDS), or a token .bin file. With `source`, packs are prepared in it.
     packs: FilePath
-    length: PositiveCount = 4096  # number of tokens in a pack
+    # number of tokens in a pack
+    length: PositiveCount = 4096
     # Share of the data that is held out for evaluation. If packs are prepared, it is a share of the
     # documents. If existing packs are read, it is a share of the packs.
     held_out: Share = 0.0
@@ -226,7 +232,7 @@ class DataSettings(SourceSettings):
         cls, sources: tuple[WeightedSource, ...] | None
     ) -> tuple[WeightedSource, ...] | None:
         total = sum(source.weight for source in sources or ())
-        # If the weights already are shares, do not change their bits.
+        # If the sum of the weights is 1, a division would only add rounding errors.
         if sources is None or abs(total - 1) < 1e-9:
             return sources
         return tuple(
@@ -303,7 +309,8 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
     return {key: data[key] for key in keys} | source
 
 
-# Settings that determine the tokens of a source, and settings that determine their place in packs.
+# TOKEN_KEYS are settings that determine the tokens of a source. LAYOUT_KEYS are settings that
+# determine which pack has a token.
 TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
 LAYOUT_KEYS = ("length", "packing", "held_out")
 

@@ -61,11 +61,14 @@ if TYPE_CHECKING:
     import datasets
 
 # Size of a chunk. A core needs about 50 ms for a chunk. This is short enough to keep all cores
-# busy, and so long that the time for sending a chunk to another process does not matter.
+# busy, and long enough that the time for sending a chunk to another process does not matter.
 CHUNK_BYTES = 2**20
-_ROWS = 1024  # number of rows of a table that are read at once, and then divided into chunks
-_MOST_FIELD = 2**23  # largest number of characters of a field in a CSV file
-_RECORD_START = re.compile(r"[^\s,\[\]]")  # first character of the next record of a JSON array
+# Number of rows of a table that are read at once, and then divided into chunks.
+_ROWS = 1024
+# Largest number of characters of a field in a CSV file.
+_MOST_FIELD = 2**23
+# First character of the next record of a JSON array.
+_RECORD_START = re.compile(r"[^\s,\[\]]")
 _SUFFIXES = {
     "jsonl": {".jsonl", ".ndjson", ".json"},
     "parquet": {".parquet"},
@@ -261,22 +264,24 @@ class FileSource:
     def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`.
 
-        A .json file may also have one array.
+        A .json file may have one JSON array instead of lines.
         """
         if suffix_of(path) == ".json" and (text := _array_in(path)):
             yield from self._array_chunks(text, path, size, place)
             return
-        at = place.get("at", 0)  # offset in bytes
+        # Offset in the file, in bytes.
+        at = place.get("at", 0)
         line = place.get("line", 1)
         with open_stream(path) as stream:
             if stream.seekable():
                 stream.seek(at)
-            else:  # Decompress a compressed file up to the place, because it cannot seek.
+            else:
+                # Decompress a compressed file up to the place, because it cannot seek.
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
-            # The loop ends with an empty block. It yields the bytes that are still pending, which
-            # are a last line without a newline.
+            # The empty block at the end yields the bytes that are still pending: a last line
+            # without a newline.
             for block in chain(iter(partial(stream.read, size), b""), [b""]):
                 pending += block
                 cut = len(pending)
@@ -292,7 +297,8 @@ class FileSource:
     def _array_chunks(self, text: str, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of records of the JSON array `text`. Each record becomes one line."""
         number = place.get("record", 0)
-        begin = at = place.get("at", 0)  # offset in characters
+        # Offset in `text`, in characters.
+        begin = at = place.get("at", 0)
         lines: list[str] = []
         while start := _RECORD_START.search(text, at):
             _, at = json.JSONDecoder().raw_decode(text, start.start())
@@ -423,9 +429,10 @@ class DatasetSource:
         return [name for name in names if name in columns]
 
     def _arrow_data(self) -> tuple[datasets.IterableDataset, list[str]]:
-        """Return the dataset as Arrow tables of the columns that are read, and all columns' names.
+        """Return the dataset, and the names of all its columns.
 
-        The list of names is empty if the dataset does not state its columns.
+        The dataset yields Arrow tables with the columns that are read. The list of names is empty
+        if the dataset does not state its columns.
         """
         import datasets
 
@@ -507,7 +514,8 @@ def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
         strict=True,
     )
     fields = 0
-    line = 1  # number of the line on which the next row begins
+    # Number of the line on which the next row begins.
+    line = 1
     try:
         for row in rows:
             fields = fields or len(row)
@@ -517,7 +525,8 @@ def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
                 yield row
             line = rows.line_num + 1
     except UnicodeDecodeError as error:
-        decoded(error.object)  # This raises an error with the remedy.
+        # This raises an error with the remedy.
+        decoded(error.object)
     except csv.Error as error:
         raise InputError(
             f"{path}:{line}: the row that begins on this line cannot be read: {error}. Write a "

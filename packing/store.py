@@ -28,7 +28,8 @@ from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
-_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # usual names of the held-out split
+# Usual names of the held-out split.
+_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")
 _DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
 _MAKE = (
     "either set `data.source` and `data.tokenizer` to prepare packs from text, "
@@ -92,12 +93,12 @@ def _part(
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:
-    """Return the settings of each training source, and then those of `data.validation` if set."""
+    """Return the settings of each training source, then of `data.validation` if it is set."""
     return list(filter(None, [*training_parts(settings).values(), validation_part(settings)]))
 
 
 def folder_of(part: DataSettings) -> Path:
-    """Return the folder with the packs of a source. For a stream, this is its first part."""
+    """Return the folder with the packs of a source, or with the first part of a stream."""
     return part.packs / FIRST if part.stream else part.packs
 
 
@@ -186,10 +187,10 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
 
 
 def carve(packs: Packs, share: float, split: Split) -> Packs:
-    """Return the training part or the held-out part of `packs`.
+    """Return the packs of a split, for packs that were prepared without a held-out split.
 
-    The packs whose indices have the smallest hashes are held out. `share` is their share of all
-    packs. Raises InputError if no pack would be left for training.
+    `share` of the packs are held out: the packs whose indices have the smallest hashes. Raises
+    InputError if no pack would be left for training.
     """
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
@@ -204,7 +205,7 @@ def carve(packs: Packs, share: float, split: Split) -> Packs:
 
 
 class PartOfPacks(Packs):
-    """Some packs of a larger store, in the order of the store."""
+    """Subset of other packs, in the same order."""
 
     def __init__(self, packs: Packs, indices: np.ndarray) -> None:
         self._packs = packs
@@ -226,7 +227,7 @@ class PartOfPacks(Packs):
 def find_splits(
     path: Path, length: int | None, tokenizer: str | None = None
 ) -> dict[Split, Callable[[], Packs]]:
-    """Map each split of the packs at `path` to a function that opens it.
+    """Map each split of the packs at `path` to a function that opens the split.
 
     `length` is the length of a pack, for formats that do not record it. If `length` is None, MDS
     packs have the length of their first sample, and packs of a token file have the default of

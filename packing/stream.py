@@ -1,7 +1,7 @@
 """Read packs that are made while a run trains, from more text than fits on the disk.
 
-This module is the part of a stream that belongs to the run: it reads packs, publishes the position
-at which the run reads, and starts the packer process.
+A stream consists of parts: folders of packs. This module is used by the run: it reads packs,
+publishes the position at which the run reads, and starts the packer process.
 
     packs/
       part-00000000/    first part, which stays on the disk because it has the held-out documents
@@ -46,9 +46,12 @@ from packing.order import Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
 
 POSITION = "position.json"
-RUN_LOCK = ".lock"  # held by the run that reads the stream
-ENDLESS = 2**62  # number of packs that a stream reports, because its real number is not known
-POLL_SECONDS = 0.05  # seconds between two checks whether a part exists
+# Lock of the run that reads the stream.
+RUN_LOCK = ".lock"
+# Number of packs that a stream reports, because its real number is not known.
+ENDLESS = 2**62
+# Seconds between two checks whether a part exists.
+POLL_SECONDS = 0.05
 LOG = "packer.log"
 _RECIPE = "packer.yaml"
 # Environment variables that make the processes of a launcher report their exit. The packer must not
@@ -63,11 +66,14 @@ _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 class PartStart:
     """Start of a part: a place in the source, and the number of earlier parts, epochs and packs."""
 
-    number: int = 0  # number of the part, counted from 0
-    epoch: int = 0  # number of times that the source has ended before this part
+    # Number of the part, counted from 0.
+    number: int = 0
+    # Number of times that the source has ended before this part.
+    epoch: int = 0
     # Place in the source at which the part starts. `chunks(place)` of the source continues there.
     place: dict[str, Any] = field(default_factory=dict)
-    first: int = 0  # number of packs in all earlier parts
+    # Number of packs in all earlier parts.
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,8 @@ def read_part(folder: Path, start: PartStart) -> Part | None:
     except InputError:
         if (path / MANIFEST).exists():
             raise
-        return None  # The packer has deleted the part meanwhile.
+        # The packer has deleted the part meanwhile.
+        return None
     recorded = packs.manifest["statistics"]["stream"]
     if PartStart(**recorded["start"]) != start:
         return None
@@ -256,7 +263,8 @@ class SourceStream:
                 "start": asdict(PartStart()),
                 "fingerprint": self.sample.fingerprint,
             }
-            self._parts: list[Part] = []  # all open parts, in the order of their numbers
+            # All open parts, in the order of their numbers.
+            self._parts: list[Part] = []
 
     def part_of(self, place: int, wait: Callable[[], None]) -> Part:
         """Return the part that has the pack at `place`.
@@ -454,7 +462,10 @@ class StreamOrder(Order):
         return figures | super().figures(step)
 
     def _parts_before(self, step: int) -> dict[str, Part]:
-        """Map each source's name to the part of its last pack before `step`, or the first part."""
+        """Map each source's name to the part that has the source's last pack before `step`.
+
+        Before the source's first pack, this is its first part.
+        """
         counts = self.mixture.packs_before(self.places_of_step(step).start)
         return {
             name: source.part_of(max(int(count) - 1, 0), self._wait)

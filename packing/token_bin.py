@@ -16,12 +16,16 @@ from foundation.errors import InputError
 from foundation.files import hash_file, hash_of
 from packing.arrow import Pack, Packs, checked_index
 
-_SAMPLED_TOKENS = 2**20  # number of uint16 values from which the dtype is inferred
-_FEWEST_TOKENS = 64  # With fewer values, assume uint16: all high words may be small by chance.
+# Number of uint16 values from which the dtype is inferred.
+_SAMPLED_TOKENS = 2**20
+# With fewer values, assume uint16: all high words may be small by chance.
+_FEWEST_TOKENS = 64
 # In a uint32 file with a vocabulary below 2^20, the upper 16 bits of each id are less than this.
 _HIGH_WORD_LIMIT = 16
-_HEADER_BYTES = 1024  # size of llm.c's header
-_MAGIC = {20240520: "uint16", 20240801: "uint32"}  # the first number of llm.c's header
+# Size of llm.c's header in bytes.
+_HEADER_BYTES = 1024
+# Dtypes by the first number of llm.c's header.
+_MAGIC = {20240520: "uint16", 20240801: "uint32"}
 
 
 class TokenBin(Packs):

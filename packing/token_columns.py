@@ -1,8 +1,8 @@
 """Read the columns of tokenized data that mark padding, documents, and tokens with a loss.
 
-The rules are the same for tokenized sources and for MDS shards. The names of the columns are those
-that TRL, torchtune, axolotl, LLaMA-Factory, llm-foundry, OLMo and transformers write. Masks, labels
-and document numbers belong to the token at the same index: they are not shifted.
+The rules are the same for tokenized sources and for MDS shards. TRL, torchtune, axolotl,
+LLaMA-Factory, llm-foundry, OLMo and transformers write columns with these names. A mask, a label or
+a document number belongs to the token at the same index. Labels are not shifted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numpy as np
 
 from packing.arrow import IGNORE
 
-# Column with 0 for padding, and 1 or the number of its document for any other token. Some writers
-# store the lengths of the documents in it instead.
+# Column with 0 for padding. Any other token has 1, or the number of its document. Some writers
+# store the lengths of the documents in this column instead.
 MASK = "attention_mask"
-LABELS = "labels"  # column with the token ids, or -100 for tokens without a loss
+# Column with the token ids, or -100 for tokens without a loss.
+LABELS = "labels"
 # Columns with 1 for tokens with a loss, and 0 for other tokens.
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "label_mask")
 
@@ -33,9 +34,9 @@ def _from_offsets(ends: np.ndarray) -> np.ndarray:
     return _from_lengths(np.diff(ends[ends >= 0]))
 
 
-# Map the name of a column to a function that returns a number for each token. The number changes at
-# the first token of a document, and is negative for padding. If there are several columns, only the
-# first one in this order is used.
+# Columns that mark documents, and functions that return a number for each token. The number changes
+# at the first token of a document, and is negative for padding. If a record has several of these
+# columns, only the first one in this order is used.
 BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **dict.fromkeys(("seq_lengths", "seq_lens", "seqlens", "sequence_lengths"), _from_lengths),
     **dict.fromkeys(("document_lengths", "doc_lens"), _from_lengths),
@@ -62,7 +63,8 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
     given = np.asarray(values)
     numbers = given
     if given.dtype.kind in "bf":
-        with np.errstate(invalid="ignore"):  # NaN and infinity would print a warning.
+        # NaN and infinity would print a warning.
+        with np.errstate(invalid="ignore"):
             numbers = given.astype(np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or (numbers != given).any():
         raise ValueError(
@@ -76,7 +78,7 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
     """Return the number of each token's document, or -1 for padding: [width] int64.
 
     `width` is the number of tokens, and `columns` maps names of columns to their values. Raises
-    ValueError if a column is for another number of tokens.
+    ValueError if the columns describe another number of tokens.
     """
     mask = columns.get(MASK)
     is_real = np.ones(width, bool)

@@ -49,7 +49,8 @@ class TextTokenizer:
 
     name: str
     tokenizer: Tokenizer
-    special: dict[str, int]  # ids of bos, eos and pad, without tokens that do not exist
+    # Ids of bos, eos and pad. Tokens that do not exist are missing.
+    special: dict[str, int]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -118,7 +119,7 @@ class TextTokenizer:
 
 
 # A run loads its tokenizer several times, so two tokenizers are cached. Parsing a tokenizer of
-# 150,000 tokens takes a second, and computing its fingerprint takes another second.
+# 150,000 tokens takes a second.
 @lru_cache(maxsize=2)
 def load_tokenizer(name: str) -> TextTokenizer:
     """Load a tokenizer from a tokenizer.json, a folder with one, or a hub model (`name@revision`).
@@ -159,8 +160,9 @@ def find_file(tokenizer: str, name: str) -> Path | None:
 
     `tokenizer` is a folder, the path of a tokenizer.json, or the name of a hub repository. A file
     of a hub repository is downloaded, or found in the cache of earlier downloads. Returns None if
-    it is certain that the tokenizer has no such file. Raises InputError if the hub cannot be
-    reached, because token ids must not depend on the network.
+    the tokenizer has no such file. Raises InputError if the hub cannot be reached and the file is
+    not in the cache, because token ids must not depend on the network. For a template (`.jinja`),
+    None is returned in this case too.
     """
     path = Path(tokenizer)
     if path.exists():
@@ -199,7 +201,8 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-END_OF_TEXT = "<|endoftext|>"  # token that ends every document, and fills packs
+# Token that ends every document, and fills packs.
+END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(

@@ -40,7 +40,8 @@ TRAINED = {
     "nvfp4": "NVFP4",
 }
 SERVED = {**TRAINED, "nvfp4_1d": "NVFP4 1-D"}
-# Kinds of checkpoints: the last one, the last one before the decay, and means that end with them.
+# Kinds of checkpoints: the last one, the last one before the decay, and means of checkpoints that
+# end with one of these two.
 LAST = "last"
 BEFORE_DECAY = "before the decay"
 MEAN = "mean of "
@@ -115,7 +116,7 @@ def figure(losses: Losses, compared: Losses, unit: Losses) -> str:
 
 
 def served_table(cells: Cells) -> str:
-    """Return the loss of each training in each precision, above BF16 trained and served."""
+    """Return a table of each training in each evaluation precision, relative to BF16 in both."""
     bf16 = cells.get(("served", "bf16", "bf16", LAST), {})
     rows = [
         [title, count_of(losses)]
@@ -130,10 +131,10 @@ def served_table(cells: Cells) -> str:
 
 
 def gain_table(cells: Cells) -> str:
-    """Return the gain of training in the precision of serving, and the cost of serving.
+    """Return a table of the gain of training in the precision of serving, and the cost of serving.
 
-    The gain is the loss above BF16 quantized afterwards. The cost of serving is the loss above the
-    same model in BF16.
+    The gain is the loss minus the loss of a BF16 model that is quantized after training. The cost
+    of serving is the loss minus the loss of the same model in BF16.
     """
     bf16 = cells.get(("served", "bf16", "bf16", LAST), {})
     rows = []
@@ -150,7 +151,7 @@ def gain_table(cells: Cells) -> str:
 
 
 def merged_table(cells: Cells) -> str:
-    """Return the loss of means of checkpoints above single checkpoints.
+    """Return a table of the loss of means of checkpoints, relative to single checkpoints.
 
     The last row of each kind is the effect on the NVFP4 run minus the effect on the BF16 run.
     """
@@ -176,7 +177,7 @@ def merged_table(cells: Cells) -> str:
 
 
 def options_table(cells: Cells, matrix: str) -> str:
-    """Return the loss of each option above BF16, and above the default of its precision."""
+    """Return a table of the loss of each option, relative to BF16 and to the default options."""
     bf16 = cells.get((matrix, "bf16", "bf16", LAST), {})
     names = {trained for found, trained, *_ in cells if found == matrix and trained != "bf16"}
     rows = []

@@ -11,11 +11,11 @@ With `--merge N`, also evaluate means of N checkpoints, as `python -m pretrain e
 exports them, in BF16 and in NVFP4. The means end with the last checkpoint, and with the last
 checkpoint before the decay of the learning rate.
 
-A line of the output is a cell: the cell of the matrix in which the run was trained, its seed, the
-precision of the evaluation, and the held-out loss. `served: own` is the last evaluation of the run
-itself, in the precision and with the options of the training. Several processes can share the work.
-Each process takes the next finished run that no other process has taken. A process ends when it has
-evaluated the last of `--runs` runs, or at the time `--until`.
+Each line of the output has the run's cell in the matrix, the seed, the precision of the evaluation,
+and the held-out loss. `served: own` is the last evaluation of the run itself, in the precision and
+with the options of the training. Several processes can share the work. Each process takes the next
+finished run that no other process has taken. A process ends when it has evaluated the last of
+`--runs` runs, or at the time `--until`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from pretrain.settings.launch import with_precision
 from train_accelerate import assemble
 
 RECIPE = "benchmarks/evidence/served_14m.yaml"
-# NVFP4 with weights in blocks of 1x16, as after-training quantization usually has them.
+# NVFP4 with weights in blocks of 1x16, as is usual in quantization after training.
 USUAL = "nvfp4_1d"
 # Cells whose checkpoints are averaged, and the precisions in which the means are evaluated.
 MERGED_CELLS = ("bf16", "nvfp4")
@@ -112,7 +112,7 @@ class Server:
                     parameter.copy_(read(name))
 
     def figures(self, chosen: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield (label, held-out figures) of the present weights for each label in `chosen`."""
+        """Yield (label, held-out figures) of the current weights for each label in `chosen`."""
         chosen = set(chosen)
         context = self.assembly.context
         measure = partial(held_out_figures, self.job, self.assembly.model, self.accelerator)

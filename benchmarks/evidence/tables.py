@@ -5,11 +5,12 @@
 Reads `benchmarks/results/loss/h200_evidence_*.jsonl`. Writes `benchmarks/evidence/results.md`, and
 the table and the picture of docs/evidence.md.
 
-A file is a *scale*: a model of one size on one dataset. Its lines are sessions (a command on a
-machine, with the settings that its runs share) and runs (a cell, which is a precision with its
-options, under one seed). A run is compared with the baseline of the same seed in the same session,
-because the baseline of another machine differs by chance. If several sessions have a seed, the mean
-of its differences counts. Verdicts are after Holm's correction over all tests of an endpoint.
+A file is a *scale*: a model of one size on one dataset. Each line is a session or a run. A session
+is a command on a machine, with the settings of its runs. A run is the training of a cell with one
+seed, and a cell is a precision with its options. A run is compared with the baseline of the same
+seed in the same session, because the baseline of another machine differs by chance. If several
+sessions have a seed, the mean of its differences counts. Verdicts are after Holm's correction over
+all tests of an endpoint.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ SIZES = {
 }
 
 Run = Mapping[str, Any]
-Measure = Callable[[Run], float | None]  # a figure of a run, or None if the run has none
+# Function that returns a figure of a run, or None if the run has none.
+Measure = Callable[[Run], float | None]
 
 
 def served_loss(run: Run) -> float | None:
@@ -132,12 +134,12 @@ class Scale:
     def has_broken_run(self, cell: str) -> bool:
         """Return whether a run of the cell did not finish.
 
-        The cell has no mean then, because the remaining runs would make it look better.
+        Such a cell has no mean, because a mean of the other runs would be too good.
         """
         return any("halted" in run or served_loss(run) is None for run in self.of(cell))
 
     def above_baseline(self, cell: str, measure: Measure) -> dict[int, float]:
-        """Return the figure minus that of the baseline in the same session, by seed."""
+        """Return, by seed, the figure of a cell minus that of the baseline in the same session."""
         base = {(run["session"], run["seed"]): measure(run) for run in self.of(BASELINE)}
         differences = defaultdict(list)
         for run in self.of(cell):
@@ -158,7 +160,8 @@ class Scale:
     def difference(self, cell: str, measure: Measure = served_loss) -> SeedDifference | None:
         """Return the differences of the cell from the baseline.
 
-        None if a run of the cell did not finish, or no seed has a run of both.
+        Return None if a run of the cell did not finish, or if no seed has a run of the cell and of
+        the baseline.
         """
         above = {} if self.has_broken_run(cell) else self.above_baseline(cell, measure)
         if not above:
@@ -181,9 +184,9 @@ def share(difference: SeedDifference | None) -> str:
 
 
 def p_values(difference: SeedDifference) -> tuple[float, float]:
-    """Return p of the two one-sided t tests against MARGIN, and of a two-sided one against zero.
+    """Return p of two one-sided t tests against MARGIN, and p of a two-sided t test against zero.
 
-    Needs three seeds.
+    At least three seeds are needed.
     """
     freedom = len(difference.by_seed) - 1
     error = statistics.stdev(difference.by_seed.values()) / math.sqrt(freedom + 1)
@@ -209,10 +212,11 @@ def holm(p_values: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], flo
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A figure at all scales, by scale and cell: all differences, and the verdicts of the tests."""
+    """Differences of one figure from the baseline, and verdicts of tests, by scale and cell."""
 
     differences: Mapping[tuple[str, str], SeedDifference | None]
-    verdicts: Mapping[tuple[str, str], str]  # of tested cells
+    # Verdicts of tested cells.
+    verdicts: Mapping[tuple[str, str], str]
 
     @classmethod
     def of(cls, scales: Mapping[str, Scale], measure: Measure) -> Endpoint:
@@ -340,7 +344,8 @@ def answer_table(scales: Mapping[str, Scale]) -> str:
 
 def draw(scales: Mapping[str, Scale]) -> bytes:
     """Return a PNG with the differences in BF16 evaluation, their intervals, and the margin."""
-    from matplotlib.figure import Figure  # takes half a second to import
+    # Imported late, because importing matplotlib takes half a second.
+    from matplotlib.figure import Figure
 
     served = Endpoint.of(scales, served_loss)
     # The rows of a size are next to each other. A free place above them has the name of the size.
@@ -381,7 +386,8 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
     axes.set_yticks(list(places), places.values())
     for place, text in zip(places, axes.get_yticklabels(), strict=True):
         text.set_fontweight("bold" if place % 1 else "normal")
-    axes.set_ylim(len(places) - 0.4, -0.3)  # the first row is at the top
+    # Put the first row at the top.
+    axes.set_ylim(len(places) - 0.4, -0.3)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("held-out loss of the final weights above BF16's, in %, evaluated in BF16")
     axes.spines[["top", "right"]].set_visible(False)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-BASELINE = "hf_eager"  # whose losses and gradient norms all other ways are compared with
+# All other ways are compared with the losses and gradient norms of this way.
+BASELINE = "hf_eager"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Entry:
 
     @property
     def floor(self) -> str:
-        """Return the name of the machine's limit for its precision."""
+        """Return the name of this way's limit in the results of benchmarks.limits."""
         if self.precision in ("fp32", "bf16", "mxfp8", "nvfp4"):
             return self.precision
         return (
@@ -47,7 +48,7 @@ class Entry:
 
     @property
     def loses_updates(self) -> bool:
-        """Return whether its weights lose updates of less than half a unit in the last place."""
+        """Return True if weights lose updates of less than half a unit in the last place."""
         return self.weights == "bf16"
 
 
@@ -58,7 +59,8 @@ class Model:
     recipe: Path
     configuration: Path
     entries: tuple[Entry, ...]
-    whole_documents: bool = False  # each pack is one document
+    # True if each pack is one document.
+    whole_documents: bool = False
 
 
 def other(

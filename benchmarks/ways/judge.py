@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.ways.entries import Entry
 
-COMPARED = 4  # steps whose gradient norms are compared
+# Number of first steps whose gradient norms are compared.
+COMPARED = 4
 # Tolerance of the last loss, in nats. Plain BF16 weights exceed it at the second step.
 LAST_LOSS = 0.1
 

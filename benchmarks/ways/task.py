@@ -1,4 +1,4 @@
-"""The task of a way, and the result: a model, an optimizer, and the loss of a microbatch.
+"""Define the task of a way (`Task`), and the trainer that a way builds for the task (`Way`).
 
 All ways have the initial weights and the batches of the launcher, the same kernel for attention
 over documents, and torch's AdamW with the settings of the recipe. So they differ only in the
@@ -41,7 +41,7 @@ class Task:
 
     @property
     def attention(self) -> str:
-        """Return the attention: FlashAttention-2 on a GPU, as in Hugging Face; a mask on a CPU."""
+        """Return the attention: FlashAttention-2 on a GPU, and SDPA with a mask on a CPU."""
         return "packed_varlen" if self.device.type == "cuda" else "packed_sdpa"
 
     def hugging_face_model(self) -> PreTrainedModel:
@@ -123,7 +123,7 @@ class Way:
 
 
 class Builder(Protocol):
-    """The functions of a module of this folder."""
+    """The functions that every module with a way defines."""
 
     def obstacle(self, device: torch.device) -> str | None:
         """Return the reason why this way cannot run on `device`, or None if it can."""
@@ -141,7 +141,8 @@ def hugging_face_loss(
 
     def loss(batch: Microbatch, step_tokens: int) -> Tensor:
         inputs = task.inputs(batch)
-        labels = inputs.pop("labels")  # already shifted; boundaries of documents are masked
+        # The labels are already shifted. Boundaries of documents are masked.
+        labels = inputs.pop("labels")
         with task.autocast():
             output = forward(
                 **inputs,

@@ -99,7 +99,8 @@ def train_step(
     way.optimizer.zero_grad(set_to_none=True)
     figures = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()
     if device.type == "cuda":
-        torch.cuda.synchronize()  # wait for the update too
+        # Wait for the update too.
+        torch.cuda.synchronize()
     return figures[0], figures[1]
 
 
