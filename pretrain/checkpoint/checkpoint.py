@@ -483,7 +483,8 @@ def free_memory() -> int:
 
     Without memory limits, this is the free memory of the machine. If the process belongs to Linux
     control groups with memory limits, the result is at most the free memory within each limit.
-    SLURM, Docker and Kubernetes limit jobs by control groups, and kill a job that exceeds its limit.
+    SLURM, Docker and Kubernetes limit jobs by control groups. They kill a job that exceeds its
+    limit.
     """
     free = psutil.virtual_memory().available
     with suppress(OSError):  # the machine does not run Linux

@@ -110,7 +110,8 @@ class Console:
     def notice(self, *lines: str) -> None:
         """Print `lines`. A disabled console prints nothing.
 
-        If a progress bar is visible, the lines appear above the bar. A notice is information that needs no action, such as a saved checkpoint.
+        If a progress bar is visible, the lines appear above the bar. A notice is information that
+        needs no action, such as a saved checkpoint.
         """
         if not self.enabled:
             return

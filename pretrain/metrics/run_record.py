@@ -26,12 +26,12 @@ from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE,
 from pretrain.precision.settings import label
 from pretrain.settings.config import flatten
 
-# Number of steps at the start of a run that are excluded from medians. These steps compile, allocate
-# and autotune.
+# Number of steps at the start of a run that are excluded from medians. In these steps, the run
+# compiles, allocates and autotunes.
 WARM_UP_STEPS = 2
-# Share of the steps of a run that form its end (`at_the_end`). The final loss is the mean over these
-# steps, because the loss of a single step has much noise (standard deviation 0.13 in the reference
-# runs).
+# Share of a run's steps that form the end of the run (`at_the_end`). The loss at the end is a mean
+# over these steps, because the loss of a single step is mostly noise (standard deviation 0.13 in
+# the reference runs).
 LAST_SHARE = 0.2
 # Minimum number of steps that form the end of a run. The standard error of the loss at the end is
 # computed from eight groups of eight steps.
