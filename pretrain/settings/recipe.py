@@ -60,7 +60,7 @@ class ModelSettings(Settings):
     fused: Switch = "auto"
     # on: launch all kernels of a microbatch together, which changes no result. This needs one GPU,
     # fused layers, and memory for the activations of a second microbatch. auto: on if the first
-    # steps show that a small model waits for its launches.
+    # steps show that the GPU waits for launches.
     cuda_graphs: Switch = "auto"
 
     @property
@@ -240,8 +240,8 @@ class LossSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    # Number of steps between two evaluations. null: evaluate at the end of training, and also
-    # before the first step if trained weights are loaded from `model.source`.
+    # Number of steps between two evaluations. A run also evaluates at its end, and before its first
+    # step if it loads trained weights from `model.source`. null: evaluate only then.
     every: PositiveCount | None = None
     # Number of held-out packs that are evaluated, starting with the first pack. null: evaluate all
     # held-out packs.
