@@ -67,7 +67,7 @@ _VISIBILITY_TIMEOUT = 5.0
 _log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
-# Map each file name to the tensors in the file. The tensors are local parts, by tensor name.
+# Map each file name to the tensors in the file, by tensor name. The tensors are local parts.
 Files = Mapping[str, Tensors]
 
 

@@ -22,7 +22,7 @@ from foundation.errors import InputError
 from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
 
-# The loss of a step is compared with the losses of this number of recent steps.
+# Number of recent losses with which the loss of a step is compared.
 WINDOW = 100
 # Number of losses that must be recorded before the first spike can be detected. Fewer losses do not
 # suffice to measure the noise.
@@ -34,8 +34,8 @@ SPIKE_DEVIATIONS = 6.0
 SPIKE_NATS = 0.3
 # Maximum number of skipped steps in a row. If the next step is bad too, the run stops.
 CONSECUTIVE_SKIPS = 10
-# Maximum number of rollbacks of a run, including the rollbacks before a resume. Where another
-# rollback would be needed, the run stops.
+# Maximum number of rollbacks of a run, including the rollbacks before a resume. If another rollback
+# is needed, the run stops.
 MOST_ROLLBACKS = 3
 # Ratio of the standard deviation to the median absolute deviation of a normal distribution,
 # 1 / Phi^-1(3/4).

@@ -123,8 +123,8 @@ class RunRecord:
     summary: dict[str, Any]
     # Content of audit.json, or an empty dict if the run has not written the file yet.
     audit: dict[str, Any] = field(default_factory=dict)
-    # True if the run temporarily shared its machine with other runs of a matrix. The speed of such
-    # a run cannot be compared.
+    # True if the run temporarily shared its machine with other runs of a matrix. Then its speed
+    # cannot be compared with the speed of other runs.
     side_by_side: bool = False
 
     @property

@@ -268,9 +268,9 @@ def _bytes_at_loss(
     The loss is computed in chunks of tokens. It needs memory for
 
     * the gradient of the LM head's weight in FP32, to which each chunk adds its gradient,
-    * a second tensor with the shape of this weight. If the head is not quantized, it is the working
-      copy of the weight (`has_copies`). If the head is quantized, it is the weight gradient of one
-      chunk, unless the matrix product adds to the sum over the chunks,
+    * a second tensor with the shape of this weight. If the head is not quantized, this is the
+      working copy of the weight, if there is one. If the head is quantized, this is the weight
+      gradient of one chunk, unless the matrix product adds it to the sum over the chunks directly,
     * the last hidden state of each token, the output of the final norm, and the gradient of this
       output,
     * the logits of one chunk, which are overwritten with their gradient, and

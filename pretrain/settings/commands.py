@@ -149,7 +149,7 @@ def doctor(add: Callable) -> None:
         const=Path("card.json"),
         metavar="FILE",
         help="write a card of this machine, a JSON file, instead of printing the table; for each "
-        "precision, the card has the speed and its share of the machine's peak, the losses of 50 "
+        "precision, the card has the speed as a share of the machine's limits, the losses of 50 "
         "steps with audit and parity, and a comparison of the hardware's quantized operands with "
         "our emulation; default of FILE: %(const)s",
     )
@@ -467,7 +467,7 @@ def phases(add: Callable) -> None:
         "--dry-run",
         action="store_true",
         help="print the commands that run the cells of all phases, and exit; each phase is based "
-        "on the first cells of the earlier phases, because the fastest ones are not known",
+        "on the first cells of the earlier phases, because the fastest cells are not known",
     )
 
 

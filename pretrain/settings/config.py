@@ -188,7 +188,7 @@ def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
         example = next(iter(fields))
         hint = f"did you mean {{{similar[0]}}}?" if similar else f"use a name such as {{{example}}}"
         raise InputError(
-            f"`{key}`: the name {{{name}}} in {path!r} has no value to replace it; {hint}"
+            f"`{key}`: {path!r} contains {{{name}}}, but {name!r} is not a known name; {hint}"
         )
 
     return re.sub(r"{(.*?)}|[{}]", replacement, path)

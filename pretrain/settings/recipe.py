@@ -215,7 +215,7 @@ class LossSettings(Settings):
     # becomes sharper. non_max_sum: 1 - max p. neg_entropy: the entropy of p. The held-out loss does
     # not include the penalty. null: no penalty.
     penalty: PenaltyKind | None = None
-    # Factor lambda by which the penalty is multiplied. null: no penalty.
+    # Factor lambda that multiplies the penalty. null: no penalty.
     penalty_weight: float | None = Field(default=None, ge=0, le=MOST_FP32)
 
     @property
