@@ -2,8 +2,8 @@
 # Start the training processes of one node with accelerate launch. cluster/train.sbatch runs this
 # script once on each node with srun.
 set -euo pipefail
-# Give each started command its own process group. SLURM signals the group of this script, and
-# SIGUSR1 would kill accelerate launch.
+# Give each started command its own process group. SLURM sends SIGUSR1 to the group of this script,
+# and the signal would kill accelerate launch.
 set -m
 
 if [[ -z "${VIRTUAL_ENV:-}" && -f .venv/bin/activate ]]; then

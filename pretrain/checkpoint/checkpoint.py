@@ -67,7 +67,7 @@ _VISIBILITY_TIMEOUT = 5.0
 _log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
-# Map each file name to the tensors in the file. The tensors are local parts, by tensor name.
+# Map each file name to the tensors in the file, by tensor name. The tensors are local parts.
 Files = Mapping[str, Tensors]
 
 
@@ -96,7 +96,7 @@ class Checkpoints:
         self.rank = torch.distributed.get_rank() if is_distributed else 0
         self.world_size = torch.distributed.get_world_size() if is_distributed else 1
         self.damaged: set[Path] = set()
-        # The checkpoint that was saved or loaded last. A save is included when it is complete.
+        # The checkpoint of the last complete save or load.
         self._complete: Path | None = None
         # The checkpoint that was verified last, if it was intact. `load` does not hash it again.
         self._intact: Path | None = None
@@ -228,7 +228,7 @@ class Checkpoints:
         return any(future and future.done() and future.exception() for future in futures)
 
     def settle(self) -> None:
-        """Start to complete the running save if all ranks have written their files.
+        """Let the thread complete the running save if all ranks have written their files.
 
         Call this method between two steps. It does not wait for the disk.
         """
@@ -481,9 +481,10 @@ class Staging:
 def free_memory() -> int:
     """Return the number of bytes of memory that this process may still allocate.
 
-    This is the free memory of the machine. If the process belongs to Linux control groups with
-    memory limits, it is at most the free memory within each limit. SLURM, Docker and Kubernetes
-    limit jobs by control groups, and kill a job that exceeds its limit.
+    Without memory limits, this is the free memory of the machine. If the process belongs to Linux
+    control groups with memory limits, the result is at most the free memory within each limit.
+    SLURM, Docker and Kubernetes limit jobs by control groups. They kill a job that exceeds its
+    limit.
     """
     free = psutil.virtual_memory().available
     with suppress(OSError):  # the machine does not run Linux
@@ -533,7 +534,7 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
         return list(threads.map(lambda name: write_tensors(partial / name, files[name]), files))
 
 
-# ── The live tensors ──
+# ── Checksums of tensors in memory ──
 
 
 def checksums(tensors: Tensors) -> dict[str, int]:
@@ -571,7 +572,7 @@ def sum_of_bits(tensor: Tensor) -> int:
     if tensor.dim():
         first += on_disk.block_of(tensor).offset[0] * math.prod(tensor.shape[1:])
     total = 0
-    in_host_memory = bits.is_pinned()  # `optimizer.offload`
+    in_host_memory = bits.is_pinned()  # with `optimizer.offload`
     for piece in bits.split(PIECE):
         if in_host_memory:
             piece = piece.cuda(non_blocking=True)

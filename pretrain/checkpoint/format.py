@@ -67,8 +67,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 PARTIAL_STEP = ".partial-"
 ABANDONED_STEP = "abandoned-"
-# Bytes after which a rank starts a new file. A file is larger if its last block crosses this limit.
-# Smaller files are not needed, because a large checkpoint has enough files for all hashing threads.
+# Number of bytes after which a rank starts a new file. The last block of a file may exceed this
+# limit. With this size, a large checkpoint has enough files for all hashing threads.
 PART_BYTES = 2 * 2**30
 # Map the dtype names of safetensors to torch dtypes.
 DTYPES = {

@@ -45,8 +45,8 @@ class TrainState:
     def data_steps(self) -> tuple[int, int]:
         """Return (first, end) of the steps that are still to be trained. `end` is excluded.
 
-        The steps are numbered as in the stream of packs, in which steps that rollbacks have skipped
-        count too.
+        The two numbers count steps in the stream of packs. They include `left_out`, because the
+        packs of discarded steps are not used again.
         """
         return self.step + self.left_out, self.steps + self.left_out
 
@@ -81,8 +81,8 @@ ADDED_SETTINGS = {"schedule.decay_shape": "linear"}
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ between two identities.
 
-    An identity is a dict that maps dotted keys to settings and fingerprints. A missing key is
-    treated like the value in ADDED_SETTINGS, or else like the value None.
+    An identity is a dict that maps dotted keys to settings and fingerprints. A missing key has the
+    value in ADDED_SETTINGS, or None if ADDED_SETTINGS lacks the key.
 
     Args:
         saved: Identity in a checkpoint.

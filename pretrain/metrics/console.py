@@ -108,9 +108,10 @@ class Console:
         return Progress(task, unit, self.enabled and sys.stderr.isatty(), **options)
 
     def notice(self, *lines: str) -> None:
-        """Print `lines` above a visible progress bar, or nothing if the console is disabled.
+        """Print `lines`. A disabled console prints nothing.
 
-        A notice is information that needs no action, such as a saved checkpoint.
+        If a progress bar is visible, the lines appear above the bar. A notice is information that
+        needs no action, such as a saved checkpoint.
         """
         if not self.enabled:
             return

@@ -188,8 +188,8 @@ class ModelFlops:
         """Return a warning about the `uncounted` weights. `uncounted` must not be empty."""
         more = ", ..." if len(self.uncounted) > 1 else ""
         return (
-            "the FLOPs are incomplete: the FLOPs of these weights cannot be computed from their "
-            f"shape, and are not included: {self.uncounted[0]}{more}"
+            "the FLOPs are incomplete, because the FLOPs of these weights cannot be computed from "
+            f"their shape: {self.uncounted[0]}{more}"
         )
 
     @property
@@ -257,7 +257,7 @@ def _split_experts(
 
 
 def ours(model: ModelFlops, length: int) -> float:
-    """Return the count of `ModelFlops.step` for one document of `length` tokens per sequence.
+    """Return the FLOPs by `ModelFlops.step`, if each sequence is one document of `length` tokens.
 
     This is an upper bound. Several shorter documents in a sequence need fewer FLOPs.
     """
@@ -285,7 +285,8 @@ def combined_formula(model: ModelFlops, length: int) -> float:
     """Return the FLOPs by the second version of the project llm_TII (docs/planning.md).
 
     The formula for the attention of S tokens is 2 S H^2 (2 + 2/G) + 4 S^2 H, with the hidden size H
-    and G query heads per KV head. The rotary embedding of queries and keys is added.
+    and G query heads per KV head. If the model has no learned positions, the FLOPs of the rotary
+    embedding of queries and keys are added.
     """
     return _components(model, length, 0 if model.position_parameters else 4 * model.shape.hidden)
 

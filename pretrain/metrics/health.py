@@ -1,7 +1,7 @@
 """Check the loss and gradient norm of each step, and decide if the step may update the weights.
 
-A spike is a loss far above the losses of the last hundred steps. The usual loss is the median of
-these losses, and its noise is their median absolute deviation, because a single spike hardly
+A spike is a loss far above the losses of the last hundred steps. The checks estimate the usual loss
+by the median of these losses, and the noise by the median absolute deviation. A single spike hardly
 changes these two numbers.
 
 All ranks must call the checks with the same numbers. Then all ranks skip a step, roll back or stop
@@ -22,7 +22,7 @@ from foundation.errors import InputError
 from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
 
-# The loss of a step is compared with the losses of this number of recent steps.
+# Number of recent losses with which the loss of a step is compared.
 WINDOW = 100
 # Number of losses that must be recorded before the first spike can be detected. Fewer losses do not
 # suffice to measure the noise.
@@ -32,15 +32,15 @@ SPIKE_DEVIATIONS = 6.0
 # A spike also exceeds the median loss by more than this number of nats. Late in a run the loss is
 # so smooth that changes of six standard deviations are small and frequent.
 SPIKE_NATS = 0.3
-# The run stops after this number of skipped steps in a row.
+# Maximum number of skipped steps in a row. If the next step is bad too, the run stops.
 CONSECUTIVE_SKIPS = 10
-# The run stops instead of rolling back again after this number of rollbacks. Rollbacks before a
-# resume are included.
+# Maximum number of rollbacks of a run, including the rollbacks before a resume. If another rollback
+# is needed, the run stops.
 MOST_ROLLBACKS = 3
 # Ratio of the standard deviation to the median absolute deviation of a normal distribution,
 # 1 / Phi^-1(3/4).
 MAD_TO_SD = 1.4826
-# Weight of the current measurement in the moving average of the gap to BF16.
+# Weight of the current step in the moving averages of gradient positions (`distance_from_usual`).
 GAP_AVERAGE_WEIGHT = 0.25
 # The run warns if rounding loses more than this share of all updates.
 FROZEN_SHARE = 0.05
@@ -83,7 +83,7 @@ def distance_from_usual(position: Sequence[float], usual: Sequence[float]) -> fl
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Decision about a step. It is made after the backward and before the update of the step."""
+    """Decision about a step, made after its backward. `judge_overflow` decides after the update."""
 
     action: Literal["update", "skip", "rollback", "stop"] = "update"
     # Reason for the decision, which is shown to the user. With the action "update" it is a warning,
@@ -112,8 +112,8 @@ class HealthState:
     consecutive_skips: int = 0
     # Number of rollbacks of the run. The function that rolls back increments it.
     rollbacks: int = 0
-    # Map each precision and each matrix to the moving average of the two numbers that describe the
-    # matrix's gradient relative to its BF16 gradient (`position` in `distance_from_usual`).
+    # Moving averages of gradient positions (`position` in `distance_from_usual`). The outer key is
+    # the name of the precision, and the inner key is the name of the matrix.
     usual_gap: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     # The last step in low precision if `health.on_gap: switch` has switched the run to BF16, else
     # None.
@@ -133,8 +133,8 @@ class Health:
     def may_skip(self) -> bool:
         """Return True if the settings allow that a step is skipped.
 
-        If they do, the caller must copy the state that a step changes before the decision, such as
-        amax histories. A skipped step restores the copy.
+        If True, the caller must copy the state that forward and backward change, such as amax
+        histories. When a step is skipped, the caller restores this copy.
         """
         return "skip" in (self.settings.on_nan, self.settings.on_spike)
 
@@ -149,9 +149,10 @@ class Health:
     ) -> StepDecision:
         """Decide whether a step may update the weights.
 
-        For a bad step, the settings determine the action. The action is "stop" instead of "skip"
-        after CONSECUTIVE_SKIPS skipped steps in a row, and "stop" instead of "rollback" if a
-        rollback is not possible.
+        A step is bad if its loss or gradient norm is not finite, or if its loss is a spike. For a
+        bad step, the settings determine the action. The action is "stop" instead of "skip" after
+        CONSECUTIVE_SKIPS skipped steps in a row, and "stop" instead of "rollback" if a rollback is
+        not possible.
 
         Args:
             step: Number of the step.
@@ -352,10 +353,10 @@ class Health:
     def _find_spike(self, loss: float) -> str | None:
         """Return a description of the spike if `loss` is a spike that must be reported, else None.
 
-        With `on_spike: warn` only the first step of a spike is reported. All losses are recorded,
-        so a loss that stays high is no longer a spike after half a window. With `skip` or
-        `rollback`, every step of a spike is reported, because the losses of a spike are not
-        recorded.
+        With `on_spike: warn` only the first step of a spike is reported, and all losses are
+        recorded. If the loss stays high, the median rises after WINDOW / 2 steps, and the spike
+        ends. With `skip` or `rollback`, every step of a spike is reported, and the losses of a
+        spike are not recorded.
         """
         losses = self.state.losses
         if len(losses) < FEWEST_LOSSES:
@@ -374,7 +375,7 @@ class Health:
 
 
 def _unchanged(step: int) -> str:
-    """Return a sentence for a run that stops before the update of a step.
+    """Return a sentence about the weights of a run that stops before the update of a step.
 
     `step` is the last step that updated the weights.
     """

@@ -47,7 +47,7 @@ class Recorder:
     _steps_in_process: int = field(default=0, init=False)
     # Duration of the last step.
     _seconds: float = field(default=0.0, init=False)
-    # Number of graphs that were compiled in the last step, or 0 in the warm-up steps.
+    # Number of graphs that were compiled in the last step, or 0 if it was a warm-up step.
     _recompiles: int = field(default=0, init=False)
 
     @contextmanager

@@ -17,7 +17,7 @@ from foundation.errors import InputError
 from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
 
-# This file marks the run as a cell of a matrix. `pretrain.compare.matrix_run` writes it.
+# This file exists if the run belongs to a matrix of runs. `pretrain.compare.matrix_run` writes it.
 MATRIX_FILE = "matrix.json"
 METRICS_FILE = "metrics.jsonl"
 # A run writes this file last, after it has reached its last step.

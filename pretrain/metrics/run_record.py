@@ -26,16 +26,17 @@ from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE,
 from pretrain.precision.settings import label
 from pretrain.settings.config import flatten
 
-# Number of steps at the start of a run that are excluded from medians, because they compile,
-# allocate and autotune.
+# Number of steps at the start of a run that are excluded from medians. In these steps, the run
+# compiles, allocates and autotunes.
 WARM_UP_STEPS = 2
-# Share of all steps that form the end of a run. The loss at the end is a mean over these steps,
-# because the loss of a single step is mostly noise (standard deviation 0.13 in the reference runs).
+# Share of a run's steps that form the end of the run (`at_the_end`). The loss at the end is a mean
+# over these steps, because the loss of a single step is mostly noise (standard deviation 0.13 in
+# the reference runs).
 LAST_SHARE = 0.2
 # Minimum number of steps that form the end of a run. The standard error of the loss at the end is
 # computed from eight groups of eight steps.
 FEWEST_STEPS = 64
-# Keys of a summary: the mean loss over the end of the run, and the number of steps in this end.
+# Keys of a summary: the mean loss over the end of the run, and the number of steps in this mean.
 LOSS_KEY = "loss_at_end"
 END_KEY = "steps_at_end"
 # Keys of the steps whose medians are part of a summary.
@@ -64,7 +65,7 @@ def kind(record: Record) -> str:
 
     The kind is "step", or the event of the line: "evaluation", "samples", "rollback" or "halted".
     A rollback removes the lines of abandoned steps and events from the file and stores them in its
-    own line, under `abandoned`. Each step that was not abandoned is therefore exactly one line.
+    own line, under `abandoned`. Therefore each step that was not abandoned has exactly one line.
     """
     return record.get("event", "step")
 
@@ -122,8 +123,8 @@ class RunRecord:
     summary: dict[str, Any]
     # Content of audit.json, or an empty dict if the run has not written the file yet.
     audit: dict[str, Any] = field(default_factory=dict)
-    # True if the run temporarily shared its machine with other runs of a matrix. The speed of such
-    # a run cannot be compared.
+    # True if the run temporarily shared its machine with other runs of a matrix. Then its speed
+    # cannot be compared with the speed of other runs.
     side_by_side: bool = False
 
     @property
@@ -250,7 +251,7 @@ class RunRecord:
     def audits(self) -> dict[str, Any]:
         """Map the name of each precision of the run to its audit. The order is that of the phases.
 
-        The only value is an empty dict if the run has not written its audit yet.
+        If the run has not written its audit yet, the only precision has an empty audit.
         """
         only_precision = self.audit.get("effective", self.precision)
         return self.audit.get("precisions", {only_precision: self.audit})

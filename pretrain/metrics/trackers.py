@@ -178,7 +178,7 @@ class Trackers:
             # For a resumed run, TensorBoard hides steps that were logged after the checkpoint.
             "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},
             "wandb": {"dir": str(self._run_dir), "name": title, **resumes},
-            # trackio identifies the run that it resumes by the run's name.
+            # trackio resumes the run that has this name.
             "trackio": {"name": f"{title}-{run_id}", "resume": "allow"},
             "mlflow": {"run_name": title},
         }

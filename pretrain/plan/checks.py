@@ -2,7 +2,7 @@
 
 Each check raises an InputError if it fails. The message contains the keys that contradict each
 other, and a value that works. `prepare_job` calls each function once, the fastest one first. A
-matrix of runs calls `check_launch` for each of its cells. No function imports torch.
+matrix of runs calls `check_launch` for each of its runs. No function imports torch.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ compute the gradient of the weight, backward multiplies the operand by the gradi
 An unquantized operand is in the compute dtype. In FP8, a value of an operand takes one byte, plus
 its share of the scales of blocks.
 
-The compiler chooses the activations that a compiled layer keeps. They are approximately the
-following, all in the compute dtype:
+The compiler chooses the activations that a compiled layer keeps. These activations are
+approximately the following, all in the compute dtype:
 
     4 · hidden                          the input of the layer, the sum of this input and the
                                         attention's output, and the outputs of the two norms
@@ -72,7 +72,7 @@ BYTES = {"fp32": 4, "bf16": 2}  # bytes per value
 TAKES_LESS = (
     "a smaller batch.microbatch, model.gradient_checkpointing=full, optimizer.offload=moments, "
     "weights=bf16_exact, optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
-    "(accelerate_configs/zero.yaml, less by fsdp2.yaml)"
+    "(accelerate_configs/zero.yaml; fsdp2.yaml needs even less)"
 )
 # A layer with low-precision products is compiled in several pieces. This is the measured memory of
 # its activations, divided by the memory of the activations if the layer is compiled in one piece.
@@ -235,10 +235,10 @@ def _values_with_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple
 
     1. The number of gathered weights. If weights are gathered only once a step, these are all
        weights. If weights are gathered for each use of a layer, these are the weights of the
-       current layer, the weights of the next layer and a copy of them, and the weights of the LM
-       head, which stay gathered from forward to backward.
-    2. The number of gradients in FP32 that are stored for gathered weights until they are summed
-       over the devices.
+       current layer, two copies of the weights of the next layer, and the weights of the LM head,
+       which stay gathered from forward to backward.
+    2. The number of gradients in FP32 that are stored for gathered weights until these gradients
+       are summed over the devices.
     3. The number of gradients in FP32 that are being sent to the other devices.
 
     All three numbers are 0 if the model is not sharded.
@@ -268,9 +268,9 @@ def _bytes_at_loss(
     The loss is computed in chunks of tokens. It needs memory for
 
     * the gradient of the LM head's weight in FP32, to which each chunk adds its gradient,
-    * one more tensor with the shape of this weight: the working copy of the weight if it has one
-      and the head is not quantized, or the weight gradient of one chunk if the head is quantized
-      and its matrix product cannot add to the sum over the chunks,
+    * a second tensor with the shape of this weight. If the head is not quantized, this is the
+      working copy of the weight, if there is one. If the head is quantized, this is the weight
+      gradient of one chunk, unless the matrix product adds it to the sum over the chunks directly,
     * the last hidden state of each token, the output of the final norm, and the gradient of this
       output,
     * the logits of one chunk, which are overwritten with their gradient, and

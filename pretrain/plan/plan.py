@@ -1,4 +1,4 @@
-"""Plan a run: compute its steps, FLOPs and memory from settings, shapes of the model and counts.
+"""Plan a run: compute steps, FLOPs and memory from settings, model sizes and number of packs.
 
 No weights are loaded for a plan. The module `rendering` prints a plan. The functions of this module
 do not read any file.
@@ -45,14 +45,13 @@ class Plan:
     schedule: PrecisionSchedule
     devices: Devices
     flops: ModelFlops
-    # For each pack, the sum of the squared lengths of its documents is divided by the length of the
-    # pack. This is the mean of these quotients over all packs. The FLOPs of attention per token are
-    # proportional to it.
+    # Mean over tokens of the length of the document that contains the token. The FLOPs of attention
+    # per token are proportional to this mean.
     mean_squared: float
     # Map the name of each precision of the run to the memory of each layer. Empty if all layers are
     # compiled and none is fused.
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
-    # Number of training packs. None for a stream, and in a plan for other machines without packs.
+    # Number of training packs. None for a stream, or if the packs of the plan do not exist yet.
     packs: int | None = None
     # The mixture of several sources. None if there is a single source.
     mixture: Mixture | None = None
@@ -273,8 +272,8 @@ class Plan:
     def checkpoints_at_once(self) -> int:
         """Return the largest number of checkpoints that exist on the disk at the same time.
 
-        These are the checkpoints that are kept, and the checkpoint that is being written. A short
-        run writes fewer checkpoints than this.
+        These are the checkpoints that are kept, and the checkpoint that is being written. In a
+        short run, they are limited by the number of checkpoints that the run writes.
         """
         settings = self.recipe.checkpoint
         decay = self.before_decay
@@ -329,8 +328,8 @@ KEPT_FREE = 0.08
 # The number of tokens in a microbatch with which an H200 reaches nearly its full speed.
 WELL_FILLED = 8192
 # With `batch.microbatch: auto`, `spend_spare_memory` reserves memory for a microbatch of at most
-# this number of tokens. It may use the remaining memory for a longer chunk of the loss and for kept
-# rotated tensors, because these gain more speed than a larger microbatch.
+# this number of tokens. The remaining memory is available for a longer chunk of the loss and for
+# kept rotated tensors, because both gain more speed than a larger microbatch.
 FULL_SPEED = 32_768
 # The largest number of logits in a chunk of the loss. They take 1 GiB in BF16. With a vocabulary of
 # 131,072 tokens, a chunk of the default size, 4,096 tokens, has this number of logits.

@@ -37,8 +37,9 @@ class Target:
         count, name = re.findall(r"(?s)^\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*$", text)[0]
         if peak(name, "bf16") is None or count == "0":
             raise InputError(
-                f"--on {text}: {name!r} has no known BF16 peak; use the name that its driver "
-                "reports, such as H200, 8xB200 or 'RTX 4090'"
+                f"--on {text}: this is no device with a known BF16 peak; use the name that its "
+                "driver reports, with the number of devices if there are several, such as H200, "
+                "8xB200 or 'RTX 4090'"
             )
         return cls(name, int(count or 1))
 
@@ -107,7 +108,7 @@ class Target:
         return layers_of(shapes, plan.flops, recipe, active, "cuda", attention, capability)
 
     def obstacle(self, plan: Plan) -> str | None:
-        """Return the reason why this target cannot run `plan`, or why its speed is not known.
+        """Return the reason why this target cannot run `plan`, or why the speed is not known.
 
         Return None if the target can run `plan` and the speed is known.
         """

@@ -121,8 +121,9 @@ def evaluate(add: Callable) -> None:
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
-        help="evaluate in these precisions and in BF16, or in `all`; precisions that the device "
-        "does not support are emulated; default: the precisions of the recipe",
+        help="evaluate in these precisions and in BF16; `all` selects all quantized precisions; "
+        "the precisions that the device does not support are emulated; default: the precisions of "
+        "the recipe",
     )
 
 
@@ -147,9 +148,10 @@ def doctor(add: Callable) -> None:
         nargs="?",
         const=Path("card.json"),
         metavar="FILE",
-        help="write a card of this machine instead of the table: for each precision the speed "
-        "beside the machine's limits, audit, parity, bits of the hardware's quantization, and the "
-        "losses of 50 steps; default of FILE: %(const)s",
+        help="write a card of this machine, a JSON file, instead of printing the table; for each "
+        "precision, the card has the speed as a share of the machine's limits, the losses of 50 "
+        "steps with audit and parity, and a comparison of the hardware's quantized operands with "
+        "our emulation; default of FILE: %(const)s",
     )
     add(
         "--check",
@@ -318,7 +320,7 @@ def matrix(add: Callable) -> None:
         "--cell",
         type=int,
         metavar="N",
-        help="run only the selected cell with this number, counted from 0; for job arrays",
+        help="run only cell number N of the selected cells, counted from 0; for job arrays",
     )
     add(
         "--at-once", type=int, metavar="N", help="maximum number of cells that run at the same time"
@@ -352,7 +354,7 @@ def which(add: Callable) -> None:
 
     The main result is the gain at equal loss. It is the candidate's speedup, divided by the
     factor by which its training tokens would have to grow to reach the baseline's loss. A
-    precision is recommended if the whole interval of its gain is above 1. To continue after
+    precision is recommended if the confidence interval of its gain is above 1. To continue after
     Ctrl-C, run the same command again. To train more rounds for open candidates, run it again
     with more --hours.
 
@@ -465,7 +467,7 @@ def phases(add: Callable) -> None:
         "--dry-run",
         action="store_true",
         help="print the commands that run the cells of all phases, and exit; each phase is based "
-        "on the first cells of the earlier phases, because the fastest ones are not known",
+        "on the first cells of the earlier phases, because the fastest cells are not known",
     )
 
 
@@ -502,7 +504,8 @@ def report(add: Callable) -> None:
         type=float,
         const=10.0,
         metavar="SECONDS",
-        help="rewrite the page at intervals of this length, until all runs have ended; default: 10",
+        help="rewrite the page every SECONDS seconds until all runs have ended; --watch without a "
+        "number: every 10 seconds",
     )
     add(
         "--margin",

@@ -188,7 +188,7 @@ def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
         example = next(iter(fields))
         hint = f"did you mean {{{similar[0]}}}?" if similar else f"use a name such as {{{example}}}"
         raise InputError(
-            f"`{key}`: the name {{{name}}} in {path!r} has no value to replace it; {hint}"
+            f"`{key}`: {path!r} contains {{{name}}}, but {name!r} is not a known name; {hint}"
         )
 
     return re.sub(r"{(.*?)}|[{}]", replacement, path)
@@ -228,7 +228,7 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
 
 
 def settings_without(recipe: Recipe, excluded: tuple[str, ...]) -> dict[str, Any]:
-    """Return the settings of a recipe by dotted key, except those that `excluded` excludes.
+    """Return the settings of a recipe by dotted key, without the settings in `excluded`.
 
     A setting is excluded if its key starts with an element of `excluded`. The settings in
     `fp8_config` are also excluded if no precision of the recipe is quantized.
@@ -281,7 +281,10 @@ class LaunchParser(CommandParser):
         )
 
     def suggest(self, name: str, value: str) -> str | None:
-        """Return the option or the key=value that was probably meant by an unknown option."""
+        """Return the option or the key=value that the user probably meant by `--name value`.
+
+        Return None if no option and no key is similar to `name`.
+        """
         key = closest_key(Recipe, name)
         if key == "precision" and value in BY_ACCELERATE:
             value = BY_ACCELERATE[value].name

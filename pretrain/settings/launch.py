@@ -1,4 +1,4 @@
-"""Read the precision from an Accelerate configuration, and correct its other settings.
+"""Read the precision from an Accelerate configuration, and correct the topology settings.
 
 `accelerate launch` passes the settings in its YAML file to the processes as environment variables.
 
@@ -382,7 +382,7 @@ class Launch:
     # Texts about the corrections, to be printed.
     notices: tuple[str, ...]
     # True if `fsdp_reshard_after_forward` is auto. With this value, FSDP2 gathers the weights once
-    # per step if the memory suffices. Otherwise it gathers them for each use.
+    # per step if the memory suffices, and for each use of a layer if the memory does not suffice.
     gathers_as_fits: bool
 
 

@@ -60,7 +60,7 @@ class ModelSettings(Settings):
     fused: Switch = "auto"
     # on: launch all kernels of a microbatch together, which changes no result. This needs one GPU,
     # fused layers, and memory for the activations of a second microbatch. auto: on if the first
-    # steps show that a small model waits for its launches.
+    # steps show that the GPU waits for launches.
     cuda_graphs: Switch = "auto"
 
     @property
@@ -215,7 +215,7 @@ class LossSettings(Settings):
     # becomes sharper. non_max_sum: 1 - max p. neg_entropy: the entropy of p. The held-out loss does
     # not include the penalty. null: no penalty.
     penalty: PenaltyKind | None = None
-    # Factor lambda by which the penalty is multiplied. null: no penalty.
+    # Factor lambda that multiplies the penalty. null: no penalty.
     penalty_weight: float | None = Field(default=None, ge=0, le=MOST_FP32)
 
     @property
@@ -240,8 +240,8 @@ class LossSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    # Number of steps between two evaluations. null: evaluate at the end of training, and also
-    # before the first step if trained weights are loaded from `model.source`.
+    # Number of steps between two evaluations. A run also evaluates at its end, and before its first
+    # step if it loads trained weights from `model.source`. null: evaluate only then.
     every: PositiveCount | None = None
     # Number of held-out packs that are evaluated, starting with the first pack. null: evaluate all
     # held-out packs.

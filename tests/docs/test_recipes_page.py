@@ -25,6 +25,10 @@ def test_the_page_of_recipes_is_current():
     assert (ROOT / "docs/recipes.md").read_text(encoding="utf-8") == page(), "make docs"
 
 
+def test_the_page_has_the_source_of_each_recipe():
+    assert "| – |" not in page(), "the comment of a recipe needs a line that begins with `Source: `"
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_a_model_from_scratch_has_the_size_of_its_document(name: str):
     flops = ModelFlops.of(build_on_meta(load_config(load_recipe(FOLDER / f"{name}.yaml").model)))
