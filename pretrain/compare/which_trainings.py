@@ -35,7 +35,7 @@ GPU_IS_FREE = 2.0
 TRIAL_STEPS = 12
 # Suffix in the name of a candidate whose head is quantized too.
 HEAD = "+head"
-# Settings of every run. They replace those of the recipe and of the overrides.
+# Settings of every run. They replace the settings in the recipe and on the command line.
 DEFAULT_SETTINGS: Values = {
     "fp8_config.on_unsupported": "emulate",
     # Evaluate all candidates in BF16.
@@ -84,7 +84,7 @@ class Question:
             "train.steps": TRIAL_STEPS,
             "schedule.warmup": 0,
             "checkpoint.every": None,
-            # This evaluation fails if there is no held-out data.
+            # Evaluate, so that the trial fails if there is no held-out data.
             "evaluate.every": TRIAL_STEPS,
             "evaluate.packs": 1,
         }
