@@ -124,7 +124,7 @@ def _averaged_steps(run: RunRecord) -> str:
 
 
 def _loss_up_to(step: int, run: RunRecord) -> float | None:
-    """Return the loss at the end that the run would have if it had ended after `step`."""
+    """Return the loss at the end of a run, as if the run had ended after `step`."""
     return summary(line for line in run.metrics if line["step"] <= step).get(LOSS_KEY)
 
 

@@ -187,7 +187,7 @@ class RunComparison:
         return len({run.tokens_per_step for run in self.runs}) > 1
 
     def answer(self) -> str:
-        """Return one sentence that lists the runs by their verdicts.
+        """Return one sentence that groups the runs by verdict.
 
         If there is only one run, return its name.
         """
@@ -243,7 +243,7 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 
 
 def by_verdict(verdicts: Mapping[str, str]) -> str:
-    """Return a text that lists the names of each verdict: "a, b (within); c (above)".
+    """Group names by verdict, and return them as text: "a, b (within); c (above)".
 
     `verdicts` maps names to verdicts.
     """

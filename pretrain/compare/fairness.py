@@ -62,8 +62,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
 
     The result has all settings that affect the training (`identity_of`), without the settings in
     COMPARED. It also has `evaluate.packs`, and all settings that were changed when the run was
-    resumed. Raises InputError if the files of the run have no
-    fingerprint of its data.
+    resumed. Raises InputError if the files of the run have no fingerprint of its data.
     """
     if run.data_fingerprint is None:
         raise InputError(
@@ -84,7 +83,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
 
 
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which two runs differ and which make a comparison unfair.
+    """Return the settings that differ between two runs and make their comparison unfair.
 
     Map the dotted key of each such setting to its values in the first and in the second run, as
     texts.
@@ -252,7 +251,7 @@ def loss_differences(
 
 
 def ends_of(differences: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return the loss differences at the end of training. `at_the_end` selects these steps.
+    """Return the loss differences of the last steps of a training, which `at_the_end` selects.
 
     `differences` are the step numbers and loss differences from `loss_differences`.
     """

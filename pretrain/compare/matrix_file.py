@@ -242,7 +242,7 @@ class Matrix:
     processes: int
     # True if the Accelerate configuration sets `use_cpu`.
     on_cpu: bool
-    # True if each cell is trained by one process on any machine, so that cells can be forked.
+    # True if each cell has one process, whatever the number of visible GPUs. Cells are then forked.
     is_forked: bool
 
     @property

@@ -43,7 +43,7 @@ SHOWN_LOG_LINES = 12
 DEVICES = "CUDA_VISIBLE_DEVICES"
 # Script that trains one cell.
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
-# Server that forks the cells of this process, if each cell is trained by one process.
+# Server process from which all cells are forked, if each cell is trained by one process.
 FORK_SERVER = ForkServer()
 
 

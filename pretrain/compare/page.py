@@ -40,8 +40,9 @@ WRITTEN_BY = "written by python -m pretrain"
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Number of layers whose cosine has a curve. The cosine compares the gradient of a layer with its
-# BF16 gradient. The cosine of the complete gradient is also drawn.
+# Number of layers whose gradients are compared with BF16 in a curve: the layers with the lowest
+# cosine between the gradient and the BF16 gradient. The cosine of the complete gradient also has a
+# curve.
 WORST_LAYERS = 3
 # Prefix of the keys in metrics.jsonl for the cosine of one layer. The name of the layer follows.
 LAYER = "gap/cosine/"

@@ -27,7 +27,7 @@ from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
 
 @dataclass(frozen=True)
 class Report:
-    """Comparison of runs with a baseline: run by run, and over seeds if runs form groups."""
+    """Comparison of runs with a baseline. Runs that differ only in their seeds form groups."""
 
     # Comparison of each run with the first run.
     comparison: RunComparison
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def answer(self) -> str:
-        """Return the result in one sentence, over seeds if groups of runs are compared."""
+        """Return the result in one sentence. It compares groups of runs if there are several."""
         return (self.seeds or self.comparison).answer()
 
     def tables(self) -> list[str]:
@@ -98,7 +98,7 @@ class Report:
         replace_file(page, render(self.comparison, self.seeds, self.answer, every))
 
     def judge(self) -> list[str]:
-        """Return the reasons why the gate fails: one line for each failed run or group of seeds.
+        """Return the reasons why the gate fails: one line for each failed run or group of runs.
 
         The list is empty if the gate passes. Raises InputError if the gate cannot be computed, for
         example because the baseline is not finished.
@@ -152,7 +152,7 @@ def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> s
 
 
 def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
-    """Yield the reason for each group of seeds that fails the gate.
+    """Yield one reason for each group of runs that fails the gate.
 
     A group passes if all runs of the group have finished, and if the upper end of the interval of
     its loss difference is at most `tolerance`, in nats per token. Raises InputError if a run of the

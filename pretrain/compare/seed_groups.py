@@ -97,7 +97,8 @@ class GroupResult:
     # Map each seed to the loss at the end of its run. The seeds of excluded runs are missing.
     losses: dict[int, float]
     # Losses of this group minus the losses of the baseline's group. None if this group is the
-    # baseline, if the two groups have no seed in common, or if a run of this group has failed.
+    # baseline, if the two groups have no seed or no step in common, or if a run of this group has
+    # failed.
     difference: SeedDifference | None
     # The verdict, or the reason why there is none.
     verdict: str
@@ -253,7 +254,7 @@ class SeedComparison:
         ]
 
     def answer(self) -> str:
-        """Return one sentence that lists the groups by their verdicts."""
+        """Return one sentence that lists the names of the groups by verdict."""
         seeds = plural(len(self.baseline.losses), "seed")
         verdicts = by_verdict({group.name: group.verdict for group in self.compared})
         return (

@@ -161,7 +161,7 @@ class Rounds:
         """Return the estimated seconds of a round with the baseline and `candidates`.
 
         The first GPU trains the baseline. The other GPUs can train candidates as soon as the
-        baseline has saved the checkpoint from which they branch.
+        baseline has saved the checkpoint from which the candidates branch.
         """
         protocol = self.protocol
         baseline = self._seconds_of(protocol.base)

@@ -31,7 +31,7 @@ from pretrain.settings.recipe import Recipe
 # Largest amount of GPU memory, in GiB, that may be in use before a run. It is above 0 because the
 # driver itself uses some memory.
 GPU_IS_FREE = 2.0
-# Number of steps of a trial, the first and short run of a precision.
+# Number of steps of a trial, which is a short run of a precision before the first round.
 TRIAL_STEPS = 12
 # Suffix in the name of a candidate whose head is quantized too.
 HEAD = "+head"
