@@ -6,8 +6,8 @@ Writes the table of predictions in docs/evidence.md.
 
 The differences of single seeds, in percent of BF16's loss, are fitted by least squares in two ways:
 as a constant, and as a linear function of the logarithm of the number of parameters. The interval
-of a prediction is that of the mean of a large number of seeds, by Student's t. It assumes that the
-form of the fit is right, and that the spread between seeds does not depend on the size.
+of a prediction is for the mean over a large number of seeds, by Student's t. It is valid if the
+cost follows the fitted function, and if the spread between seeds does not depend on the size.
 """
 
 from __future__ import annotations

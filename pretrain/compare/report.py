@@ -65,7 +65,7 @@ class Report:
 
     @property
     def answer(self) -> str:
-        """Return the result in one sentence. It compares groups of runs if there are several."""
+        """Return the result in one sentence. It compares groups if `seeds` is set."""
         return (self.seeds or self.comparison).answer()
 
     def tables(self) -> list[str]:
