@@ -3,9 +3,10 @@
     python -m benchmarks.evidence.served            # into docs/evidence.md and served_design.md
     python -m benchmarks.evidence.served FILE...    # print the tables of other files
 
-Reads cells as `python -m benchmarks.evidence.served_cells` writes them. Differences are paired by
-seed. A figure is the mean over seeds with a 95 % interval by Student's t, in percent of the loss of
-BF16. Figures of fewer than three seeds have no interval.
+Reads the files that `python -m benchmarks.evidence.served_cells` writes. A cell is the held-out
+loss of one run, evaluated ("served") in one precision. Differences are paired by seed. A figure is
+the mean over seeds with a 95 % interval by Student's t, in percent of the loss of BF16. Figures of
+fewer than three seeds have no interval.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MARKER = "served"
 
 # Map seeds to losses.
 Losses = Mapping[int, float]
-# Map (matrix, trained, served, kind of checkpoint) to the losses of the seeds.
+# Map (matrix, precision of the training, precision of the evaluation, kind of checkpoint) to the
+# losses by seed.
 Cells = Mapping[tuple[str, str, str, str], Losses]
 
 TRAINED = {
@@ -40,12 +42,13 @@ TRAINED = {
     "nvfp4": "NVFP4",
 }
 SERVED = {**TRAINED, "nvfp4_1d": "NVFP4 1-D"}
-# Kinds of checkpoints: the last one, the last one before the decay, and means of checkpoints that
-# end with one of these two.
+# Kinds of checkpoints: the last checkpoint, and the last checkpoint before the decay. MEAN is the
+# prefix for a mean of several checkpoints whose newest checkpoint is one of these two.
 LAST = "last"
 BEFORE_DECAY = "before the decay"
 MEAN = "mean of "
-# Labels of means of checkpoints, their kind, and the kind of the checkpoint to compare with.
+# Means of checkpoints: label, kind of the newest checkpoint in the mean, and kind of the baseline,
+# which is a single checkpoint.
 MEANS = (
     ("four before the decay, above the newest of them", BEFORE_DECAY, BEFORE_DECAY),
     ("four before the decay, above the last checkpoint", BEFORE_DECAY, LAST),
@@ -100,9 +103,9 @@ def cells_of(rows: Iterable[Mapping[str, Any]]) -> Cells:
 
 
 def figure(losses: Losses, compared: Losses, unit: Losses) -> str:
-    """Return the difference `losses` - `compared` in percent of the mean loss `unit`.
+    """Return the mean of `losses` minus `compared`, in percent of the mean of `unit`, as text.
 
-    Seeds that are missing in one of the three are ignored.
+    Seeds that are missing in one of the three mappings are ignored.
     """
     common = {seed: loss for seed, loss in compared.items() if seed in unit}
     difference = SeedDifference.of(losses, common)
@@ -116,7 +119,10 @@ def figure(losses: Losses, compared: Losses, unit: Losses) -> str:
 
 
 def served_table(cells: Cells) -> str:
-    """Return a table of each training in each evaluation precision, relative to BF16 in both."""
+    """Return the table with a row for each training precision and a column for each evaluation.
+
+    Each figure is the difference from the BF16 training that is evaluated in BF16.
+    """
     bf16 = cells.get(("served", "bf16", "bf16", LAST), {})
     rows = [
         [title, count_of(losses)]
@@ -131,10 +137,10 @@ def served_table(cells: Cells) -> str:
 
 
 def gain_table(cells: Cells) -> str:
-    """Return a table of the gain of training in the precision of serving, and the cost of serving.
+    """Return the table for models that are trained and evaluated in the same precision.
 
-    The gain is the loss minus the loss of a BF16 model that is quantized after training. The cost
-    of serving is the loss minus the loss of the same model in BF16.
+    The first figure is the loss minus the loss of the BF16 model, evaluated in the same precision.
+    The second figure is the loss minus the loss of the same model, evaluated in BF16.
     """
     bf16 = cells.get(("served", "bf16", "bf16", LAST), {})
     rows = []
@@ -151,9 +157,10 @@ def gain_table(cells: Cells) -> str:
 
 
 def merged_table(cells: Cells) -> str:
-    """Return a table of the loss of means of checkpoints, relative to single checkpoints.
+    """Return the table with the loss of means of checkpoints minus the loss of single checkpoints.
 
-    The last row of each kind is the effect on the NVFP4 run minus the effect on the BF16 run.
+    Each difference is the effect of averaging. The last row of each kind is the effect on the NVFP4
+    run minus the effect on the BF16 run.
     """
     bf16 = cells.get(("served", "bf16", "bf16", LAST), {})
     rows = []
@@ -169,7 +176,7 @@ def merged_table(cells: Cells) -> str:
                 effects[served].append(effect)
             if any(text != UNKNOWN for text in texts):
                 rows.append([label, TRAINED[trained], *texts])
-        differences = [figure(after, before, bf16) for before, after in effects.values()]
+        differences = [figure(on_nvfp4, on_bf16, bf16) for on_bf16, on_nvfp4 in effects.values()]
         if any(text != UNKNOWN for text in differences):
             rows.append([label, "NVFP4 minus BF16", *differences])
     heads = ["mean of checkpoints", "trained in", "served in BF16", "served in NVFP4"]
@@ -177,9 +184,12 @@ def merged_table(cells: Cells) -> str:
 
 
 def options_table(cells: Cells, matrix: str) -> str:
-    """Return a table of the loss of each option, relative to BF16 and to the default options."""
+    """Return the table with the loss of each option minus BF16's and minus the default's loss.
+
+    The default has the same precision as the option. `matrix` is the name of the matrix.
+    """
     bf16 = cells.get((matrix, "bf16", "bf16", LAST), {})
-    names = {trained for found, trained, *_ in cells if found == matrix and trained != "bf16"}
+    names = {trained for name, trained, *_ in cells if name == matrix and trained != "bf16"}
     rows = []
     for name in sorted(names):
         served = cells.get((matrix, name, "bf16", LAST), {})

@@ -5,17 +5,17 @@
 
 Each figure is the figure that `python -m pretrain evaluate RUN --precisions ...` prints. Only the
 histories of delayed scaling may differ: here, they are always filled with eight packs of training
-data, so that all runs are treated alike.
+data, so that all runs are treated equally.
 
 With `--merge N`, also evaluate means of N checkpoints, as `python -m pretrain export RUN --merge N`
 exports them, in BF16 and in NVFP4. The means end with the last checkpoint, and with the last
 checkpoint before the decay of the learning rate.
 
-Each line of the output has the run's cell in the matrix, the seed, the precision of the evaluation,
-and the held-out loss. `served: own` is the last evaluation of the run itself, in the precision and
-with the options of the training. Several processes can share the work. Each process takes the next
-finished run that no other process has taken. A process ends when it has evaluated the last of
-`--runs` runs, or at the time `--until`.
+A line of the output has the name of the run's cell in the matrix, the seed, the precision of the
+evaluation, and the held-out loss. `served: own` is the last evaluation of the run itself, in the
+precision and with the options of the training. Several processes can share the work. Each process
+takes the next finished run that no other process has taken. If there is no such run, the process
+waits. It ends when `--runs` runs have been taken, or after the time `--until`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from pretrain.settings.launch import with_precision
 from train_accelerate import assemble
 
 RECIPE = "benchmarks/evidence/served_14m.yaml"
-# NVFP4 with weights in blocks of 1x16, as is usual in quantization after training.
+# NVFP4 with weights in blocks of 1x16, which is usual for post-training quantization.
 USUAL = "nvfp4_1d"
 # Cells whose checkpoints are averaged, and the precisions in which the means are evaluated.
 MERGED_CELLS = ("bf16", "nvfp4")
@@ -67,7 +67,7 @@ PACKAGES = ("torch", "transformers", "transformer-engine")
 class Server:
     """A model that evaluates checkpoints in several precisions."""
 
-    # Label of the cells for each precision of the evaluation.
+    # Map each precision of the evaluation to its label in the output.
     labels: Mapping[str, str]
     job: Job
     accelerator: Accelerator
@@ -77,7 +77,8 @@ class Server:
     def of(cls, labels: Mapping[str, str], overrides: Sequence[str]) -> Server:
         """Assemble the model, and evaluate its initial weights in all precisions once.
 
-        `labels` has the precisions and their labels. `overrides` change the recipe.
+        `labels` maps each precision to its label. `overrides` are key=value arguments that
+        override the recipe.
         """
         quantized = [name for name in labels if name != "bf16"]
         changed = [
@@ -112,7 +113,7 @@ class Server:
                     parameter.copy_(read(name))
 
     def figures(self, chosen: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield (label, held-out figures) of the current weights for each label in `chosen`."""
+        """Yield (label, held-out figures) of the loaded weights for each label in `chosen`."""
         chosen = set(chosen)
         context = self.assembly.context
         measure = partial(held_out_figures, self.job, self.assembly.model, self.accelerator)
@@ -138,8 +139,9 @@ class Server:
 def servers_of(served: Sequence[str], overrides: Sequence[str]) -> list[Server]:
     """Return servers that evaluate in all precisions of `served`.
 
-    One server has all precisions, so that all are computed by the same layers. If one precision
-    fails, each precision gets a server of its own, and precisions that fail are omitted.
+    One server has all precisions except USUAL, so that the same layers compute all of them. If one
+    precision fails, each precision gets a separate server, and precisions that fail are omitted.
+    USUAL always has a separate server, because it changes the recipe.
     """
     labels = {name: name for name in served if name != USUAL}
     usual = ["fp8_config.disable_2d_quantization=true", *overrides]

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-# Sizes in bytes. Shorter files are mostly empty, and longer ones are mostly generated.
+# Sizes in bytes. Files that are shorter are mostly empty, and files that are longer are mostly
+# generated, so these files are skipped.
 SHORTEST_FILE = 400
 LONGEST_FILE = 300_000
 SMALLEST_HELD_OUT = 50_000
@@ -59,7 +60,8 @@ def main() -> None:
                 seen.add(digest)
                 part = "held_out" if name in held_out else "corpus"
                 parts = [part]
-                # The first bytes of a hash are a random number that depends on the content only.
+                # Add a random quarter of the files to the sample until it is large enough. The
+                # first byte of the hash is a random number that depends only on the content.
                 if part == "corpus" and digest[0] < 64 and written["sample"] < SAMPLE:
                     parts.append("sample")
                 for chosen in parts:

@@ -5,9 +5,9 @@
 Writes the table of predictions in docs/evidence.md.
 
 The differences of single seeds, in percent of BF16's loss, are fitted by least squares in two ways:
-as a constant, and as a linear function of the logarithm of the number of parameters. A prediction
-is for the mean of a large number of seeds. Its interval, by Student's t, assumes that the form of
-the fit is right, and that the spread between seeds does not depend on the size.
+as a constant, and as a linear function of the logarithm of the number of parameters. The interval
+of a prediction is for the mean over a large number of seeds, by Student's t. It is valid if the
+cost follows the fitted function, and if the spread between seeds does not depend on the size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pretrain.compare.differences import CONFIDENCE, t_quantile
 CELL = "delayed_branch"
 # Scales whose data is seen less than twice. Repeated data raises the cost in training loss.
 FITTED = ("14m", "35m_once", "111m")
-# Numbers of parameters for which the cost is predicted, with their labels.
+# Sizes of the predictions, in parameters, with their labels.
 PREDICTED = {1.7e9: "1.7 billion", 8e9: "8 billion"}
 ENDPOINTS: Mapping[str, Measure] = {
     "served in BF16": served_loss,

@@ -5,12 +5,12 @@
 Reads `benchmarks/results/loss/h200_evidence_*.jsonl`. Writes `benchmarks/evidence/results.md`, and
 the table and the picture of docs/evidence.md.
 
-A file is a *scale*: a model of one size on one dataset. Each line is a session or a run. A session
-is a command on a machine, with the settings of its runs. A run is the training of a cell with one
-seed, and a cell is a precision with its options. A run is compared with the baseline of the same
-seed in the same session, because the baseline of another machine differs by chance. If several
-sessions have a seed, the mean of its differences counts. Verdicts are after Holm's correction over
-all tests of an endpoint.
+A file is a *scale*: a model of one size on one dataset. Each line of a file is a session or a run.
+A session is one command on one machine. Its line has the settings that its runs share. A run is one
+cell with one seed. A cell is a precision with its options. A run is compared with the baseline of
+the same seed in the same session, because a baseline on another machine has a slightly different
+loss. If a seed was trained in several sessions, the mean of its differences is used. Verdicts are
+corrected by Holm's method for all tests of an endpoint (BF16 evaluation, or training loss).
 """
 
 from __future__ import annotations
@@ -84,25 +84,24 @@ SIZES = {
 }
 
 Run = Mapping[str, Any]
-# Function that returns a figure of a run, or None if the run has none.
-Measure = Callable[[Run], float | None]
+Measure = Callable[[Run], float | None]  # a figure of a run, or None if the run has none
 
 
 def served_loss(run: Run) -> float | None:
-    """Return the held-out loss of the final weights in BF16, nats per token.
+    """Return the held-out loss of the final weights, evaluated in BF16, in nats per token.
 
-    Plain transformers has computed it.
+    The loss was computed by plain transformers.
     """
     return run["final"]["held_out_loss"]
 
 
 def trained_loss(run: Run) -> float | None:
-    """Return the held-out loss of the final weights in the trained precision, nats per token."""
+    """Return the final held-out loss, evaluated in the run's precision, in nats per token."""
     return run["trained_held_out"][-1][1]
 
 
 def training_loss(run: Run) -> float:
-    """Return the mean training loss of the last 100 steps, in the trained precision."""
+    """Return the mean training loss of the last 100 steps, computed in the run's precision."""
     return statistics.fmean(run["last_losses"])
 
 
@@ -132,14 +131,14 @@ class Scale:
         return (run for run in self.runs if run["cell"] == cell)
 
     def has_broken_run(self, cell: str) -> bool:
-        """Return whether a run of the cell did not finish.
+        """Return True if a run of the cell did not finish.
 
-        Such a cell has no mean, because a mean of the other runs would be too good.
+        Such a cell has no mean, because a mean over the other runs would make it look better.
         """
         return any("halted" in run or served_loss(run) is None for run in self.of(cell))
 
     def above_baseline(self, cell: str, measure: Measure) -> dict[int, float]:
-        """Return, by seed, the figure of a cell minus that of the baseline in the same session."""
+        """Map each seed to the cell's figure minus the baseline's figure in the same session."""
         base = {(run["session"], run["seed"]): measure(run) for run in self.of(BASELINE)}
         differences = defaultdict(list)
         for run in self.of(cell):
@@ -150,7 +149,7 @@ class Scale:
         return {seed: statistics.fmean(values) for seed, values in sorted(differences.items())}
 
     def level(self, measure: Measure, seeds: Iterable[int] | None = None) -> float:
-        """Return the figure of the baseline: the mean over seeds of the mean over runs."""
+        """Return the baseline's figure: the mean over `seeds` (or all) of the mean over runs."""
         values = defaultdict(list)
         for run in self.of(BASELINE):
             if (value := measure(run)) is not None:
@@ -160,8 +159,8 @@ class Scale:
     def difference(self, cell: str, measure: Measure = served_loss) -> SeedDifference | None:
         """Return the differences of the cell from the baseline.
 
-        Return None if a run of the cell did not finish, or if no seed has a run of the cell and of
-        the baseline.
+        Return None if a run of the cell did not finish, or if no seed was trained for both the cell
+        and the baseline.
         """
         above = {} if self.has_broken_run(cell) else self.above_baseline(cell, measure)
         if not above:
@@ -184,9 +183,9 @@ def share(difference: SeedDifference | None) -> str:
 
 
 def p_values(difference: SeedDifference) -> tuple[float, float]:
-    """Return p of two one-sided t tests against MARGIN, and p of a two-sided t test against zero.
+    """Return p of the two one-sided t tests against MARGIN, and of a two-sided test against zero.
 
-    At least three seeds are needed.
+    `difference` must have at least FEWEST_SEEDS seeds.
     """
     freedom = len(difference.by_seed) - 1
     error = statistics.stdev(difference.by_seed.values()) / math.sqrt(freedom + 1)
@@ -212,15 +211,14 @@ def holm(p_values: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], flo
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Differences of one figure from the baseline, and verdicts of tests, by scale and cell."""
+    """Differences and verdicts of one figure, such as the training loss, by (scale, cell)."""
 
     differences: Mapping[tuple[str, str], SeedDifference | None]
-    # Verdicts of tested cells.
-    verdicts: Mapping[tuple[str, str], str]
+    verdicts: Mapping[tuple[str, str], str]  # only of tested cells
 
     @classmethod
     def of(cls, scales: Mapping[str, Scale], measure: Measure) -> Endpoint:
-        """Compute the differences of all cells and test those in TESTED."""
+        """Compute the differences of all cells, and test the cells in TESTED."""
         differences = {
             (name, cell): scale.difference(cell, measure)
             for name, scale in scales.items()
@@ -344,11 +342,10 @@ def answer_table(scales: Mapping[str, Scale]) -> str:
 
 def draw(scales: Mapping[str, Scale]) -> bytes:
     """Return a PNG with the differences in BF16 evaluation, their intervals, and the margin."""
-    # Imported late, because importing matplotlib takes half a second.
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # takes half a second to import
 
     served = Endpoint.of(scales, served_loss)
-    # The rows of a size are next to each other. A free place above them has the name of the size.
+    # Rows with the same size are next to each other. The name of the size is on a line above them.
     places: dict[float, str] = {}
     figure = Figure(figsize=(10, 6.6), dpi=110, layout="constrained")
     axes = figure.subplots()
@@ -386,8 +383,7 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
     axes.set_yticks(list(places), places.values())
     for place, text in zip(places, axes.get_yticklabels(), strict=True):
         text.set_fontweight("bold" if place % 1 else "normal")
-    # Put the first row at the top.
-    axes.set_ylim(len(places) - 0.4, -0.3)
+    axes.set_ylim(len(places) - 0.4, -0.3)  # the first row is at the top
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("held-out loss of the final weights above BF16's, in %, evaluated in BF16")
     axes.spines[["top", "right"]].set_visible(False)

@@ -33,8 +33,8 @@ class Column:
     form: Callable[[Any], str] = str
     # Function that returns a text to append to the formatted value of a row.
     suffix: Callable[[Any], str] = lambda row: ""
-    # True if the column holds text instead of numbers. Text is aligned to the left, and the first
-    # click on the title in the page sorts it in ascending order.
+    # True if the values are texts instead of numbers. Text columns are aligned to the left. In the
+    # HTML page, the first click on the title of a text column sorts the rows in ascending order.
     is_text: bool = False
 
     def text(self, row: Any) -> str:
@@ -47,12 +47,13 @@ def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Return a Markdown table with one line for each row."""
     header = [column.title for column in columns]
     cells = [[column.text(row) for column in columns] for row in rows]
-    # Columns of text are aligned to the left, and they are to the left of all columns of numbers.
+    # `markdown` aligns the first `names` columns to the left. These are the text columns, because
+    # text columns always come before number columns.
     return markdown(header, cells, names=sum(column.is_text for column in columns))
 
 
 def meanings(columns: Iterable[Column]) -> list[str]:
-    """Return the explanations of the columns, each with the column's title, without repetitions."""
+    """Return a text "title: meaning." for each column that has a meaning, without duplicates."""
     texts = [f"{column.title}: {column.meaning}." for column in columns if column.meaning]
     return list(dict.fromkeys(texts))
 
@@ -117,13 +118,13 @@ def _end_suffix(compared: ComparedRun) -> str:
 
 
 def _averaged_steps(run: RunRecord) -> str:
-    """Return the first and the last step of a run's loss at the end, as " (steps 937 to 1,000)"."""
+    """Return the steps over which the loss at the end is averaged, as " (steps 937 to 1,000)"."""
     last = run.summary["steps"]
     return f" (steps {last - run.summary[END_KEY] + 1:,} to {last:,})"
 
 
 def _loss_up_to(step: int, run: RunRecord) -> float | None:
-    """Return the loss at the end of a run as if its last step were `step`."""
+    """Return the loss at the end of a run, as if the run had ended after `step`."""
     return summary(line for line in run.metrics if line["step"] <= step).get(LOSS_KEY)
 
 
@@ -139,9 +140,9 @@ def figures_of(comparison: RunComparison) -> list[Column]:
     Columns without a value for any run are omitted.
     """
     # The loss at the end is a mean over steps. If the averaged steps differ between the runs, the
-    # suffix of the loss shows the averaged steps, and one more column has the loss at the last step
-    # that all runs have. A branch begins after the step of its checkpoint, so runs may have no step
-    # in common.
+    # suffix of the loss shows the averaged steps. If some runs are longer than others, one more
+    # column has the loss at the last step that all runs have. Runs that branch from a checkpoint
+    # have only the later steps. So there may be no step that all runs have, and no such column.
     ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in comparison.runs}
     shared_step = min(last for last, _ in ends)
     first_step = max(run.steps[0]["step"] for run in comparison.runs)

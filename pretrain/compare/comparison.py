@@ -13,7 +13,7 @@ from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, 
 from pretrain.metrics.run_record import RunRecord
 
 # Colours of the first ten runs: the default palette of Tableau and plotly, whose colours are easy
-# to distinguish. Every further ten runs have the same colours, with the next dash in DASHES.
+# to distinguish. The next ten runs have the same colours and the next dash in DASHES, and so on.
 COLOURS = (
     "#1F77B4",
     "#FF7F0E",
@@ -79,9 +79,10 @@ class ComparedRun:
 
     @cached_property
     def differences(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return step numbers, and the run's training losses minus the baseline's.
+        """Return step numbers, and the loss difference between run and baseline at each step.
 
-        Return None if the run and the baseline cannot be compared step by step.
+        The difference is the run's training loss minus the baseline's training loss. Return None if
+        the run and the baseline cannot be compared step by step.
         """
         return None if self.pairing_obstacle else loss_differences(self.base, self.run)
 
@@ -118,7 +119,7 @@ class ComparedRun:
         if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
             return None
         steps, differences = loss_differences(self.base, self.run, "held_out_loss")
-        # The last evaluation that both runs have must be the last evaluation of each run.
+        # Without this check, the result might be the difference of two earlier evaluations.
         last_steps = {run.last_evaluation.get("step") for run in (self.base, self.run)}
         return float(differences[-1]) if last_steps == set(steps[-1:]) else None
 
@@ -186,7 +187,7 @@ class RunComparison:
         return len({run.tokens_per_step for run in self.runs}) > 1
 
     def answer(self) -> str:
-        """Return one sentence that lists the runs of each verdict.
+        """Return one sentence that groups the runs by verdict.
 
         If there is only one run, return its name.
         """
@@ -242,7 +243,7 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 
 
 def by_verdict(verdicts: Mapping[str, str]) -> str:
-    """Return a text that lists the names of each verdict: "a, b (within); c (above)".
+    """Group names by verdict, and return them as text: "a, b (within); c (above)".
 
     `verdicts` maps names to verdicts.
     """

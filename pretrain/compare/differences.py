@@ -31,9 +31,9 @@ MARGIN = 0.003
 # Confidence of the interval for the verdict "equivalent". If this interval lies within the margin,
 # two one-sided tests at 5 % each show that the difference is smaller than the margin.
 EQUIVALENCE = 0.90
-# Parameter v of the sequential test in `anytime_half_width`. The test averages over true means with
-# a normal distribution. v is the variance of this distribution, divided by the variance of the
-# differences. The value 10 makes the intervals narrowest for five to eight seeds.
+# Parameter v of the sequential test in `anytime_half_width`. The test averages over a normal
+# distribution of possible true means. v is the variance of this distribution, divided by the
+# variance of the differences. The value 10 makes the intervals narrowest for five to eight seeds.
 MIXED_OVER = 10.0
 # Resolution of the quantiles of Student's t.
 _STEP = 2.0**-40
@@ -69,10 +69,10 @@ def t_probability(t: float, freedom: int) -> float:
 
 
 def t_quantile(freedom: int, confidence: float) -> float:
-    """Return the bound b such that a Student's t variable lies within ±b with a probability.
+    """Return the bound b such that a Student's t variable lies within ±b with a given probability.
 
-    `freedom` is the number of degrees of freedom. `confidence` is the probability, which is below
-    1. For 4 degrees of freedom and a probability of 0.95, the bound is 2.776.
+    `freedom` is the number of degrees of freedom. `confidence` is the probability, and must be
+    below 1. For 4 degrees of freedom and a probability of 0.95, the bound is 2.776.
     """
     steps = bisect_left(
         range(2**62), confidence, key=lambda steps: t_probability(_STEP * steps, freedom)

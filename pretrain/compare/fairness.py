@@ -60,9 +60,9 @@ def settings_of(run: RunRecord) -> dict[str, Any]:
 def training_of(run: RunRecord) -> dict[str, Any]:
     """Return the settings of a run that must be equal in all compared runs, by dotted key.
 
-    These are the settings that affect the training (`identity_of`), except those in COMPARED, and
-    the number of packs that are evaluated. Raises InputError if the files of the run have no
-    fingerprint of its data.
+    The result has all settings that affect the training (`identity_of`), without the settings in
+    COMPARED. It also has `evaluate.packs`, and all settings that were changed when the run was
+    resumed. Raises InputError if the files of the run have no fingerprint of its data.
     """
     if run.data_fingerprint is None:
         raise InputError(
@@ -83,7 +83,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
 
 
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which two runs differ and which make a comparison unfair.
+    """Return the settings that differ between two runs and make their comparison unfair.
 
     Map the dotted key of each such setting to its values in the first and in the second run, as
     texts.
@@ -105,25 +105,22 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
 
 
 def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return `differences`, a pair of values for each key, as text for a message."""
+    """Return `differences`, which maps each key to two values, as text for a message."""
     texts = [f"`{key}`: {first} and {second}" for key, (first, second) in differences.items()]
     return "; ".join(texts)
 
 
 def is_varied(key: str, vary: Sequence[str]) -> bool:
-    """Return True if `vary`, a list of keys and sections, has `key` or a section that contains it.
-
-    `key` is a dotted key.
-    """
+    """Return True if `vary` lists the dotted key `key` or a section that contains this key."""
     return any(key == name or key.startswith(f"{name}.") for name in vary)
 
 
 def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> None:
     """Raise InputError if one of `runs` cannot be compared fairly with the first run.
 
-    `vary` has keys and sections in which the runs may differ. The message lists the other keys in
-    which the two runs differ. Also raise InputError if `vary` has a name that is neither a key
-    nor a section of a recipe.
+    The runs may differ in the keys and sections that `vary` lists. The message names all other keys
+    whose values differ. Also raise InputError if `vary` has a name that is neither a key nor a
+    section of a recipe.
     """
     keys = {key for run in runs for key in settings_of(run)}
     for name in vary:
@@ -226,10 +223,11 @@ def _common_steps(
 
 
 def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
-    """Return the number of steps whose packs were skipped by rollbacks, over the course of a run.
+    """Return the number of steps that the rollbacks of a run have discarded.
 
-    The keys of the result are `first_step` and the step of each later rollback. Each value is a
-    cumulative count: the packs of this number of steps were skipped up to the step.
+    The keys of the result are `first_step` and the step of each later rollback. Each value is the
+    total number of steps that were discarded until then. The packs of these steps are not used
+    again.
     """
     skipped = {first_step: run.past["left_out"]}
     for record in run.metrics:
@@ -253,7 +251,7 @@ def loss_differences(
 
 
 def ends_of(differences: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return the loss differences of the steps at the end of training, as `at_the_end` defines it.
+    """Return the loss differences of the last steps of a training, which `at_the_end` selects.
 
     `differences` are the step numbers and loss differences from `loss_differences`.
     """

@@ -19,8 +19,8 @@ SMOOTHED_SHARE = 1 / 50
 # Colours of the training loss and of the held-out loss: blue and orange.
 COLOUR = "#1F77B4"
 HELD_OUT_COLOUR = "#D55E00"
-# When the range of the vertical axis is computed, this share of a run's steps is ignored, counted
-# from the first step, because the loss falls steeply in these steps.
+# Share of a run's steps that is ignored when the range of the vertical axis is computed. These are
+# the first steps, in which the loss falls steeply.
 FALL_SHARE = 1 / 30
 
 

@@ -47,7 +47,8 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
             run_class = (not run.is_finished, "held_out_loss" not in run.summary)
             training_loss = run.summary.get(LOSS_KEY, math.inf)
             entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
-    # Map the path of each run to its rank: its class and the lowest loss of the runs of that rank.
+    # Map the path of each run to its rank. A rank is a pair: the class of its runs, and the lowest
+    # loss among its runs.
     ranks = {}
     rank: tuple[object, float] = (None, 0.0)
     for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):

@@ -76,7 +76,7 @@ _WITHOUT_EFFECT = (
 
 
 class MatrixGroup(Settings):
-    """Named cells, each of which is trained with every combination of the axes' values.
+    """Named cells and axes. Each cell is trained with every combination of the axes' values.
 
     Runs are ordered by the values of the first axis, then by the values of the next axes, and then
     by cell.
@@ -119,16 +119,17 @@ class CellSettings(Settings):
 class MatrixSettings(LaunchSettings, CellSettings):
     """Content of a matrix file."""
 
-    # Named cells, each of which is trained with every combination of the axes in the same group.
+    # Groups of named cells. In a group, each cell is trained with every combination of the group's
+    # axes.
     groups: list[MatrixGroup] = Field(default_factory=list)
     # Values that identify the baseline, the cell with which all other cells are compared. null: the
     # first cell.
     baseline: Values | None = None
     # Run folder of each cell. {matrix} is replaced by `name`, and {cell} by the name of the cell.
     run_dir: PathText = "runs/{matrix}/{cell}"
-    # Maximum number of runs at the same time. null: if `gpus` is set, `gpus` divided by the number
-    # of processes of a run, and one run otherwise. If runs share a device, their losses are
-    # comparable, but their speeds are not.
+    # Maximum number of runs at the same time. null: one run if `gpus` is not set. If `gpus` is set,
+    # null means `gpus` divided by the number of processes of a run. If runs share a device, their
+    # losses are comparable, but their speeds are not.
     at_once: PositiveCount | None = None
 
 
@@ -241,7 +242,7 @@ class Matrix:
     processes: int
     # True if the Accelerate configuration sets `use_cpu`.
     on_cpu: bool
-    # True if each cell is trained by one process on any machine, so that cells can be forked.
+    # True if each cell has one process, whatever the number of visible GPUs. Cells are then forked.
     is_forked: bool
 
     @property
@@ -270,7 +271,7 @@ class Matrix:
         Raises InputError if no cell is selected.
         """
         keys = {key_of(text) for text in filters}
-        # A cell is selected if the keys for which its value is listed are all keys in `filters`.
+        # A cell is selected if every key in `filters` has a filter that matches the cell's value.
         chosen = [
             cell
             for cell in self.cells
@@ -384,7 +385,7 @@ def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:
 
 
 def _precision_environment(accelerate: Values) -> dict[str, str]:
-    """Return the environment variables for the precision that `accelerate launch` would set.
+    """Return the environment variables with which `accelerate launch` sets the precision.
 
     `accelerate` is the content of the Accelerate configuration.
     """
@@ -444,7 +445,7 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 
 
 def _crossed(axes: Axes) -> list[Values]:
-    """Return every combination of the axes' values, as a mapping from dotted keys to values.
+    """Return all combinations of the axes' values. Each one maps dotted keys to values.
 
     Combinations are ordered by the values of the first axis, then of the second one, and so on.
     Without axes, the result is one empty mapping.

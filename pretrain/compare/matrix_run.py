@@ -43,7 +43,7 @@ SHOWN_LOG_LINES = 12
 DEVICES = "CUDA_VISIBLE_DEVICES"
 # Script that trains one cell.
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
-# Server that forks the cells of this process, if each cell is trained by one process.
+# Server process from which all cells are forked, if each cell is trained by one process.
 FORK_SERVER = ForkServer()
 
 
@@ -83,8 +83,8 @@ class StartedCell:
     def signal(self, number: int) -> None:
         """Send the signal `number` to all processes of the cell.
 
-        If accelerate launches a single process, its launcher does not pass signals on, so it is not
-        enough to send the signal to the launcher.
+        The signal is sent to the launcher and to the training processes, because the launcher does
+        not pass signals on if it has started only one process.
         """
         # ProcessLookupError means that all processes have just ended.
         with contextlib.suppress(ProcessLookupError):
@@ -250,11 +250,12 @@ def start(
         matrix: The matrix.
         cell: The cell to start.
         running: The running cells.
-        side_by_side: Whether the cell shares its devices with other cells.
+        side_by_side: True if the cell shares its devices with other cells.
     """
     check_ours(cell.run_dir)
     used = [started.slot for started in running]
-    # Begin with another GPU for each seed, so that a slow GPU slows down different cells.
+    # If several groups of GPUs have equally few cells, the seed decides which group is used. So the
+    # cells that a slow GPU slows down differ between seeds.
     slots = range(cell.recipe.seed, cell.recipe.seed + (matrix.slots or 0))
     slot = min((number % len(slots) for number in slots), key=used.count, default=None)
     devices = devices_of(matrix, slot)
@@ -333,7 +334,7 @@ def environment_of(matrix: Matrix) -> dict[str, str]:
 
 
 def devices_of(matrix: Matrix, slot: int | None) -> dict[str, str]:
-    """Return the variable that makes only the GPUs of a group visible to a cell.
+    """Return the environment variable that makes only one group of GPUs visible to a cell.
 
     `slot` is the index of the group. If it is None, return {}. Raises InputError if fewer GPUs are
     visible than the setting `gpus` of the matrix.
@@ -361,7 +362,7 @@ def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     Args:
         matrix: Name of the matrix.
         cell: The cell.
-        side_by_side: Whether the cell shares its devices with other runs after this start.
+        side_by_side: True if the cell shares its devices with other runs after this start.
     """
     was_shared = cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"]
     write_json(

@@ -3,9 +3,9 @@
 `page/page.html` is the template. The file includes plotly's script, which draws the pictures. Text
 and tables are plain HTML, so they can be read and searched without scripts.
 
-Names of runs and settings come from run folders and may contain characters of HTML. Jinja escapes
-them in text and tables. In pictures they are escaped by `escape`, because plotly interprets some
-HTML.
+Names of runs and settings come from run folders and may contain special characters of HTML. Jinja
+escapes these names in text and tables. In pictures, `escape` is called for each name, because
+plotly interprets some HTML.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ WRITTEN_BY = "written by python -m pretrain"
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Number of layers that have a curve with the cosine between their gradient and the BF16 gradient.
-# The cosine of the complete gradient is drawn too.
+# Number of layers whose gradients are compared with BF16 in a curve: the layers with the lowest
+# cosine between the gradient and the BF16 gradient. The cosine of the complete gradient also has a
+# curve.
 WORST_LAYERS = 3
 # Prefix of the keys in metrics.jsonl for the cosine of one layer. The name of the layer follows.
 LAYER = "gap/cosine/"
-# Titles of the two panels with the gap to BF16.
+# Titles of the two panels that compare the run's precision with BF16, for the same weights.
 LOSS_GAP = "low-precision loss minus BF16 loss"
 COSINE = "cosine of the gradient with the BF16 gradient"
-# Title of the panel with paired differences.
+# Title of the panel with the loss difference between a run and the baseline at each step.
 AGAINST = "training loss minus the baseline's"
 # Map the title of each panel, from top to bottom, to a key in metrics.jsonl. The value of AGAINST
 # is None, because that curve is computed from two runs.
@@ -168,7 +169,7 @@ def _about(run: RunRecord) -> str:
 
 
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
-    """Map "curves" and "quantization" to the pictures of the page.
+    """Return the pictures of the page by name: "curves" and "quantization".
 
     "quantization" is missing if no run has quantization statistics.
     """
@@ -184,11 +185,11 @@ def pictures(comparison: RunComparison) -> dict[str, Figure]:
 
 
 def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
-    """Map (title of the panel, name of the layer) to each curve of a run.
+    """Return the curves of a run. The key of a curve is (title of the panel, name of the layer).
 
-    The name of the layer is "" except for cosines of single layers. These are included for the
-    WORST_LAYERS layers with the lowest cosine at the last measurement. Curves without a finite
-    value are omitted.
+    Only the cosine of a single layer has a layer name. For all other curves, the name is "". Of all
+    layers, only the WORST_LAYERS layers with the lowest cosine at the last measurement have a
+    curve. Curves without a finite value are omitted.
     """
     run = compared.run
     curves = {(panel, ""): run.curve(key) for panel, key in PANELS.items() if key}
@@ -210,9 +211,10 @@ def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
 
 
 def _worst_layers(run: RunRecord) -> list[str]:
-    """Return the keys of the cosines of the WORST_LAYERS layers with the lowest cosines.
+    """Return the keys in metrics.jsonl for the WORST_LAYERS layers with the lowest cosines.
 
-    The last measurement in `run` is used. The lowest cosine is the first.
+    The cosines are those of the last measurement of the run. The layer with the lowest cosine is
+    the first.
     """
     measured = [step for step in run.steps if "gap/loss" in step]
     cosines = {
@@ -325,12 +327,12 @@ def heat_maps(path: Path) -> HeatMaps:
 
 
 def losses_beside_normal(compared: ComparedRun) -> str:
-    """Return a line with a run's largest underflow and saturation, and the normal limits.
+    """Return a line with a run's largest underflow and saturation, and their normal limits.
 
-    The underflow and the saturation are the largest of any operand at the last measurement of the
-    run. The measurement in the first step is not used, because delayed scaling has no scales before
-    this step. Return "" if there is no later measurement. If the run has several quantized
-    precisions, the limits are those of the last quantized precision.
+    The values are the largest of any operand at the last measurement of the run. A measurement in
+    the first step is ignored, because delayed scaling computes scales from earlier steps. If the
+    run has several quantized precisions, the limits of the last one are used. Return "" if the run
+    has no measurement after its first step, or no quantized precision.
     """
     measured = [step for step in compared.run.steps[1:] if "fp8/underflow" in step]
     quantized = [
@@ -366,7 +368,7 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
         shared_yaxes=True,
         subplot_titles=[escape(operand) for operand in operands],
     )
-    # One text per heat map: the menu entry with which the reader shows this heat map.
+    # One text per heat map: the menu entry that shows this heat map.
     choices = []
     # Each measure has a colour axis. plotly shows the colour bars of visible traces only.
     axes = {measure: f"coloraxis{place}" for place, measure in enumerate(MEASURES, start=1)}

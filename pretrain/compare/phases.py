@@ -221,8 +221,8 @@ class Search:
             settings = self.settings
             arguments = [*self.overrides, *as_overrides(self.values)]
             lines += [
-                "This command trains with the best configuration. The settings in the section "
-                f"`overrides` of {self.path} are not part of the command:",
+                "This command trains with the best configuration, but without the settings in the "
+                f"section `overrides` of {self.path}:",
                 f"    {launch_command(settings.accelerate, settings.recipe, arguments)}",
             ]
         return "\n\n".join(lines)
@@ -254,7 +254,7 @@ def main(options: argparse.Namespace) -> int:
         for phase, matrix in zip(search.settings.phases, matrices, strict=True):
             print(f"# {phase.name}{note}")
             print("\n".join(shlex.join(command_of(matrix, cell)) for cell in matrix.cells))
-            note = ", based on the first cells of the earlier phases; the search uses the fastest"
+            note = ", with the first cells of the earlier phases; the search uses the fastest cells"
         return 0
     with RunFolder(search.folder), StopRequest(passed_on=True) as stop:
         return measure(search, stop)

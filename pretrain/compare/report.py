@@ -27,7 +27,7 @@ from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
 
 @dataclass(frozen=True)
 class Report:
-    """A report that compares runs with a baseline: single runs, and groups of seeds if possible."""
+    """Comparison of runs with a baseline. Runs that differ only in their seeds form groups."""
 
     # Comparison of each run with the first run.
     comparison: RunComparison
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def answer(self) -> str:
-        """Return the result in one sentence: over seeds if possible, else for single runs."""
+        """Return the result in one sentence. It compares groups if `seeds` is set."""
         return (self.seeds or self.comparison).answer()
 
     def tables(self) -> list[str]:
@@ -98,7 +98,7 @@ class Report:
         replace_file(page, render(self.comparison, self.seeds, self.answer, every))
 
     def judge(self) -> list[str]:
-        """Return the reasons why the gate fails: one line for each failed run or group of seeds.
+        """Return the reasons why the gate fails: one line for each failed run or group of runs.
 
         The list is empty if the gate passes. Raises InputError if the gate cannot be computed, for
         example because the baseline is not finished.
@@ -133,7 +133,8 @@ def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> s
     gap = compared.gap
     if gap is None:
         raise InputError(
-            f"--gate: {compared.label} cannot be compared with {base.label}: {compared.not_paired}"
+            f"--gate: {compared.label} cannot be compared with {base.label}: "
+            f"{compared.not_paired}; remove one of the two runs from the command line"
         )
     if compared.run.is_unfinished:
         return (
@@ -151,7 +152,7 @@ def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> s
 
 
 def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
-    """Yield the reason for each group of seeds that fails the gate.
+    """Yield one reason for each group of runs that fails the gate.
 
     A group passes if all runs of the group have finished, and if the upper end of the interval of
     its loss difference is at most `tolerance`, in nats per token. Raises InputError if a run of the
@@ -215,7 +216,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"\nWritten: {options.out}")
     if options.gate is None:
         return 0
-    failures = report.judge() if report else ["no run has a step yet"]
+    failures = report.judge() if report else ["at least one run has no step yet"]
     for failure in failures:
         print(f"gate: {failure}")
     result = f"failed ({plural(len(failures), 'failure')})" if failures else "passed"
@@ -242,8 +243,8 @@ def _report_on(options: argparse.Namespace) -> Report:
 def watch(options: argparse.Namespace) -> Report | None:
     """Write the page repeatedly, until all runs have ended or Ctrl-C is pressed.
 
-    If a run has no step yet, wait for its first step. Return the last report. If Ctrl-C is pressed
-    before each run has its first step, return None, because there is no report.
+    No page is written until every run has a step. Return the last report. Return None if Ctrl-C is
+    pressed while a run still has no step, because there is no report then.
     """
     report = None
     names = ", ".join(map(str, options.runs))
@@ -256,7 +257,8 @@ def watch(options: argparse.Namespace) -> Report | None:
         while True:
             with suppress(NoStepYet):
                 report = _report_on(options)
-                # A killed run never ends, because its files look like those of a running run.
+                # The files of a killed run look like the files of a running run. So this loop does
+                # not end if a run was killed.
                 if all(
                     run.is_finished or "halted" in run.summary for run in report.comparison.runs
                 ):

@@ -97,7 +97,8 @@ class GroupResult:
     # Map each seed to the loss at the end of its run. The seeds of excluded runs are missing.
     losses: dict[int, float]
     # Losses of this group minus the losses of the baseline's group. None if this group is the
-    # baseline, if the two groups have no seed in common, or if a run of this group has failed.
+    # baseline, if the two groups have no seed or no step in common, or if a run of this group has
+    # failed.
     difference: SeedDifference | None
     # The verdict, or the reason why there is none.
     verdict: str
@@ -253,7 +254,7 @@ class SeedComparison:
         ]
 
     def answer(self) -> str:
-        """Return one sentence that lists the groups of each verdict."""
+        """Return one sentence that lists the names of the groups by verdict."""
         seeds = plural(len(self.baseline.losses), "seed")
         verdicts = by_verdict({group.name: group.verdict for group in self.compared})
         return (
@@ -273,8 +274,9 @@ def _compare(
 ) -> tuple[SeedDifference | None, str]:
     """Return the loss difference between a group and the baseline, and the verdict of the group.
 
-    The difference is None if a run of the group has failed. The failed run has no loss, and the
-    mean over the other runs would make the group look better than it is.
+    Return None and the reason if there is no difference, for example because a run of the group has
+    failed. A failed run has no loss, and the mean over the other runs would make the group look
+    better than it is.
 
     Args:
         group: The runs of the group by seed.
@@ -315,13 +317,13 @@ def _why_excluded(
     such run. `held_out` is true if `loss` is a held-out loss.
     """
     other_data = "on other data than the baseline's run of the same seed"
-    has_other_text = base_run and base_run.data_fingerprint != run.data_fingerprint
+    has_other_data = base_run and base_run.data_fingerprint != run.data_fingerprint
     has_other_held_out = base_run and not same_held_out(base_run, run)
     # Map each reason to True if it applies. The first reason that applies is returned.
     reasons = {
         "because they have not finished": run.broke_off or run.is_unfinished or loss is None,
         "because they were not evaluated after their last step": held_out and run.when_evaluated,
         f"because they were evaluated {other_data}": held_out and has_other_held_out,
-        f"because they were trained {other_data}": not held_out and has_other_text,
+        f"because they were trained {other_data}": not held_out and has_other_data,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

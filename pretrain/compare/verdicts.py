@@ -34,8 +34,8 @@ from pretrain.optimizer import schedule
 
 # Maximum number of rounds. Each round has one seed, so this is also the maximum number of seeds.
 MOST_SEEDS = 20
-# Largest natural logarithm of the factor by which the training tokens must grow for equal loss. If
-# the loss hardly falls, the estimated factor would be larger and not reliable.
+# Upper limit for the natural logarithm of the factor by which the training tokens must grow for
+# equal loss. A larger factor would not be reliable, because the loss hardly falls in this case.
 MOST_FOLD = math.log(1000)
 # Exponents that are tried when a power law is fitted to a loss curve.
 POWERS = np.arange(0.05, 1.5, 0.05)
@@ -50,8 +50,8 @@ NO_GAIN = "no gain at equal loss is shown"
 class Protocol:
     """Settings that are fixed before the first round. which.json stores each field by its name."""
 
-    # Checkpoint that all runs branch from, including the baseline's. None if the baseline trains
-    # from the start.
+    # Checkpoint from which all runs branch, including the baseline's runs. None if the baseline
+    # trains from the start.
     begin_with: str | None
     # Largest acceptable difference from the baseline's loss, as a share of that loss.
     margin: float
@@ -161,7 +161,7 @@ class Rounds:
         """Return the estimated seconds of a round with the baseline and `candidates`.
 
         The first GPU trains the baseline. The other GPUs can train candidates as soon as the
-        baseline has saved the checkpoint from which they branch.
+        baseline has saved the checkpoint from which the candidates branch.
         """
         protocol = self.protocol
         baseline = self._seconds_of(protocol.base)
@@ -299,10 +299,10 @@ class Rounds:
                 if `loss` is negative.
             slope: Slope of the baseline's loss, in nats per unit of ln(tokens). Must be negative.
         """
-        fold = math.exp(min(max(0.0, loss) / -slope, MOST_FOLD))
+        total_factor = math.exp(min(max(0.0, loss) / -slope, MOST_FOLD))
         steps = self.protocol.steps
         before = self.protocol.trunk if self.protocol.begin_with else 0
-        return (fold * steps - before) / (steps - before)
+        return (total_factor * steps - before) / (steps - before)
 
     def _seconds_to_verdict(self, name: str, served: SeedDifference) -> float | None:
         """Return the estimated seconds of training until the verdict of the candidate is final.
@@ -409,7 +409,7 @@ def loss_slope(run: RunRecord) -> float:
     step. With a `wsd` schedule, the fitted part ends where the decay begins, because the decay
     lowers the loss faster than more tokens do. If the decay begins in the first half of the run,
     the fitted part ends in the middle of the run instead. With other schedules, the fitted part
-    ends at the last step. Of the steps up to this end, the first 30 % are not fitted, because the
+    ends at the last step. The first 30 % of the steps before this end are not fitted, because the
     warmup and the steep fall of the loss at the beginning do not follow a power law.
     """
     steps, losses = run.curve("loss")
@@ -418,7 +418,8 @@ def loss_slope(run: RunRecord) -> float:
     decay_begins = schedule.decay_begins(recipe_of(run).schedule, last) or last
     fit_end = max(decay_begins, (first + last) / 2)
     is_fitted = (steps > 0.3 * fit_end) & (steps <= fit_end) & np.isfinite(losses)
-    # The last step has the share 1. So A is scaled such that the slope at the last step is -a * A.
+    # Divide the steps by the last step. The slope of the fitted curve at the last step is then
+    # -a * A.
     shares = steps[is_fitted] / last
     amplitudes = {}
     errors = {}

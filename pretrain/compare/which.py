@@ -1,8 +1,8 @@
 """Find the fastest precision at equal loss: `python -m pretrain which RECIPE [key=value ...]`.
 
 `pretrain.settings.commands.which` describes the method and the result. This module has the steps of
-the command: the protocol with the length of the runs, which is fixed before the first round, and
-the rounds. `which_trainings` trains, and `verdicts` computes the verdicts.
+the command. First it writes the protocol, which fixes the settings and the length of the runs. Then
+it trains the rounds. `which_trainings` trains, and `verdicts` computes the verdicts.
 
 Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid input,
 and 128 plus the number of the signal if a signal stopped the command.
@@ -296,7 +296,7 @@ def default_candidates(weights: str) -> list[str]:
     emulated = next(name for name, precision in PRECISIONS.items() if precision.quantized)
     if not has_gpu():
         return ["fp32" if weights == "fp32" else "bf16", emulated]
-    # Use a child process, because the GPU's memory is released when the process ends.
+    # Use a child process. It allocates GPU memory, which is released when the process ends.
     with ProcessPoolExecutor(1, get_context("spawn")) as child:
         supported = child.submit(supported_precisions).result()
     return ["bf16", *(supported or [emulated]), *(f"{name}{HEAD}" for name in supported[:1])]
@@ -324,11 +324,11 @@ def fit_steps(
     at_once: int,
     seconds_left: float,
 ) -> Protocol:
-    """Return a copy of the protocol with `steps` and `trunk`, the length of a run and of the trunk.
+    """Return a copy of the protocol in which `steps` and `trunk` are set.
 
-    The trunk consists of the steps before the candidates branch. A run is as long as --hours allow,
-    but not longer than the recipe sets, and not longer than one epoch. Raises InputError if such a
-    run has too few steps.
+    `steps` is the length of a run, and `trunk` is the number of steps before the candidates branch.
+    If --steps is not set, a run is as long as --hours allow, but not longer than the recipe sets,
+    and not longer than one epoch. Raises InputError if such a run has too few steps.
 
     Args:
         protocol: The protocol. Its `steps` and `trunk` are ignored.
@@ -359,7 +359,7 @@ def fit_steps(
     if longest < minimum:
         raise InputError(
             f"the recipe or its data allows only {longest} steps per run, but {minimum} is "
-            "the minimum; set more `train.steps` in the recipe, or use more data"
+            "the minimum; set a larger `train.steps` in the recipe, or use more data"
         )
     # Find the largest number of steps with which all rounds end within `seconds_left`.
     steps = bisect_right(range(longest + 1), seconds_left, lo=minimum, key=seconds_of_rounds) - 1
@@ -389,7 +389,7 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
     open_packs(recipe.data, "held_out")
     mixture = order_of(packs, 1, recipe.seed).mixture
     sources = zip(mixture.counts, mixture.share_of_packs, strict=True)
-    # Number of packs from all sources after which the first source has no unused pack left.
+    # Number of packs, counted over all sources, until one source has no unused pack left.
     used_up = min(number / share for number, share in sources)
     return int(used_up * recipe.data.length / recipe.batch.tokens)
 
@@ -430,7 +430,7 @@ def announce(rounds: Rounds, hours: float) -> None:
         f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
         f"fixed at {100 * protocol.margin:g} % of the loss.\n"
         f"Each round has one seed and takes about {duration(seconds)}. Each run has "
-        f"{protocol.steps:,} steps, of which the first {protocol.trunk:,} are {trunk}.\n"
+        f"{protocol.steps:,} steps. The first {protocol.trunk:,} steps are {trunk}.\n"
         f"{protocol.seeds} rounds are planned. They take about "
         f"{duration(protocol.seeds * seconds)}, and the limit is {hours:g} hours."
     )

@@ -31,11 +31,11 @@ from pretrain.settings.recipe import Recipe
 # Largest amount of GPU memory, in GiB, that may be in use before a run. It is above 0 because the
 # driver itself uses some memory.
 GPU_IS_FREE = 2.0
-# Number of steps of a trial, the first and short run of a precision.
+# Number of steps of a trial, which is a short run of a precision before the first round.
 TRIAL_STEPS = 12
 # Suffix in the name of a candidate whose head is quantized too.
 HEAD = "+head"
-# Settings of every run. They replace those of the recipe and of the overrides.
+# Settings of every run. They replace the settings in the recipe and on the command line.
 DEFAULT_SETTINGS: Values = {
     "fp8_config.on_unsupported": "emulate",
     # Evaluate all candidates in BF16.
@@ -84,7 +84,7 @@ class Question:
             "train.steps": TRIAL_STEPS,
             "schedule.warmup": 0,
             "checkpoint.every": None,
-            # This evaluation fails if there is no held-out data.
+            # Evaluate, so that the trial fails if there is no held-out data.
             "evaluate.every": TRIAL_STEPS,
             "evaluate.packs": 1,
         }
