@@ -96,8 +96,8 @@ def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.d
     """Return the attention backend for a device, a head size and a compute dtype.
 
     If `requested` is "auto", return the first backend of FASTEST_FIRST that can run. Otherwise
-    return the requested backend, or raise InputError if this backend cannot run. The results of the
-    backend are not tested here, but by the parity check at the start of a run.
+    return the requested backend, or raise InputError if this backend cannot run. The parity check
+    at the start of a run tests the results of the backend.
     """
     kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
     reasons = ["requested"]
@@ -234,8 +234,8 @@ def admit_packed_sdpa(config: PretrainedConfig) -> None:
 def longest_rotated(config: PretrainedConfig) -> int | None:
     """Return the maximum document length that does not change the rotation frequencies.
 
-    With longrope or dynamic rotation, one longer document changes the rotation of all documents of
-    a batch. Return None if the frequencies are fixed.
+    With longrope or dynamic rotation, one longer document changes the frequencies for all documents
+    of a batch. Return None if the frequencies do not depend on the document length.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") not in ("longrope", "dynamic"):

@@ -75,7 +75,7 @@ def attach_main_gradients(
     """Give every trained parameter of `model` a cleared `main_grad` of its shape.
 
     Args:
-        model: Tied parameters get one main gradient.
+        model: The model. Tied parameters get one main gradient.
         dtype: FP32 or BF16.
         stacks: Lists of trained parameters. The parameters of a list are the rows of one matrix, in
             order, such as the weights of queries, keys and values. Their main gradients become the
@@ -230,7 +230,7 @@ class _Lookup(torch.autograd.Function):
         gradient = gradient.float()
         main = getattr(ctx.table, "main_grad", None)
         # `index_add_` on a GPU adds in an order that differs from run to run, and it would add the
-        # gradients of padding tokens too.
+        # gradients of padding tokens too. If this matters, compute the gradient of the full table.
         needs_full_gradient = ctx.padding >= 0 or torch.are_deterministic_algorithms_enabled()
         if main is not None and main.is_cuda and not needs_full_gradient:
             # Add the rows of the tokens directly. A gradient of the size of the table would be zero
@@ -322,7 +322,7 @@ class RankSums:
         self._started = 0
 
     def _count(self, bucket: int, *_: object) -> None:
-        """Hook that counts a finished parameter of `bucket` and starts buckets that are ready."""
+        """Hook that counts a finished parameter of `bucket` and starts the ready all-reduces."""
         if self._unfinished:
             self._unfinished[bucket] -= 1
             while self._started < len(self._buckets) and self._unfinished[self._started] == 0:

@@ -191,7 +191,7 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
                 f"`model.source`: {settings.source} requires Python code that is stored with the "
-                "model, which is never run here; choose another model"
+                "model, but such code is never run here; choose another model"
             )
         with _as_input_error(
             f"`model.source`: {settings.source}: transformers rejects its config.json"
@@ -229,11 +229,12 @@ def _rebased(
     """Return a copy of `stored` without derived values, so that `changes` can take effect.
 
     The result describes the same configuration as `stored`. transformers 5 writes derived values
-    into config.json. If a change concerned a key from which another value is derived, the stored
-    derived value would replace the newly computed one. Therefore lists that transformers computes
+    into config.json. If `changes` has a key from which transformers derives another value, the
+    stored value would replace the newly derived value. Therefore lists that transformers computes
     from other keys, such as `layer_types`, are dropped. `rope_parameters` is replaced by the keys
     that older versions of transformers wrote instead, such as `rope_theta`. But if `changes`
-    contains `rope_parameters`, only the older key `rope_scaling` is dropped.
+    contains `rope_parameters`, only the older key `rope_scaling` is dropped, and `rope_parameters`
+    is kept.
     """
     file = config_values(kind, stored)
     base = dict(stored)

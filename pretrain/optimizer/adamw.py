@@ -48,7 +48,7 @@ class ExactAdamW(torch.optim.Optimizer):
     Args:
         params: Parameters or parameter groups.
         exact: True to store 16 remainder bits for each value of a BF16 parameter. The BF16 value
-            and the remainder are an FP32 weight. FP32 parameters have no remainder.
+            and the remainder together are an FP32 weight. FP32 parameters have no remainder.
         moments: Dtype of both moments, FP32 or BF16. By default, the moments of BF16 parameters
             without `exact` are BF16, as in torch, and all other moments are FP32. BF16 moments take
             half the memory of FP32 moments. With beta2 = 0.999 a BF16 second moment never

@@ -13,8 +13,8 @@ fuse multiplications with additions, so that forward and backward compute the sa
 can also sum the gradient over the tokens of a tile, for the gradient of a bias.
 
 The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. Like
-the unfused model and the emulation, the kernels round values to BF16 before they quantize them. All
-three compute the amax of current scaling before this rounding.
+the unfused model and the emulation, the kernels round values to BF16 before they quantize them. The
+amax of current scaling is computed before this rounding, as in Transformer Engine's kernels.
 """
 
 from __future__ import annotations
@@ -344,15 +344,15 @@ def activate_backward(
 def _along_rows(tokens: int, width: int) -> Tile:
     """Return the tile for kernels that write no transpose.
 
-    Its height divides `tokens`, and its width divides `width`. The tile has 2,048 values if
-    possible, in as few rows as possible.
+    The height of the tile divides `tokens`, and its width divides `width`. The tile has 2,048
+    values if possible, in as few rows as possible.
     """
     columns = math.gcd(width, 2048)
     return Tile(math.gcd(tokens, 2048 // columns), columns, 4)
 
 
 def _sums(hidden: Tensor, tile: Tile) -> Tensor:
-    """Allocate the sums of the gradient of `hidden` over the tokens of each tile."""
+    """Allocate a buffer for the gradient of `hidden`, summed over the tokens of each tile."""
     return hidden.new_empty(len(hidden) // tile.rows, hidden.shape[1], dtype=torch.float32)
 
 

@@ -494,8 +494,8 @@ def rotate_backward(
     """Compute `pretrain.model.fused.formulas.rotate_backward` for BF16.
 
     Heads have 32, 64 or 128 values. If `written` is given, the gradient of `qkv` is rounded to BF16
-    and written to the buffers of `written` as FP8 codes, and the first result is None. In this case
-    the number of tokens must be a multiple of 32.
+    and written to the buffers of `written` as FP8 codes, and the first result is None. With
+    `written`, the number of tokens must be a multiple of 32.
     """
     # The kernel requires that the values of a head are contiguous.
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
