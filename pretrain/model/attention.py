@@ -63,8 +63,8 @@ FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
 MAX_FLASH_HEAD_DIM = 256
 # Head sizes for which FlashAttention-4 is used. Smaller heads have not been measured.
 FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
-# Compute capabilities for which FlashAttention-4 is used: Hopper and data-centre Blackwell. The
-# speed was measured on Hopper only.
+# Major compute capabilities for which FlashAttention-4 is used: 9 (Hopper) and 10 (data-centre
+# Blackwell). The speed was measured on Hopper only.
 FA4_GENERATIONS = (9, 10)
 # `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
 # the mean number of tokens of a document, times the number of query heads that share a KV head, is
@@ -96,8 +96,8 @@ def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.d
     """Return the attention backend for a device, a head size and a compute dtype.
 
     If `requested` is "auto", return the first backend of FASTEST_FIRST that can run. Otherwise
-    return the requested backend, or raise InputError if this backend cannot run. The results of the
-    backend are not tested here, but by the parity check at the start of a run.
+    return the requested backend, or raise InputError if this backend cannot run. The parity check
+    at the start of a run tests the results of the backend.
     """
     kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
     reasons = ["requested"]
@@ -118,8 +118,8 @@ def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.d
 def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
     """Return the reason why a backend cannot run, with a remedy if there is one.
 
-    The text is a predicate whose subject is the name of the backend. Return None if the backend can
-    run.
+    Example: "needs a CPU, and the device is cuda". The caller puts the name of the backend before
+    this text. Return None if the backend can run.
     """
     if kind == "sdpa":
         return None
@@ -163,14 +163,15 @@ def check(model: PreTrainedModel, length: int) -> None:
     """
     config: Any = model.config
     name = f"model: {type(model).__name__}"
-    # None if all layers have the same kind of attention, as in Mistral with its one window.
+    # The kind of each layer, or None if all layers are of one kind. For example, all layers of
+    # Mistral have the same sliding window.
     layer_types = getattr(config, "layer_types", None)
     supported = {"full_attention", "sliding_attention", "mlp", "moe"}
     unsupported = sorted({*(layer_types or ())} - supported)
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
     # Map each reason for a rejection to a value that is true if this reason applies. All texts are
-    # built for every model, so `sinks` may be empty and `cap` may be None in them.
+    # built for every model, even if `sinks` is empty or `cap` is None.
     lacking = {
         f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
         "kernels that reset their state at each document": (
@@ -233,8 +234,8 @@ def admit_packed_sdpa(config: PretrainedConfig) -> None:
 def longest_rotated(config: PretrainedConfig) -> int | None:
     """Return the maximum document length that does not change the rotation frequencies.
 
-    With longrope or dynamic rotation, one longer document changes the rotation of all documents of
-    a batch. Return None if the frequencies are fixed.
+    With longrope or dynamic rotation, one longer document changes the frequencies for all documents
+    of a batch. Return None if the frequencies do not depend on the document length.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") not in ("longrope", "dynamic"):
@@ -400,10 +401,10 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 # `$XDG_CACHE_HOME/pretrain/flash_attn_4`, or in the folder of FLASH_ATTENTION_CUTE_DSL_CACHE_DIR if
 # this variable is set.
 #
-# In backward, the GPU computes blocks of keys in parallel, and each block adds its part to dQ when
-# it has finished. The order of these additions may differ from run to run, and with it the last
-# bits of dQ. All other results are reproducible bit for bit. `deterministic: true` fixes the order,
-# and the backward kernel then takes 10 % longer.
+# In backward, the GPU computes blocks of keys in parallel, and each finished block adds its part to
+# dQ. The order of these additions may differ from run to run, so the last bits of dQ may differ.
+# All other results are reproducible bit for bit. `deterministic: true` fixes the order, and the
+# backward kernel then takes 10 % longer.
 
 
 def flash_forward(
@@ -432,15 +433,15 @@ def flash_backward_in_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq [T, H, D], dk and dv. All are contiguous.
 
-    dk and dv are either [T, KV, D], or [T, KV, H / KV, D] with one part for each query head of a
-    group. The caller must sum the parts.
+    A group consists of the query heads that share a KV head. dk and dv are either [T, KV, D], or
+    [T, KV, H / KV, D] with one part for each query head of a group. The caller must sum the parts.
 
-    A group consists of the query heads that share a KV head. If the kernel gets complete groups, it
-    adds the gradients of the query heads to FP32 sums in memory. To avoid these sums, the kernel is
-    called once for each query head of a group. The heads of one call share no KV head, so each
-    gradient is written once. On an H200, with groups of two and documents of 180 tokens, this takes
-    911 us instead of 1,299 us. In groups of four with documents of 4,096 tokens, the sums of the
-    kernel are faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
+    If the kernel gets complete groups, it adds the gradients of the query heads to FP32 sums in
+    memory. To avoid these sums, this function calls the kernel once for each query head of a group.
+    The heads of one call share no KV head, so each gradient is written once. On an H200, with
+    groups of two and documents of 180 tokens, these calls take 911 us, and one call with complete
+    groups takes 1,299 us. With groups of four and documents of 4,096 tokens, one call is faster
+    (benchmarks/results/kernels/h200_kernels_in_parts.json).
 
     Args:
         d_output: Gradient of the output [T, H, D].
@@ -497,7 +498,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq [T, H, D], and dk and dv [T, KV, D].
 
-    Parts that `flash_backward_in_parts` returns are summed in FP32 and rounded once.
+    If `flash_backward_in_parts` returns parts, the parts are summed in FP32 and rounded once.
     """
     dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, ends, longest, scale)
     dk, dv = (part.sum(2) if part.dim() == 4 else part for part in parts)

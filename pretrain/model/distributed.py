@@ -55,9 +55,10 @@ def compute_in_a_fixed_order() -> None:
     """Make results on a GPU reproducible bit for bit, for `deterministic: true`.
 
     Call this function before the GPU is used, because cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it
-    starts. Three kinds of code check whether torch is in deterministic mode: the gradients of
-    embedding tables, the search for the fastest algorithm of a matrix product, and compiled
-    reductions. docs/training.md lists everything that reproducible runs need.
+    starts. Four computations of this project also depend on torch's deterministic mode: the
+    gradients of embedding tables, the backward of FlashAttention-4, the search for the fastest
+    algorithm of a matrix product, and compiled reductions. docs/training.md lists everything that
+    reproducible runs need.
     """
     # The value is the workspace size that torch uses on Hopper.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -71,7 +72,7 @@ def compute_in_a_fixed_order() -> None:
 def complete_topology(
     accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False
 ) -> None:
-    """Set up parts of the topology that Accelerate does not: FSDP2 on CPUs and HSDP.
+    """Set up FSDP2 on CPUs, and HSDP. Accelerate does not set up either of them.
 
     Args:
         accelerator: The run's Accelerator, changed in place.
@@ -114,7 +115,7 @@ def complete_topology(
 def end_processes(accelerator: Accelerator) -> None:
     """Free the model, then end the process group.
 
-    All ranks must call this function. Free the model first, because under FSDP2 the process is
+    All ranks must call this function. The model is freed first, because under FSDP2 the process is
     aborted if the process group ends while the model still exists.
     """
     accelerator.free_memory()
@@ -150,7 +151,7 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
 
 
 def processes_on_host() -> int:
-    """Return the number of processes of this launch on this host. torchrun sets the variable."""
+    """Return the number of processes on this host, from the variable that torchrun sets."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -84,7 +84,7 @@ class GroupedExperts(nn.Module):
 
         Args:
             hidden: Hidden states [tokens, hidden].
-            chosen: Numbers of the experts of each token, int64 [tokens, choices].
+            chosen: Indices of the experts of each token, int64 [tokens, choices].
             weights: Factor of each chosen expert's output in the sum [tokens, choices].
         """
         gate_up, down = self.stacks.values()

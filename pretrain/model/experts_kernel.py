@@ -16,7 +16,7 @@ from torch import Tensor
 @triton.jit
 def _combine(
     rows,  # BF16 [rows, width]
-    place,  # int64 [tokens x choices]: the row of each choice
+    place,  # int64 [tokens x choices]: index of the row of each choice
     weights,  # [tokens, choices], or None for a plain sum
     y,  # BF16 [tokens, width], written
     choices: tl.constexpr,
@@ -69,7 +69,8 @@ def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) ->
 
     Args:
         rows: Outputs of the experts, BF16 [rows, width], contiguous.
-        place: The row of each choice of each token, int64 [tokens x choices].
+        place: For each choice of each token, the index of its row in `rows`, int64
+            [tokens x choices].
         weights: Factor of each choice [tokens, choices] in any dtype, or None for a plain sum.
         tokens: Number of tokens.
     """

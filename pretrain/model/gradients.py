@@ -1,11 +1,11 @@
-"""Main gradients: the attribute `main_grad` of parameters, in which a step sums their gradients.
+"""Main gradients: the sums of gradients over a step, in the attribute `main_grad` of parameters.
 
 Autograd accumulates in `parameter.grad`, in the dtype of the parameter. In BF16, this sum is
 rounded for every microbatch after the first. Main gradients are FP32 or BF16, whatever the dtype of
-the parameter. They are summed over microbatches and then over ranks. A hook adds the gradient that
-autograd writes to `.grad` to the main gradient, and frees `.grad` at once. A matrix product can
-also add the gradient of its weight directly to the main gradient. It then returns no gradient of
-this weight to autograd.
+the parameter. They are summed over microbatches and then over ranks. When autograd has written
+`.grad`, a hook adds `.grad` to the main gradient and frees `.grad` at once. A matrix product can
+also add the gradient of its weight directly to the main gradient. The product then returns no
+gradient of this weight to autograd.
 
 All main gradients of a model are in one allocation. Therefore a run that does not fit into memory
 fails at its start, and one write clears all gradients. A cleared gradient contains -0.0, because a
@@ -75,7 +75,7 @@ def attach_main_gradients(
     """Give every trained parameter of `model` a cleared `main_grad` of its shape.
 
     Args:
-        model: Tied parameters get one main gradient.
+        model: The model. Tied parameters get one main gradient.
         dtype: FP32 or BF16.
         stacks: Lists of trained parameters. The parameters of a list are the rows of one matrix, in
             order, such as the weights of queries, keys and values. Their main gradients become the
@@ -95,7 +95,7 @@ def attach_sums(
     stacks: Sequence[Sequence[Summed]],
     memory: Tensor | None = None,
 ) -> Tensor:
-    """Create a zero main gradient, the attribute `main_grad`, for each parameter in `trained`.
+    """Create a cleared main gradient, the attribute `main_grad`, for each parameter in `trained`.
 
     Args:
         trained: The parameters, without repetition.
@@ -131,7 +131,7 @@ def attach_sums(
 def values_of_sums(parameters: Iterable[Tensor]) -> int:
     """Return the number of values that the main gradients of `parameters` need at most.
 
-    The number includes padding for alignment, and it suffices however the parameters are stacked.
+    The number includes padding for alignment. It is sufficient for any `stacks` of `attach_sums`.
     """
     return sum(_aligned(parameter.numel()) for parameter in parameters)
 
@@ -162,10 +162,10 @@ def clear_main_gradients(parameters: Iterable[Summed]) -> None:
 
 
 def was_reached(parameter: nn.Parameter) -> bool:
-    """Return True if backward has added anything to the gradient since it was cleared.
+    """Return True if backward has added anything to the gradient since the gradient was cleared.
 
-    Zeros count as well. Waits for the device. If the gradient is sharded, all ranks must call this
-    function.
+    The result is True even if backward has added only zeros. The host waits for the device. If the
+    gradient is sharded, all ranks must call this function.
     """
     gradient = gradient_of(parameter)
     if gradient is None:
@@ -183,7 +183,7 @@ def was_reached(parameter: nn.Parameter) -> bool:
 
 
 def _add_to_main(parameter: Summed) -> None:
-    """Hook that adds `.grad` to the main gradient and frees it, after autograd has accumulated it.
+    """Hook that adds a new `.grad` to the main gradient, and then frees `.grad`.
 
     A BF16 gradient is added to an FP32 main gradient without a copy. If an FP32 gradient is added
     to a BF16 main gradient, the result is rounded once.
@@ -230,7 +230,7 @@ class _Lookup(torch.autograd.Function):
         gradient = gradient.float()
         main = getattr(ctx.table, "main_grad", None)
         # `index_add_` on a GPU adds in an order that differs from run to run, and it would add the
-        # gradients of padding tokens too.
+        # gradients of padding tokens too. If this matters, compute the gradient of the full table.
         needs_full_gradient = ctx.padding >= 0 or torch.are_deterministic_algorithms_enabled()
         if main is not None and main.is_cuda and not needs_full_gradient:
             # Add the rows of the tokens directly. A gradient of the size of the table would be zero
@@ -275,8 +275,8 @@ class RankSums:
         self._group = dist.new_group()
         self._buckets: list[Tensor] = []  # slices of `memory`
         self._parameter_counts: list[int] = []  # number of parameters in each bucket
-        # Number of parameters in each bucket that the last backward of the step has not finished
-        # yet. The list is empty during any other backward.
+        # For each bucket, the number of parameters that the last backward of the step has not
+        # finished yet. The list is empty during any other backward.
         self._unfinished: list[int] = []
         self._started = 0  # number of buckets whose all-reduce has started
         # All-reduces that are running: handle, FP32 values, and bucket of each.
@@ -299,7 +299,7 @@ class RankSums:
 
     @contextmanager
     def starting_early(self) -> Iterator[None]:
-        """Start the all-reduce of each finished bucket during the last backward of a step."""
+        """Context manager that starts all-reduces while the last backward of a step is running."""
         self._started = 0
         self._unfinished = list(self._parameter_counts)
         self._running.clear()  # removes the all-reduces of an interrupted step
@@ -322,7 +322,7 @@ class RankSums:
         self._started = 0
 
     def _count(self, bucket: int, *_: object) -> None:
-        """Hook that counts a finished parameter of `bucket` and starts buckets that are ready."""
+        """Hook that counts a finished parameter of `bucket` and starts the ready all-reduces."""
         if self._unfinished:
             self._unfinished[bucket] -= 1
             while self._started < len(self._buckets) and self._unfinished[self._started] == 0:

@@ -7,8 +7,8 @@ graphs, so the results are the same bit for bit.
 A graph reads and writes fixed addresses. A microbatch is copied to the buffers of its graph.
 Parameters, main gradients, histories and scales never move. A newly quantized weight overwrites the
 weight of the previous step (`Gemm.overwrites`). A graph is captured when a microbatch first needs
-it. There is one graph for each length of `cu_seqlens`, and a separate one for first microbatches,
-which quantize the weights.
+it. Each engine has one graph for each length of `cu_seqlens`. The first microbatch of a step needs
+separate graphs, because it quantizes the weights.
 
 Steps with `StepWatch.observes_passes` run without graphs, because observers are called between
 kernels.
@@ -38,8 +38,8 @@ from pretrain.precision.gemm import Gemm
 
 # The number of steps that `auto` times before it decides.
 TIMED = 3
-# With `auto`, graphs are used if the host waits at the end of a step for less than this share of
-# the time in which it has launched the last microbatch.
+# With `auto`, graphs are used if the host waits only briefly at the end of a step: for less than
+# this fraction of the time that the host needs to launch a microbatch.
 HOST_BOUND = 0.25
 
 
@@ -56,9 +56,10 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Return a graph of the kernels of `function`, and the result of `function`.
 
-    The kernels do not run during the capture. Each run of the graph overwrites the result. Raises
-    OutOfMemoryError if the free memory is less than the memory that a step without graphs has used.
-    Observed steps need that memory again, in addition to the memory of the graphs.
+    The kernels do not run during the capture. Each run of the graph overwrites the result. The
+    first capture raises OutOfMemoryError if the free memory is less than the memory that a step
+    without graphs has used. Observed steps need that memory again, in addition to the memory of the
+    graphs.
 
     pool: the memory pool of the earlier graphs, or None if this is the first graph.
     """
@@ -67,8 +68,9 @@ def capture(
         torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     ):
         raise torch.OutOfMemoryError("the activations of a second microbatch do not fit")
-    # `torch.cuda.graph` does not leave its stream if the capture fails, but the first context does.
-    # Other threads may use CUDA during the capture. One of them pins the memory of batches.
+    # If the capture fails, `torch.cuda.graph` does not restore the previous stream, so the first
+    # context restores it. Other threads may use CUDA during the capture. One of these threads pins
+    # the memory of batches.
     with (
         torch.cuda.stream(torch.cuda.current_stream()),
         torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
@@ -80,17 +82,17 @@ def capture(
 class MicrobatchGraphs:
     """The CUDA graphs of a model, and the decision whether its steps use them."""
 
-    # The setting `model.cuda_graphs`, which a decision replaces by "on" or "off" with a reason.
+    # The setting `model.cuda_graphs`. `_decide` replaces it by "on" or "off" with a reason.
     status: str
     # Function that is called with each decision.
     report: Callable[[str], None]
     # The function `capture`, or a function with the same arguments.
     record: Callable[..., tuple[Any, Tensor]] = capture
-    # For each timed step, the time in which the host waits for the device, divided by the time in
-    # which it launches a microbatch.
+    # For each timed step, the time that the host waits for the device, divided by the time that the
+    # host needs to launch a microbatch.
     waits: list[float] = field(default_factory=list)
-    # Map the properties of a microbatch to its graph, its loss, its buffers, and the buffer of the
-    # factor of the loss.
+    # Map the key that `_replay` computes for a microbatch to the graph, the loss of the graph, the
+    # buffers of the microbatch, and the buffer of the factor of the loss.
     captured: dict[Any, tuple[Any, Tensor, Microbatch, Tensor]] = field(default_factory=dict)
 
     def compute(
@@ -125,8 +127,8 @@ class MicrobatchGraphs:
         if self.status == "auto" and len(self.waits) == TIMED:
             wait = sorted(self.waits)[TIMED // 2]
             self._decide(
-                f"{'on' if wait < HOST_BOUND else 'off'}: at the end of a step, the host waits for "
-                f"{wait:.2f} of the time in which it launches a microbatch"
+                f"{'on' if wait < HOST_BOUND else 'off'}: at the end of a step, the host waits "
+                f"{wait:.2f} times as long as it needs to launch a microbatch"
             )
 
     def _decide(self, status: str) -> None:

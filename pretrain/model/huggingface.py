@@ -134,7 +134,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
 
 
 def kept_from_source(settings: ModelSettings) -> list[str]:
-    """Return a notice about source values that do not follow a change in the setting `config`.
+    """Return a notice about derived values of the source that the setting `config` makes outdated.
 
     For example, transformers computes `head_dim` from `hidden_size` if the config.json of the
     source has no `head_dim`. If the config.json has both keys and `config` changes `hidden_size`,
@@ -147,6 +147,8 @@ def kept_from_source(settings: ModelSettings) -> list[str]:
     base = _rebased(kind, stored, changes)
     file = config_values(kind, base)
     changed = config_values(kind, base | changes)
+    # A value is kept if two conditions are true. Before the changes, transformers would compute the
+    # stored value itself. After the changes, transformers would compute another value.
     kept = [
         f"{key}: {changed[key]}"
         for key in sorted((base.keys() & changed.keys()) - changes.keys())
@@ -189,7 +191,7 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
                 f"`model.source`: {settings.source} requires Python code that is stored with the "
-                "model, which is never run here; choose another model"
+                "model, but such code is never run here; choose another model"
             )
         with _as_input_error(
             f"`model.source`: {settings.source}: transformers rejects its config.json"
@@ -227,11 +229,12 @@ def _rebased(
     """Return a copy of `stored` without derived values, so that `changes` can take effect.
 
     The result describes the same configuration as `stored`. transformers 5 writes derived values
-    into config.json. If a change concerned a key from which another value is derived, the stored
-    derived value would replace the newly computed one. Therefore lists that transformers computes
+    into config.json. If `changes` has a key from which transformers derives another value, the
+    stored value would replace the newly derived value. Therefore lists that transformers computes
     from other keys, such as `layer_types`, are dropped. `rope_parameters` is replaced by the keys
     that older versions of transformers wrote instead, such as `rope_theta`. But if `changes`
-    contains `rope_parameters`, only the older key `rope_scaling` is dropped.
+    contains `rope_parameters`, only the older key `rope_scaling` is dropped, and `rope_parameters`
+    is kept.
     """
     file = config_values(kind, stored)
     base = dict(stored)
@@ -606,7 +609,7 @@ def build_on_first_rank(
     seed: int,
     backend: str,
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Return a model without values for FSDP2, and the values of its parameters on the first rank.
+    """Return a model for FSDP2 whose parameters have no values, and the values on the first rank.
 
     The parameters of the model are on the meta device in dtype `weights`, and its buffers are on
     the device of the process. On the first rank, the second result maps the name of each parameter
@@ -674,7 +677,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     """Return a dict from Hugging Face names to parameters and persistent buffers, not copied.
 
-    Of tied parameters, only the first name is in the dict.
+    Tied parameters are in the dict once, under their first name.
     """
     saved = hf.state_dict().keys()
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name in saved}
@@ -734,7 +737,7 @@ def export(
         written = set(os.listdir(writing))
         for name in os.listdir(folder) if folder.exists() else ():
             if name not in written and not _OPTIONAL_FILES.fullmatch(name):
-                raise ValueError(f"it contains {name}, which no export has written (move it away)")
+                raise ValueError(f"the folder has {name}, but no export writes it (move it away)")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(writing, folder)
         fsync(folder.parent)

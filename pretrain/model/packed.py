@@ -22,7 +22,7 @@ from pretrain.model.sharding import Sharding
 from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings
 
-# The tensors of a microbatch.
+# Names of the tensors of a microbatch.
 TENSORS = ("input_ids", "position_ids", "labels", "cu_seqlens")
 
 
@@ -191,7 +191,7 @@ def compute_microbatch(
 ) -> Tensor:
     """Run forward and backward of a microbatch. Return its summed loss, an FP32 scalar.
 
-    scale: Factor of the loss in backward. A tensor must be an FP32 scalar on the model's device.
+    scale: Factor of the loss in backward, a float or an FP32 scalar on the model's device.
     """
     loss_sum = model(**inputs_of(batch, accelerator.device))
     accelerator.backward(loss_sum * scale)
@@ -220,8 +220,8 @@ def forward_backward(
         accelerator: The run's Accelerator.
         around_first: Context manager that observes the first microbatch, in which weights are
             quantized.
-        first_apart: True if no gradients may be exchanged before `around_first` is left, even if
-            the step has only one microbatch.
+        first_apart: True to exchange no gradients while `around_first` is entered, even if the step
+            has only one microbatch.
         compute: Function with the arguments and the result of `compute_microbatch`.
     """
     context = model.context
@@ -252,8 +252,8 @@ def forward_backward(
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
     """Return the values of `figures` on the first rank, as floats.
 
-    All ranks get the same values and therefore take the same decisions. Waits for the device. All
-    ranks must call this function.
+    All ranks get the same values and therefore take the same decisions. The host waits for the
+    device. All ranks must call this function.
     """
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
     take_from_first_rank(accelerator, [stacked])

@@ -81,8 +81,8 @@ class Routing:
         """Return `loss` plus the router loss. Call it after each forward of the model.
 
         In training, the router loss is multiplied by its coefficient and by the number of tokens
-        with a label, and then added, unless the router loss is off. The sums that `take_sums`
-        returns are also updated. In evaluation, `loss` is returned unchanged.
+        with a label, and then added. Nothing is added if the router loss is off. The sums that
+        `take_sums` returns are updated in both cases. In evaluation, `loss` is returned unchanged.
 
         Args:
             loss: Sum of the losses of all tokens with a label, an FP32 scalar.
@@ -191,7 +191,7 @@ class _LinearInFP32(TorchFunctionMode):
 
 
 def _with_logits_in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `forward` of a router, with an FP32 result of its linear layer."""
+    """Return a function that calls the `forward` of a router and computes its linear in FP32."""
 
     @torch.compiler.disable
     def forward_in_fp32(*inputs: Any, **options: Any) -> Any:
@@ -202,7 +202,7 @@ def _with_logits_in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` with an FP32 result."""
+    """Return the result of `F.linear` in FP32, for operands in any dtype."""
     y = _Logits.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 

@@ -2,8 +2,8 @@
 
 A shard group is a set of parameters that FSDP2 gathers together and whose gradients it reduces
 together. Accelerate creates one shard group for each decoder layer, one for the embedding, one for
-the head, and one for all other parameters, which are the parameters of the final norm. If embedding
-and head are tied, they are one shard group. There are two modes, which docs/scaling.md describes:
+the head, and one for all other parameters, such as those of the final norm. If embedding and head
+are tied, they are one shard group. There are two modes, which docs/scaling.md describes:
 
 * ZeRO-2 gathers and reduces each group once a step. Each rank accumulates unsharded gradients over
   the microbatches of the step.
@@ -68,9 +68,9 @@ def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtyp
 def gathered(model: nn.Module) -> Iterator[None]:
     """Context manager in which the parameters outside of decoder layers are gathered.
 
-    These parameters are those of the embedding, the final norm and the head. Use it for calls that
-    bypass the forward of the prepared `model` and its hooks, such as generation. It has no effect
-    without FSDP2. All ranks must call this function.
+    These are the parameters of the embedding, the final norm and the head. Use this context for
+    calls that bypass the forward of the prepared `model` and its hooks, such as generation. The
+    context has no effect without FSDP2. All ranks must call this function.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:

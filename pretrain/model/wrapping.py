@@ -43,8 +43,8 @@ def choose_arithmetic(
 ) -> tuple[Arithmetic | None, str]:
     """Return the arithmetic of the model's fused layers, or None if no layer is fused.
 
-    The second result is a text for the audit: the reason why no layer is fused, or an empty string.
-    Raise InputError if `model.fused: on` is impossible.
+    The second result is the text of `not_fused_because` for the audit, or an empty string. Raise
+    InputError if `model.fused: on` is impossible.
     """
     if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
         return None, reason
@@ -58,10 +58,10 @@ def choose_arithmetic(
 def not_fused_because(
     setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return the reason why no layer is fused, whatever the architecture of the model.
+    """Return a text for the audit, such as "none, because model.fused is off".
 
-    Return None if layers are fused wherever their architecture allows it. Raise InputError if
-    `model.fused: on` is impossible.
+    Return None if the arguments allow fused layers. `assess_layer` later checks the architecture of
+    each layer. Raise InputError if `model.fused: on` is impossible.
     """
     if setting == "off":
         return "none, because model.fused is off"
@@ -78,8 +78,8 @@ def not_fused_because(
     if setting == "on" or active.backend == "transformer_engine" or _is_faster(device_type, dtype):
         return None
     return (
-        "none, because they are faster only on a GPU in BF16 or lower precision (model.fused=on "
-        "uses them anyway)"
+        "none, because fused layers are faster only on a GPU in BF16 or lower precision "
+        "(model.fused=on uses fused layers anyway)"
     )
 
 
@@ -192,7 +192,7 @@ def wrap_layers(
         on_compile_end(lambda _: compiling.close())
     for norm in packed.hf.modules():
         if isinstance(norm, nn.LayerNorm):
-            # A method is the same function in all layers, so torch.compile compiles them once.
+            # A method is the same function in all layers, so torch.compile compiles it only once.
             norm.forward = MethodType(_layer_norm, norm)  # type: ignore[method-assign]
     for unit in _units(packed.hf.base_model):
         if isinstance(unit, nn.Embedding):
@@ -213,9 +213,9 @@ def wrap_layers(
 
 def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: bool) -> None:
     """Wrap the forward of a unit that is not fused: compile it, and cast its parameters."""
-    # A compiled graph ends at each low-precision product, and the next graph begins after it. In
-    # this case the casts are not compiled, because a graph cannot end inside of the context manager
-    # that replaces the parameters by working copies.
+    # A compiled graph ends before each low-precision product, and the next graph begins after the
+    # product. The casts of a unit with such products are not compiled, because a graph cannot end
+    # inside of the context manager that replaces the parameters by working copies.
     has_breaks = any(
         isinstance(module, LowPrecisionLinear | GroupedExperts) for module in unit.modules()
     )
@@ -224,9 +224,10 @@ def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: 
     outside_layers = not isinstance(unit, GradientCheckpointingLayer)
     casts_outside = has_breaks or outside_layers
     if compile_layers and casts_outside:
-        # A dynamic graph of a norm works for any number of tokens. But it splits its sums in a way
-        # that suits the number of tokens of its first call, and this number may differ in a resumed
-        # run. If runs must be reproducible bit for bit, compile a graph for each number of tokens.
+        # A dynamic graph of a norm works for any number of tokens. But the number of tokens of the
+        # first call determines the order of the graph's sums, and this number may differ in a
+        # resumed run. If runs must be reproducible bit for bit, compile a graph for each number of
+        # tokens.
         dynamic = outside_layers and not torch.are_deterministic_algorithms_enabled()
         unit.forward = torch.compile(unit.forward, dynamic=dynamic, fullgraph=not has_breaks)
     if cast_to is not None:
@@ -241,7 +242,7 @@ def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: 
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the units of `module`, which `wrap_layers` defines."""
+    """Yield the units of `module`. See `wrap_layers` for the definition of a unit."""
     if isinstance(module, GradientCheckpointingLayer | nn.Embedding) or module._parameters:
         yield module
     else:

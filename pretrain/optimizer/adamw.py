@@ -48,7 +48,7 @@ class ExactAdamW(torch.optim.Optimizer):
     Args:
         params: Parameters or parameter groups.
         exact: True to store 16 remainder bits for each value of a BF16 parameter. The BF16 value
-            and the remainder are an FP32 weight. FP32 parameters have no remainder.
+            and the remainder together are an FP32 weight. FP32 parameters have no remainder.
         moments: Dtype of both moments, FP32 or BF16. By default, the moments of BF16 parameters
             without `exact` are BF16, as in torch, and all other moments are FP32. BF16 moments take
             half the memory of FP32 moments. With beta2 = 0.999 a BF16 second moment never
@@ -71,8 +71,8 @@ class ExactAdamW(torch.optim.Optimizer):
         self.exact = exact
         self.moments = moments
         self.offload = offload
-        # Counts of this process in the last step: the values that were updated, and the values
-        # whose update was lost to rounding.
+        # Number of values that this process updated in the last step, and number of values whose
+        # update was lost to rounding.
         self._updated_count = 0
         self._lost_count = torch.zeros((), dtype=torch.int64)
 
@@ -171,7 +171,7 @@ class ExactAdamW(torch.optim.Optimizer):
         The result is int64 of shape [2] on the parameters' device. It counts the values on this
         process. The update of a value is lost if the update is not zero, but the stored weight does
         not change. With `exact`, the stored weight is the FP32 master. An update is zero if the
-        learning rate is zero, or if both the first moment and the weight decay are zero.
+        learning rate is zero, or if the first moment and weight decay * weight are both zero.
         """
         return torch.stack(
             [self._lost_count, torch.full_like(self._lost_count, self._updated_count)]
@@ -369,7 +369,7 @@ def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
 def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel) -> None:
     """Clear the gradients of all parameters after a step.
 
-    Main gradients are set to zero in place. The memory of all other gradients is freed.
+    Main gradients are cleared in place. The memory of all other gradients is freed.
     """
     model.discard_partial_gradients()
     clear_main_gradients(model.parameters())
@@ -377,7 +377,7 @@ def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel
 
 
 def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
-    """Return the fraction of all parameter values whose update was lost in the last step.
+    """Return the fraction of updated values whose update was lost in the last step, on all ranks.
 
     `ExactAdamW.frozen_counts` defines lost updates. All ranks must call this function.
     """

@@ -143,8 +143,8 @@ def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tenso
     """
     device = updates[0][0].weight.device
     coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
-    # Map the hyperparameters and the kind of each launch to its parameters. The entry of a
-    # parameter has the addresses of its tensors and its number of values.
+    # Map the arguments `hyper` and `kind` of each launch to its argument `parameters`, which has
+    # the addresses and the number of values of each parameter.
     launches = defaultdict(list)
     for tensors, hyper in updates:
         addresses = [0 if tensor is None else tensor.view(-1).data_ptr() for tensor in tensors]

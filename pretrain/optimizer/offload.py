@@ -96,7 +96,7 @@ def update_in_pieces(
     # Four bytes for each value, because FP32 is the largest dtype of the state.
     size = 4 * max(tensors.weight.numel() for tensors, _ in pieces)
     slots = torch.empty(SLOTS, len(names), size, dtype=torch.uint8, device=device)
-    # Event of each slot after which its memory may be overwritten.
+    # One event for each slot. The memory of the slot may be overwritten after the event.
     emptied = [computing.record_event()] * SLOTS
     lost = []
     for number, (tensors, hyper) in enumerate(pieces):

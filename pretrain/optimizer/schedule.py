@@ -36,7 +36,7 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of step `step`, where 0 is the first step.
 
-    Steps from `total_steps` on have the learning rate of the end of the schedule.
+    If `step` is `total_steps` or more, return the final learning rate of the schedule.
     """
     peak = optimizer.learning_rate
     if step < settings.warmup:
@@ -89,11 +89,12 @@ def check(settings: ScheduleSettings, total_steps: int) -> None:
 def fit_to_command_line(
     recipe: Recipe, overrides: Sequence[str], steps: int | None = None
 ) -> tuple[Recipe, list[str]]:
-    """Shorten the schedule to the length set in `overrides`. Return the recipe and notices.
+    """Shorten a schedule that is longer than the run, if `overrides` set the length of the run.
 
-    The list of notices has one entry if the schedule was shortened. Otherwise the list is empty. If
-    `overrides` do not change the number of steps, the recipe is returned unchanged, and `check`
-    refuses a schedule that is too long.
+    Return the recipe and a list of notices. `recipe` contains the values of `overrides` already.
+    The list has one entry if the schedule was shortened. Otherwise the list is empty. If
+    `overrides` do not set the length, the recipe is returned unchanged, and `check` rejects a
+    schedule that is too long.
 
     steps: number of steps, required if the recipe gives the length in epochs.
     """
@@ -110,7 +111,7 @@ def fit_to_command_line(
 def shorten(
     settings: ScheduleSettings, total_steps: int, *, keep_warmup: bool = False
 ) -> ScheduleSettings:
-    """Return a schedule that fits into `total_steps` steps, or `settings` if they already fit.
+    """Return a schedule that fits into `total_steps` steps, or `settings` if `settings` fit.
 
     Warm-up and decay are shortened in proportion. At least one step comes after the warm-up.
 

@@ -12,10 +12,9 @@ transpose, so that the transpose takes no memory between forward and backward. T
 fuse multiplications with additions, so that forward and backward compute the same bits. Backward
 can also sum the gradient over the tokens of a tile, for the gradient of a bias.
 
-The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. The
-kernels round values to BF16 before they quantize them, as do the unfused model and the emulation.
-The kernels, the unfused model and the emulation compute the amax of current scaling before they
-round values to BF16.
+The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. Like
+the unfused model and the emulation, the kernels round values to BF16 before they quantize them. The
+amax of current scaling is computed before this rounding, as in Transformer Engine's kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from pretrain.precision.transformer_engine import library
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the activated values that one Triton program computes, and its warps."""
+    """Size of the tile of activated values that a Triton program computes, and number of warps."""
 
     rows: int
     columns: int
@@ -106,11 +105,12 @@ def _function(x, function: tl.constexpr):
     """Return the values and the derivatives of a function of `Activation` at x.
 
     SiLU and the approximation of GELU are x s, where s is the sigmoid of an inner function of x.
-    Their derivative is s + x s (1 - s) inner'. The inner function of SiLU is x. That of GELU is
-    2 sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(x) is twice the sigmoid of 2 x.
+    Their derivative is s + x s (1 - s) inner'. For SiLU, the inner function is x. For the
+    approximation of GELU, it is 2 sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(x) is twice the
+    sigmoid of 2 x.
 
-    GELU is x s, where s is the distribution function of a normal variable. Its derivative is
-    s + x s'.
+    GELU is x s, where s is the distribution function of a normal variable. The derivative of GELU
+    is s + x s'.
     """
     if function == "gelu":
         share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
@@ -175,7 +175,7 @@ def _activation_amax(
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Raise the value at `amax` to the amax of one tile. This is the first pass of current scaling.
+    """Record the amax of one tile by `record_amax`. This is the first pass of current scaling.
 
     The tile is from the gradient of `hidden`, or from the activated values if `d_activated` is
     None.
@@ -296,9 +296,10 @@ def _launch(kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, *argument
 
 
 def activate(hidden: Tensor, kind: Activation) -> Tensor:
-    """Return the activated values [T, F] of `hidden`, [T, 2 F] or [T, F].
+    """Return the activated values [T, F] of `hidden`.
 
-    Both tensors are BF16 and contiguous. T and F may have any size.
+    `hidden` is [T, 2 F] if the activation is gated, and [T, F] otherwise. Both tensors are BF16 and
+    contiguous. T and F may have any size.
     """
     F = kind.width(hidden)
     activated = hidden.new_empty(len(hidden), F)
@@ -323,7 +324,7 @@ def activate_backward(
     activated = torch.empty_like(d_activated)
     tile = _along_rows(*d_activated.shape)
     if summed:
-        # Each tile writes a row of sums, so a tile has many rows.
+        # Each tile writes one row of sums. Tiles with many rows write fewer sums.
         rows, columns = (
             math.gcd(*sizes) for sizes in zip(BACKWARD[:2], d_activated.shape, strict=True)
         )
@@ -343,15 +344,15 @@ def activate_backward(
 def _along_rows(tokens: int, width: int) -> Tile:
     """Return the tile for kernels that write no transpose.
 
-    The size of the tile divides the size of the activated values. The tile has 2,048 values if
-    possible, in as few rows as possible.
+    The height of the tile divides `tokens`, and its width divides `width`. The tile has 2,048
+    values if possible, in as few rows as possible.
     """
     columns = math.gcd(width, 2048)
     return Tile(math.gcd(tokens, 2048 // columns), columns, 4)
 
 
 def _sums(hidden: Tensor, tile: Tile) -> Tensor:
-    """Allocate the sums of the gradient of `hidden` over the tokens of each tile."""
+    """Allocate a buffer for the gradient of `hidden`, summed over the tokens of each tile."""
     return hidden.new_empty(len(hidden) // tile.rows, hidden.shape[1], dtype=torch.float32)
 
 
@@ -361,8 +362,8 @@ def _sums(hidden: Tensor, tile: Tile) -> Tensor:
 def supports(hidden: Tensor, kind: Activation, quantizer: Any) -> bool:
     """Return True if the kernels can quantize in place of `quantizer` of Transformer Engine.
 
-    The kernels support FP8 with one scale for a tensor. `hidden` is BF16 and contiguous. It must
-    consist of complete tiles.
+    The kernels support FP8 with one scale for a tensor, if `hidden` consists of complete tiles.
+    `hidden` is BF16 and contiguous.
     """
     te = library()
     has_full_tiles = len(hidden) % FORWARD.rows == 0 and kind.width(hidden) % FORWARD.columns == 0
@@ -375,8 +376,8 @@ def quantized_activate(
 ) -> tuple[Any, Tensor | None]:
     """Return the activated values [T, F] of `hidden` in FP8, and their scale.
 
-    The FP8 tensor has codes by rows only. The scale is FP32 [1]. Backward needs it to recompute the
-    same codes.
+    The FP8 tensor has codes by rows only. The scale is FP32 [1]. Backward needs this scale to
+    recompute the same codes.
     """
     shape = len(hidden), kind.width(hidden)
     activated, buffers = allocate(quantizer, shape, hidden.device, rows=True, columns=False)
@@ -404,8 +405,8 @@ def quantized_activate_backward(
         kind: The activation.
         gradient_quantizer: Quantizer of the gradient. Its attributes `rowwise_usage` and
             `columnwise_usage` determine whether the gradient has codes by rows, by columns or both.
-        activated_quantizer: Quantizer of the activated values. They get codes by columns only,
-            which the weight gradient of the next linear layer reads.
+        activated_quantizer: Quantizer of the activated values. The result has codes by columns
+            only, because only the weight gradient of the next linear layer reads these codes.
         scale: Scale of the activated values from `quantized_activate`.
         summed: True if the third result is needed.
     """
@@ -452,7 +453,7 @@ def write_activate_backward(
     activated: TensorScaled,
     sums: Tensor | None = None,
 ) -> None:
-    """Write the FP8 codes of the gradient of `hidden`, and those of the activated values.
+    """Write the FP8 codes of the gradient of `hidden` and of the activated values.
 
     The codes are written to the buffers of `d_hidden` and of `activated`. `d_activated` [T, F] and
     `hidden` are BF16. If `d_hidden` has no scale, the scale is computed first. `activated` must

@@ -11,8 +11,8 @@ The operations between the products are norms, activations and rotations. They a
 (`pretrain.model.fused.formulas`), by Triton kernels for BF16 on a GPU, or by Transformer Engine.
 In low precision, norms and activations write their results as quantized operands of the next
 product. Under delayed scaling, the Triton kernel for the backward of the rotation writes a
-quantized operand too. The kernels that compute gradients of outputs also sum these gradients over
-tokens, which gives the gradients of biases.
+quantized operand too. The kernel that computes the output gradient of a product can also sum this
+gradient over tokens. The sum is the gradient of the product's bias.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ROTARY_KERNEL_DIMS = (32, 64, 128)
 class Implementation(IntEnum):
     """Implementations of norms, activations and rotations.
 
-    For a computation that an implementation does not support, it uses the preceding implementation
-    in this list.
+    If an implementation does not support a computation, the computation uses the preceding
+    implementation of this list.
     """
 
     FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
@@ -315,8 +315,8 @@ class Arithmetic:
 
         The second result has the gradients of the norm's parameters. With `summed`, the third
         result has two sums over tokens, FP32 [hidden]: the sum of the first result, and the sum of
-        `residual`. Otherwise both are None. `dy` is the gradient of the norm's output, and `rstd`
-        and `mean` are statistics from `norm`.
+        `residual`. Without `summed`, the third result has None instead of each sum. `dy` is the
+        gradient of the norm's output, and `rstd` and `mean` are statistics from `norm`.
         """
         weight = norm.weight.detach().to(self.context.compute_dtype)
         gradients: Sequence[Tensor]
@@ -385,9 +385,10 @@ class Arithmetic:
     ) -> tuple[Operand, Sequence[Tensor | None], list[Tensor]]:
         """Return the gradient of `qkv` as an operand of `product`, and gradients of parameters.
 
-        The second result has the gradients of the query and key norms' weights, which are None
-        without norms. The third result has the gradients of the biases. `gradients` has the
-        gradients of queries, keys and values. This list is emptied to free memory early.
+        The second result has the gradients of the weights of the query norm and the key norm. Both
+        gradients are None without norms. The third result has the gradients of the biases.
+        `gradients` has the gradients of queries, keys and values. This list is emptied to free
+        memory early.
         """
         rotation = self.rotation(heads)
         quantizer = product.quantizer("grad_output")
@@ -484,8 +485,8 @@ class Arithmetic:
         """Return the module that can write activated values in place of `quantizer`.
 
         It is a module of Triton kernels, or Transformer Engine's extension, which writes only
-        SwiGLU and sums no gradients for biases. Return None if activated values are written in the
-        compute dtype.
+        SwiGLU and sums no gradients for biases. Return None if `quantizer` is None or if neither
+        module supports the activation, the biases and `quantizer`.
         """
         if quantizer is None:
             return None
@@ -507,8 +508,8 @@ class Arithmetic:
     def save(self, ctx: Any, *operands: Operand | None) -> None:
         """Save operands of any kind for backward, if a backward may follow.
 
-        A saved quantized operand can lack the forms that the weight gradient does not need.
-        Therefore backward must use a saved operand in no other product.
+        Saving may free codes that the weight gradient does not read. Therefore backward may use a
+        saved quantized operand only for a weight gradient.
         """
         if self.differentiable:
             tensors, ctx.rest = self.gemm_class.save(*operands)

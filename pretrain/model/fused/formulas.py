@@ -267,7 +267,7 @@ def _angles(cos: Tensor, sin: Tensor, heads: Heads, values: Tensor) -> tuple[Ten
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, dim] by the results of `_angles`, and return it in their dtype."""
+    """Rotate x [T, heads, dim] by the results of `_angles`. The result has the dtype of `cos`."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

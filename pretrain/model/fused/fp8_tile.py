@@ -46,7 +46,7 @@ class TensorScaled:
     columns: Tensor | None  # uint8 [K, M]
     scale_inv: Tensor  # FP32 [1], written: 1 / scale
     scale: Tensor | None = None  # FP32 [1]
-    # FP32 [1]. If `scale` is given, the kernel raises this value to the amax of the tensor.
+    # FP32 [1]. If `scale` is given, the kernel records the amax of the tensor here (`record_amax`).
     amax: Tensor | None = None
     used: Tensor | None = None  # FP32 [1], written: the scale that the kernel has used
 
@@ -111,8 +111,8 @@ def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.conste
     """Quantize a tile with one scale and write it to `rows` and `columns`, unless they are None.
 
     `values` [BM, BN] and the scalar `scale` are FP32. `rows` [M, K] and `columns` [K, M] are uint8.
-    `i` [BM] and `j` [BN] are the row and column numbers of the tile in the tensor. They are int32
-    and consecutive.
+    `i` [BM] and `j` [BN] are the indices of the tile's rows and columns in the tensor. They are
+    int32 and consecutive.
     """
     codes = fp8_codes(values, scale, fp8)
     if rows is not None:
@@ -139,10 +139,10 @@ def tensor_scale(scale, amax, used, scale_inv, fp8: tl.constexpr):
 
 @triton.jit
 def record_amax(amax, values):
-    """Raise the FP32 number at `amax` to the largest magnitude in `values`, ignoring NaN.
+    """Store the maximum of the FP32 number at `amax` and all magnitudes of `values` at `amax`.
 
-    The number at `amax` must not be negative. FP32 numbers that are not negative have the same
-    order as their bits read as integers, so an atomic maximum of integers is used.
+    NaN is ignored. The number at `amax` must not be negative. FP32 numbers that are not negative
+    have the same order as their bits read as integers, so an atomic maximum of integers is used.
     """
     largest = tl.max(tl.abs(values), None)
     # tl.max ignores NaN unless all values are NaN.

@@ -42,14 +42,15 @@ ROTATED_ATTENTION = "packed_fa4"
 
 
 class Names(NamedTuple):
-    """Names of the parts of a decoder layer in its class.
+    """Names of modules in the decoder layers of one class.
 
     Attributes:
         attention: The attention module.
         norms: The norms before attention and before the MLP.
         stacks: Map the name of each matrix product of the fused layer to the names of the linears
-            that the product computes together: queries, keys and values, then the output of
-            attention, then the first linears of the MLP, then the last linear of the MLP.
+            that the product computes together. The order of the four products is: queries, keys
+            and values; the output of attention; the first linears of the MLP; the last linear of
+            the MLP.
     """
 
     attention: str
@@ -93,8 +94,9 @@ _FUSED = {
 def stack_of(linear: str) -> tuple[str, tuple[str, ...]]:
     """Return the name of the product that computes `linear`, and the names of all its linears.
 
-    `linear` is a linear of a fused layer. It and the returned names are names in the model.
-    Checkpoints store the histories of the product under its name.
+    `linear` is the full name of a linear in a fused layer, such as
+    "model.layers.0.mlp.up_proj". The results are full names too. Checkpoints store the histories of
+    the product under the product's name.
     """
     for product, members in [stack for names in _FUSED.values() for stack in names.stacks.items()]:
         for member in members:
@@ -273,9 +275,9 @@ class FusedLayer:
         layer: The decoder layer.
         name: Name of the layer in its model.
         arithmetic: Computes the norms, the rotation and the activation between the products.
-        low_precision: For each engine, the linears of this layer whose GEMMs the engine runs in low
-            precision, by their names in the model. All other linears are computed in the compute
-            dtype of the context.
+        low_precision: Map each engine to the full names of the linears of this layer that the
+            engine computes in low precision. All other linears are computed in the compute dtype
+            of the context.
     """
 
     def __init__(
@@ -513,8 +515,8 @@ class OutputAndMLP(torch.autograd.Function):
         activated, kept = arithmetic.activate(hidden, layer.parts.activation, gate_up, down)
         ctx.call = (layer, output, gate_up, down)
         y = down.project(activated, x)
-        # Save after the products, because saving takes quantized operands apart, and products
-        # cannot use them afterwards.
+        # Save after the products, because saving splits quantized operands into tensors, and
+        # products cannot use the split operands.
         arithmetic.save(ctx, operand, x, normed, hidden, kept, *statistics)
         return y
 

@@ -169,11 +169,12 @@ def _rotate_backward(
     stages: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Write the gradient of one head for the tokens of this program, and its sum over these tokens.
+    """Write the gradient of one head for the tokens of this program.
 
-    With head norms, also write the gradient of the norm's weight, summed over these tokens. A
-    program computes tiles of `height` tokens. `full` is True if no tile has fewer tokens. If `fp8`
-    is None, the gradient is written in the dtype of `dqkv`.
+    If `sums` is given, also write the sum of the gradient over these tokens. With head norms, also
+    write the gradient of the norm's weight, summed over these tokens. A program computes tiles of
+    `height` tokens. `full` is True if no tile has fewer tokens. If `fp8` is None, the gradient is
+    written in the dtype of `dqkv`.
     """
     count: tl.constexpr = query + 2 * kv
     head = tl.program_id(0) % count
@@ -256,7 +257,7 @@ def _write_gradient(
     dy,  # gradient of the head, with a stride of `dy_token` between tokens
     dy_token,
     part,  # stride between the parts of the gradient
-    from_head,  # number of the first head whose gradient is in parts
+    from_head,  # index of the first head whose gradient is in parts
     cos,  # [tokens, dim], or None without rotation
     sin,  # [tokens, dim], or None without rotation
     qkv,  # input of the norm [tokens, count x dim], or None without norms
@@ -354,14 +355,14 @@ def _differentiate_head(
     dy,  # gradient of the head, with a stride of `dy_token` between tokens
     dy_token,
     part,  # stride between the parts of the gradient
-    from_head,  # number of the first head whose gradient is in parts
+    from_head,  # index of the first head whose gradient is in parts
     cos,  # [tokens, dim], or None for a value head
     sin,  # [tokens, dim], or None for a value head
     qkv,  # input of the norm [tokens, width]
     weight,  # weight of the norm [dim], or None without norms
     sum1,  # sums of the weight's gradient for the first half of the head, FP32 [height, dim / 2]
     sum2,  # sums of the weight's gradient for the second half
-    first,  # number of the first token
+    first,  # index of the first token
     inside,  # result of `_inside`
     head,
     eps,
@@ -429,9 +430,9 @@ def _write_head(
     """Write the gradient of a head for one tile, and return the updated `largest` [height].
 
     The tile begins at token `first` and at column `column` of `rows`. `d1` and `d2` are the halves
-    of the gradient, FP32 [height, dim / 2]. If `fp8` is None, they are written to `rows` in the
-    dtype of `rows`. Otherwise they are rounded to BF16 and then quantized, and `largest` is raised
-    to the largest magnitude of each token.
+    of the gradient, FP32 [height, dim / 2]. If `fp8` is None, the halves are written to `rows` in
+    the dtype of `rows`, and `largest` does not change. Otherwise the halves are rounded to BF16 and
+    then quantized, and `largest` has the largest magnitude of each row in all tiles so far.
     """
     half: tl.constexpr = d1.shape[1]
     i = first + tl.arange(0, d1.shape[0])
@@ -441,9 +442,9 @@ def _write_head(
         tl.store(index, d1.to(rows.dtype.element_ty), mask=inside)
         tl.store(index + half, d2.to(rows.dtype.element_ty), mask=inside)
     else:
-        # Promise the compiler only eight contiguous values. With more, a thread could store sixteen
-        # codes at once. But then it would also load sixteen neighbouring values, and the order of
-        # sums over a head would differ from the order of sums in BF16.
+        # Promise the compiler only eight contiguous values. If it knew of more, each thread would
+        # store sixteen codes at once, but also load sixteen neighbouring values. The order of the
+        # sums over a head would then differ from the order in the BF16 kernel.
         i = tl.max_contiguous(i, _IN_A_THREAD)
         j = tl.max_contiguous(j, _IN_A_THREAD)
         d1 = d1.to(tl.bfloat16).to(tl.float32)
@@ -493,8 +494,8 @@ def rotate_backward(
     """Compute `pretrain.model.fused.formulas.rotate_backward` for BF16.
 
     Heads have 32, 64 or 128 values. If `written` is given, the gradient of `qkv` is rounded to BF16
-    and written to the buffers of `written` as FP8 codes, and the first result is None. In this case
-    the number of tokens must be a multiple of 32.
+    and written to the buffers of `written` as FP8 codes, and the first result is None. With
+    `written`, the number of tokens must be a multiple of 32.
     """
     # The kernel requires that the values of a head are contiguous.
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))

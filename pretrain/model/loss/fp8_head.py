@@ -62,8 +62,8 @@ def fused_head(
     finally:
         gemm.end()
     if is_first and gemm.engine.precision.keeps_history:
-        # Update the histories of delayed scaling here. The backward of the first Gemm of a forward
-        # must do so, and in this forward the head is the first Gemm.
+        # The backward of the first Gemm of a forward must update the histories of delayed scaling.
+        # In this forward the head is the first Gemm, and its gradients have been computed here.
         gemm.finish_backward()
 
 

@@ -248,8 +248,8 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # Allocate these gradients for each microbatch. Buffers that are kept between microbatches
         # would save no time, and they would occupy memory while the backward of the layers needs
-        # its maximum of memory. The weight gradient is not filled with zeros, because the first
-        # chunk overwrites it.
+        # the most memory. The weight gradient is not filled with zeros, because the first chunk
+        # overwrites it.
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.empty_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -420,9 +420,9 @@ def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Penalty:
-    """Penalty on the next-token distribution of each token. It is added to the loss times `weight`.
+    """Penalty on the next-token distribution of each token. If `kind` is None, the penalty is zero.
 
-    If `kind` is None, the penalty is zero.
+    The loss to minimize is the cross-entropy plus `weight` times the penalty.
     """
 
     kind: PenaltyKind | None = None

@@ -68,9 +68,9 @@ def _softmax_loss(
     # The next five are None if the gradient is not written as FP8 codes.
     maxima,  # FP32 [n], written: largest score of each token
     reciprocals,  # FP32 [n], written: reciprocals of the sums of exponentials
-    scales,  # FP32 [n], written: each maps the entry at the label to the largest value of `fp8`
+    scales,  # FP32 [n], written: scale that maps the entry at the label to the maximum of `fp8`
     scales_inv,  # FP32 [n], written: 1 / scales
-    amax,  # FP32 [1], raised to the largest magnitude of the gradient
+    amax,  # FP32 [1], written: the maximum of its value and the gradient's magnitudes
     ignore: tl.constexpr,
     vocabulary: tl.constexpr,
     block: tl.constexpr,
@@ -220,8 +220,8 @@ def quantized_softmax_gradient(
         labels: Target of each token, [n] int64.
         ignore: Label of tokens whose loss and gradient are zero.
         fp8: torch.float8_e4m3fn or float8_e5m2.
-        amax: Recorded amax, FP32 [1]. If the largest magnitude of the gradient exceeds it, it is
-            set to this magnitude.
+        amax: FP32 [1]. If the largest magnitude of the gradient exceeds `amax`, `amax` is set to
+            this magnitude.
         scale: Scale of the transposed codes under delayed scaling, one FP32 value. If it is None,
             the scale is computed from the largest magnitude of the gradient, and `amax` must be
             zero before the call.
