@@ -85,7 +85,7 @@ class Groups:
     """
 
     ends: Tensor  # int32 [experts]: the end of each expert's rows. The last end is the row count.
-    choice: Tensor  # int64 [rows]: the number of the choice in each row, arbitrary if it is empty
+    choice: Tensor  # int64 [rows]: the number of the choice in each row, arbitrary in empty rows
     place: Tensor  # int64 [tokens x choices]: the index of the row of each choice
     empty: Tensor  # int64: the indices of the rows without a choice
     load: Tensor  # int64 [experts]: the number of tokens that chose each expert

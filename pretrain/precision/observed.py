@@ -65,7 +65,7 @@ class ProductWatcher(ABC):
         *,
         swapped: bool = False,
     ) -> AbstractContextManager[None]:
-        """Observe torch's products in the caller's `with` statement.
+        """Return a context in which the observer reads the operands of all products.
 
         See `watched` for the arguments.
         """

@@ -317,7 +317,7 @@ class Products:
     def multiply(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, total: Tensor | None
     ) -> Tensor | None:
-        """Return the product of kind `problem`, or None if it cannot be computed here.
+        """Return the product of kind `problem`, or None if this object cannot compute it.
 
         If the result is None, no kernel was started. `added` is the matrix that is added to the
         product, or None. The product is written to `total`, or to a new tensor if `total` is None.

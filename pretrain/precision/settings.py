@@ -289,7 +289,7 @@ class LowPrecisionSettings(Settings):
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] | None = None
     # Quantize weights in blocks of 32 x 32 values instead of 1 x 32.
     enable_2d_quantization: bool | None = None
-    # Scale blocks by FP32 numbers instead of powers of two, as servers on Hopper scale them. Needs
+    # Use FP32 numbers instead of powers of two as scales of blocks, as servers on Hopper do. Needs
     # Hopper or emulation.
     use_f32_scales: bool | None = None
     # Compute both products of backward in BF16, with an unquantized gradient. high_precision: input

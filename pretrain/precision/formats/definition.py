@@ -91,7 +91,7 @@ class Hardware:
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
-        """Return the requirement that a device does not meet, or None if it is in the range.
+        """Return the requirement that a device does not meet, or None if it is supported.
 
         The requirement is a noun phrase that completes the sentence "the precision needs ...".
         `capability` is the CUDA compute capability of the device, or None if the device is no GPU.

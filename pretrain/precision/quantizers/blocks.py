@@ -3,9 +3,9 @@
 This file also contains the Hadamard transform, which FP4 formats apply before they quantize.
 
 torch.compile compiles a quantizer to a single loop, which reads a block, computes its amax, and
-writes the operand. Two loops could take twice the time on a GPU. A single loop has two conditions.
+writes the operand. Two loops could take twice the time on a GPU. A single loop requires two things.
 A split tensor must keep its block dimensions until the last operation, which reshapes it to the
-shape of the operand. The last dimension of a transposed tensor must not be split.
+shape of the operand. And the last dimension of a transposed tensor must not be split.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class BlockQuantized(Quantized):
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
     def dequantized_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the values in `dtype`. They equal those of Transformer Engine's kernels."""
+        """Return the dequantized values in `dtype`. They equal those of Transformer Engine."""
         return self.blocks.join((self.split_codes * self.split_factors).to(dtype))
 
 
@@ -311,7 +311,11 @@ def quantize_nvfp4(
 def _divided_by_scale(
     split: Tensor, exact_scale: Tensor, tensor_encode: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Round block scales to E4M3. Return them, and the values divided by all their scales, FP32."""
+    """Return two FP32 tensors: block scales, rounded to E4M3, and `split` divided by all scales.
+
+    exact_scale: the scale of each block before it is rounded.
+    tensor_encode: the reciprocal of the tensor scale.
+    """
     # The scale of a block is rounded to zero if its values are far below the amax of the tensor.
     # All values of the block then become zero.
     block_scale = round_to_grid(exact_scale, E4M3)
