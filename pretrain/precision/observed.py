@@ -65,7 +65,7 @@ class ProductWatcher(ABC):
         *,
         swapped: bool = False,
     ) -> AbstractContextManager[None]:
-        """Return a context in which the observer reads the operands of all products.
+        """Return a context that passes the operands of all products to the observer.
 
         See `watched` for the arguments.
         """

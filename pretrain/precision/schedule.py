@@ -21,7 +21,7 @@ Phase = tuple[float | int | None, ActivePrecision]
 
 @dataclass(frozen=True)
 class Span:
-    """The steps from `first` to `last`, both included, for which a run uses one precision.
+    """Consecutive steps with the same precision, from `first` to `last`, both included.
 
     The first step of a run has the number 1.
     """

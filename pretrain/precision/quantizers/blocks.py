@@ -42,7 +42,7 @@ NEGATIVE = 0b1101_0111_1110_1000
 
 @dataclass(frozen=True)
 class Blocks:
-    """The way in which a tensor [..., m, n] is split into blocks.
+    """The division of a tensor [..., m, n] into blocks.
 
     size: the number of values of a block along the last dimension, n.
     two_dimensional: True if blocks are squares, which also have `size` values along m.
@@ -156,7 +156,7 @@ class BlockQuantized(Quantized):
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
     def dequantized_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized values in `dtype`. They equal those of Transformer Engine."""
+        """Return the dequantized values in `dtype`, rounded as in Transformer Engine's kernel."""
         return self.blocks.join((self.split_codes * self.split_factors).to(dtype))
 
 
