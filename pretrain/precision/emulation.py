@@ -54,7 +54,8 @@ class BothWays(NamedTuple):
 
     # The Operand for the product along features, or None for an input in backward.
     features: Any
-    # The Operand for the product along rows, or None if it is not quantized for this product.
+    # The Operand for the product along rows. None if only the other product is computed, and for
+    # an input in forward.
     rows: Operand | None
     # The unquantized input. None for a weight and for a gradient.
     x: Tensor | None = None

@@ -153,8 +153,7 @@ UNOBSERVED = PrecisionContext(None, torch.bfloat16)
 class LinearState:
     """The Gemms of one linear layer.
 
-    The layer has one Gemm for each engine of the run, except engines that do not quantize the
-    layer.
+    The layer has one Gemm for each engine of the run that quantizes the layer.
     """
 
     def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:

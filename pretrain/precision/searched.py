@@ -85,7 +85,7 @@ class Factor(NamedTuple):
     dtype: torch.dtype
     # The FP32 scales of FP8 codes. `mode` determines their layout. None for BF16.
     scale: Tensor | None
-    # The scale mode, which is a value of cublasLtMatmulMatrixScale_t. 0: one scale per tensor.
+    # The scale mode, a value of cublasLtMatmulMatrixScale_t. 0: one scale per tensor.
     mode: int = 0
     # The bias [rows] of a weight, BF16, which is added to the product.
     bias: Tensor | None = None

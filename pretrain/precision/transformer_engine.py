@@ -302,8 +302,8 @@ class TransformerEngineGemm(Gemm):
     def save(*operands: Any) -> Saved:
         te = library()
         for operand in operands:
-            # Drop the row-wise form if there is a column-wise form, which backward reads. With
-            # `backward_override` there is none, and backward dequantizes the row-wise form.
+            # Drop the row-wise form if there is also a column-wise form, which backward reads. With
+            # `backward_override`, an input has only the row-wise form, and backward dequantizes it.
             if (
                 getattr(operand, "_columnwise_data", getattr(operand, "_transpose", None))
                 is not None

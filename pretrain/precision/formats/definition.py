@@ -40,7 +40,7 @@ class Given(NamedTuple):
     square: bool
     # The scale, a Tensor, with delayed scaling. Otherwise None.
     scale: Any
-    # The amax of x, or of its rows [rows, 1], if it is already computed. Otherwise None.
+    # The amax of x, a scalar, or the amaxes of its rows, [rows, 1]. None if not yet computed.
     amax: Tensor | None
     # Random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. None to round to
     # the nearest value.
@@ -91,7 +91,7 @@ class Hardware:
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
-        """Return the requirement that a device does not meet, or None if it is supported.
+        """Return the requirement that a device does not meet, or None if the device is supported.
 
         The requirement is a noun phrase that completes the sentence "the precision needs ...".
         `capability` is the CUDA compute capability of the device, or None if the device is no GPU.
@@ -178,8 +178,8 @@ class QuantizedPrecision(Precision):
 
     hardware: Hardware
     scales: Scaling
-    # True if the blocks of a weight are squares, unless an option selects other blocks. A square
-    # weight is quantized once for both of its products.
+    # True if the blocks of a weight are squares by default. Options may change this. Square blocks
+    # are quantized once for both products of the weight.
     square_weights: bool = False
     # Function that quantizes x [rows, features] in blocks along its features.
     quantize: Callable[[Tensor, Given], Quantized]
