@@ -276,20 +276,20 @@ class LowPrecisionSettings(Settings):
     # Compute the FP32 scale of an activation for each row instead of once for the tensor. Requires
     # `disable_rht: true`.
     row_scaled_activation: bool | None = None
-    # Operands whose blocks use the better of two scales: the scale that maps the largest value of
-    # the block to 4, or the scale that maps it to 6 (4over6, arXiv:2512.02010). Gradients always
-    # use the scale for 6. `activations` and `all` require `disable_rht: true`, and cannot be
-    # combined with `row_scaled_activation`.
+    # Operands whose blocks use the better of two scales: the scale that maps the block's largest
+    # value to 4, or the scale that maps it to 6 (4over6, arXiv:2512.02010). Gradients always use
+    # the scale for 6. `activations` and `all` require `disable_rht: true`, and cannot be combined
+    # with `row_scaled_activation`.
     nvfp4_4over6: Literal["none", "weights", "activations", "all"] | None = None
     # Operands of 4over6 whose largest scale for 6 is 256 instead of 448. The largest scale for 4 is
-    # then 1.5 x 256 = 384, which is within the range of E4M3.
+    # then 1.5 x 256 = 384, in the range of E4M3.
     nvfp4_4over6_e4m3_use_256: Literal["none", "weights", "activations", "all"] | None = None
     # Error by which 4over6 selects the scale of a block. MAE: sum of absolute errors. MSE: sum of
-    # squared errors.
+    # squares.
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] | None = None
     # Quantize weights in blocks of 32 x 32 values instead of 1 x 32.
     enable_2d_quantization: bool | None = None
-    # Use FP32 numbers instead of powers of two as scales of blocks, as servers on Hopper do. Needs
+    # Use FP32 numbers instead of powers of two as block scales, as servers on Hopper do. Needs
     # Hopper or emulation.
     use_f32_scales: bool | None = None
     # Compute both products of backward in BF16, with an unquantized gradient. high_precision: input
