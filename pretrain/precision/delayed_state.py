@@ -23,9 +23,9 @@ from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
 Direction = Literal["forward", "backward"]
-# Map each direction to the tensors of a linear layer that have a slot in its amax history, in
-# Transformer Engine's order. The slots of "output" and "grad_input" stay unused, because these
-# tensors are not quantized.
+# Map each direction to the slots in the amax history of a linear layer, in Transformer Engine's
+# order. Each slot has the name of a tensor. The slots "output" and "grad_input" stay unused,
+# because these tensors are not quantized.
 SLOTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("input", "weight", "output"),
     "backward": ("grad_output", "grad_input"),
@@ -61,7 +61,7 @@ class DirectionState(NamedTuple):
 
 
 class DelayedState:
-    """The state of all linear layers of one model.
+    """The histories and scales of all linear layers of one model.
 
     Each layer must be registered before the first forward.
     """
@@ -93,7 +93,8 @@ class DelayedState:
         gradients are enabled.
         """
         # Finish the previous backward if its callback did not run. The callback does not run if
-        # backward failed, or if the only backward was that of the LM head inside of the forward.
+        # backward failed. No callback is queued if only the LM head ran a backward, because that
+        # backward runs inside of the forward (see `record`).
         self._finish_backward()
         self.forward_scales = self._state_of("forward").scale.clone()
         with overridden(self, _in_forward=True):
@@ -125,10 +126,10 @@ class DelayedState:
         If an operand is recorded several times in a microbatch, the history keeps the largest amax.
         """
         if role == "grad_output":
-            # Queue a callback that autograd runs when the current backward ends, as FSDP does. The
-            # callback updates the scales of gradients. The chunks of the LM head run their backward
-            # inside of the forward, where no callback is queued. Their amaxes are processed when
-            # the model's backward ends.
+            # Like FSDP, queue a callback that autograd runs when the current backward ends. The
+            # callback updates the scales of gradients. The LM head computes in chunks, whose
+            # backward runs inside of the forward. No callback is queued there. The callback of the
+            # model's backward also processes the amaxes of the chunks.
             self._backward_ran = True
             if not self._in_forward and not self._end_expected:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)

@@ -1,8 +1,8 @@
 """Emulated low precision on any device: round operands to a format, multiply in BF16 or FP32.
 
-docs/verification.md ("Emulation") lists the results that equal those of the hardware, and the
-results that do not. The input of a layer is saved for backward unquantized, because several linear
-layers share the same input tensor. Backward quantizes the input again for the weight's gradient.
+docs/verification.md ("Emulation") lists the results that equal the hardware's, and the results that
+do not. The input of a layer is saved for backward unquantized, because several linear layers share
+the same input tensor. Backward quantizes the input again for the weight's gradient.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ class BothWays(NamedTuple):
 
     # The Operand for the product along features, or None for an input in backward.
     features: Any
-    # The Operand for the product along rows, or None if it is not quantized for this product.
+    # The Operand for the product along rows. None if only the other product is computed, and for
+    # an input in forward.
     rows: Operand | None
     # The unquantized input. None for a weight and for a gradient.
     x: Tensor | None = None
-    # The delayed scale with which forward quantized the input. None for other formats.
+    # The delayed scale with which forward quantized the input. None for a weight, for a gradient,
+    # and without delayed scaling.
     scale: Tensor | None = None
 
 
@@ -121,16 +123,18 @@ class EmulationEngine(GemmEngine):
     ) -> tuple[Operand, Tensor | None]:
         """Quantize x [rows, features] for a product that sums along `along`.
 
-        Return the operand, and the amax of x. The amax is None, except with delayed scaling and a
-        product that sums along the features. `scale` is the scale of delayed scaling, or None.
+        Return the operand and the amax of x. The amax is computed only with delayed scaling and
+        only if `along` is "features", otherwise it is None. `scale` is the scale of delayed
+        scaling, or None.
         """
         *operand, amax = self._prepare(role, along)(x, scale)
         return Operand(*operand), amax
 
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
-        """Return a function that quantizes x, given x and its delayed scale, compiled on a GPU.
+        """Return a function that quantizes x. On a GPU, the function is compiled.
 
-        The function returns a tuple: the fields of an `Operand`, and the amax of x or None.
+        The arguments of the function are x, and the scale of delayed scaling or None. It returns a
+        tuple: the fields of an `Operand`, and then the amax of x or None.
         """
         dtype = self.operand_dtype
         quantize = self.precision.quantizer(self.active.settings, role, along)
@@ -185,7 +189,8 @@ class EmulatedGemm(Gemm):
     def quantize_along(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
         """Quantize x [rows, features] for a product that sums along `along`.
 
-        With delayed scaling, quantize with `scale` and record the amax of x.
+        With delayed scaling, quantize with `scale`. If `along` is "features", also record the amax
+        of x.
         """
         operand, amax = self._engine.prepare(role, x, along, scale)
         if self._delayed and amax is not None:
@@ -193,7 +198,7 @@ class EmulatedGemm(Gemm):
         return operand
 
     def factors(self, kind: GemmKind, left: BothWays, right: BothWays) -> list[Operand]:
-        """Return the two factors of the product `kind`. Each is summed along its last dimension."""
+        """Return the Operands of `left` and `right` that the product `kind` multiplies."""
         left_axis, right_axis = ALONG[kind]
         return [getattr(left, left_axis), getattr(right, right_axis)]
 
@@ -271,8 +276,9 @@ def _by_expert(values: Tensor, experts: int) -> Tensor:
 def _product_scale(left: Operand, right: Operand) -> Tensor | None:
     """Return the product of the tensor scales of two operands, or None if they have no such scales.
 
-    The result has the shape [1], because torch would cast a scalar to the dtype of the result. It
-    is [m, 1] if the rows of `left` have scales, and [1, n] if the rows of `right` have scales.
+    If both scales are scalars, the result is [1], because torch would cast a scalar to the output
+    dtype of `multiply`. The result is [m, 1] if each row of `left` has a scale, and [1, n] if each
+    row of `right` has a scale.
     """
     if left.scale is None or right.scale is None:
         return None

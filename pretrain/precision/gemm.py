@@ -116,7 +116,7 @@ class Gemm(ABC):
     def forget(self) -> None:
         """Drop the cached weight, unless CUDA graphs read it at a fixed address.
 
-        In that case the next first microbatch overwrites it.
+        A weight that CUDA graphs read is overwritten by the first microbatch of the next step.
         """
         self.weight = self.weight if self.overwrites else None
 
@@ -140,10 +140,10 @@ class Gemm(ABC):
 
         left, right: the factors in the formulas at the top of this file, in the same order.
         bias: the bias [out] of a forward product. It is added before the result is rounded.
-        residual: the residual [tokens, out] of a forward product. The residual is added before or
-            after the result is rounded, and is not modified.
-        ends: the end of each expert's rows, int32 [experts]. With `ends`, the product is grouped.
-            Only then, `dtype` can be None, and the result has the dtype that the kernel writes.
+        residual: the residual [tokens, out] of a forward product. It is not modified. The kernel
+            determines whether the residual is added before or after the result is rounded.
+        ends: the end of each expert's rows, int32 [experts]. With `ends`, the product is grouped,
+            and `dtype` may be None: the result then has the dtype that the kernel writes.
         """
 
     def accumulate(
@@ -189,9 +189,9 @@ class Gemm(ABC):
         """Return True in the first call of a forward of the model, and False in all later calls.
 
         Each Gemm calls this method exactly once in a forward, so only the Gemm that runs first
-        receives True. In backward this Gemm runs last. Then all gradients have been quantized, and
-        `finish_backward` must be called. Return False in every call if `finish_backward` is not
-        needed.
+        receives True. In backward, the same Gemm runs last. After it, all gradients have been
+        quantized, and `finish_backward` must be called. A class whose `finish_backward` does
+        nothing returns False in every call.
         """
         return False
 
@@ -345,4 +345,4 @@ class GemmEngine(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return the name and version of the library that multiplies, for the audit."""
+        """Return a text for the audit: the library that multiplies, and its version."""

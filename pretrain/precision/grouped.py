@@ -7,10 +7,10 @@ Each expert e multiplies the rows of the tokens that the router assigned to it:
     wgrad    dw[e] = dy[e]^T x[e]
 
 A token chooses several experts. `arrange` sorts the choices of all tokens by expert and drops no
-choice, so the rows of one expert are consecutive. The first row of each expert is a multiple of a
-number that kernels and formats require. The rows between two experts are zero and add nothing to a
-product. The number of rows depends only on the number of tokens and the number of experts, so the
-CPU never waits for the GPU to learn the number of rows.
+choice, so the rows of one expert are consecutive. The index of each expert's first row is a
+multiple of a number that kernels and formats require. The rows between two experts are zero and add
+nothing to a product. The total number of rows does not depend on the router's choices, so the CPU
+never waits for the GPU to learn this number.
 
 An operand is quantized as one matrix: an activation as [rows, in], and a weight as
 [experts x out, in]. In a format with one scale per tensor, all experts share the scale. In a format
@@ -66,7 +66,7 @@ def check_experts(model: PreTrainedModel) -> None:
             if type(choices) is int and not 0 < choices <= experts:
                 raise InputError(
                     f"`model.config.num_experts_per_tok: {choices}`: {name} has {experts} experts; "
-                    f"set it to a number from 1 to {experts}"
+                    f"set this key to a number from 1 to {experts}"
                 )
             if width % FEATURE_MULTIPLE or features % FEATURE_MULTIPLE:
                 raise InputError(
@@ -78,15 +78,15 @@ def check_experts(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Groups:
-    """An assignment of each choice of each token to a row. The rows are sorted by expert.
+    """The rows of a grouped product. Each choice of a token has one row, sorted by expert.
 
-    The choices of all tokens have consecutive numbers. Choice n is a choice of token n // choices,
-    where `choices` is the number of experts that a token chooses.
+    The choices of all tokens are numbered in the order of the tokens. Choice n is a choice of token
+    n // choices, where `choices` is the number of experts that each token chooses.
     """
 
     ends: Tensor  # int32 [experts]: the end of each expert's rows. The last end is the row count.
-    choice: Tensor  # int64 [rows]: the choice in each row, arbitrary for an empty row
-    place: Tensor  # int64 [tokens x choices]: the row of each choice
+    choice: Tensor  # int64 [rows]: the number of the choice in each row, arbitrary in empty rows
+    place: Tensor  # int64 [tokens x choices]: the index of the row of each choice
     empty: Tensor  # int64: the indices of the rows without a choice
     load: Tensor  # int64 [experts]: the number of tokens that chose each expert
 
@@ -105,12 +105,13 @@ def arrange(chosen: Tensor, experts: int, multiple: int) -> Groups:
     begins = torch.searchsorted(by_expert, numbers)
     load = torch.searchsorted(by_expert, numbers, right=True) - begins
     ends = (-(-load // multiple) * multiple).cumsum(0)
-    # The number of rows that suffices for any distribution of the choices over the experts.
+    # This number of rows suffices for any distribution of the choices over the experts.
     rows = -(-(len(order) + experts * (multiple - 1)) // multiple) * multiple
-    shift = ends.roll(1).index_fill_(0, numbers[:1], 0) - begins
+    empty_before = ends.roll(1).index_fill_(0, numbers[:1], 0) - begins
     place = torch.empty_like(order)
-    place[order] = choices + shift[by_expert]
+    place[order] = choices + empty_before[by_expert]
     choice = torch.full((rows,), -1, device=chosen.device).scatter_(0, place, choices)
+    # Sort instead of calling `nonzero`, because `nonzero` makes the CPU wait for the GPU.
     empty = (choice >= 0).sort(stable=True).indices[: rows - len(order)]
     ends[-1] = rows
     return Groups(ends.int(), choice.clamp(min=0), place, empty, load)

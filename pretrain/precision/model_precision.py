@@ -17,7 +17,7 @@ from pretrain.precision.settings import ActivePrecision
 
 @dataclass(frozen=True)
 class PrecisionInModel:
-    """One precision of a run, with its engine and the decision which linear layers it quantizes."""
+    """One precision of a run, with its engine and its decision for each linear layer."""
 
     active: ActivePrecision
     # The engine. None if the precision is not quantized.
@@ -49,7 +49,7 @@ class ModelPrecision:
     ) -> None:
         """Create the object. `context.backend` must be the engine of one of the precisions.
 
-        `in_model` maps the name of each precision of the run to the precision.
+        `in_model` maps the name of each precision of the run to its `PrecisionInModel`.
         """
         self.context = context
         self.in_model = in_model

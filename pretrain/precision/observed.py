@@ -2,9 +2,9 @@
 
 A module may have the name of a low-precision linear layer and still multiply in BF16. So the
 observer does not rely on the modules of a model. The code that multiplies encloses the product in
-the context `watched`, which states the layer and the kind of product. The observer reads the
-operands of the torch kernels that run inside the context. Products of other libraries are not torch
-kernels: `see` passes their operands to the observer.
+the context `watched`, whose arguments state the layer and the kind of product. The observer reads
+the operands of the torch kernels that run inside the context, and replaces Transformer Engine's
+GEMM by a function that passes the operands on. `see` passes the operands of cublasLt's products.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ OPERANDS: dict[str, tuple[Role, Role]] = {
     "dgrad": ("grad_output", "weight"),
     "wgrad": ("grad_output", "input"),
 }
-# Map each product to the axis of its left and of its right operand along which the product sums.
+# Map each product to the axes along which it sums: the axis of its left operand and the axis of its
+# right operand.
 ALONG: dict[str, tuple[Along, Along]] = {
     "forward": ("features", "features"),
     "dgrad": ("features", "rows"),
@@ -64,7 +65,7 @@ class ProductWatcher(ABC):
         *,
         swapped: bool = False,
     ) -> AbstractContextManager[None]:
-        """Observe torch's products in the caller's `with` statement.
+        """Return a context that passes the operands of all products to the observer.
 
         See `watched` for the arguments.
         """
@@ -102,7 +103,7 @@ def watched(
 
 
 def see(left: Any, right: Any, layout: str) -> None:
-    """Pass the operands of a library's product to the active observer, if there is one.
+    """Pass the operands of a product of cublasLt to the active observer, if there is one.
 
     `left`, `right` and `layout` have the same meaning as in `searched.multiply`.
     """

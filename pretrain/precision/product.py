@@ -121,8 +121,8 @@ class PrecisionContext:
 
         `copies` is the result of `copied_state`. Call this method after a skipped step. Otherwise
         an overflow in the step would stay in the histories, for 1,024 microbatches by default. Call
-        it also after a pass that failed. Otherwise the scales that the pass stored for recomputing
-        its layers would be used by the next recomputation.
+        this method also after a pass that failed. Otherwise the next recomputation of a layer would
+        use the scales that the failed pass stored.
         """
         self.forget()
         for tensor, before in zip(self.saved_state().values(), copies, strict=True):
@@ -153,8 +153,7 @@ UNOBSERVED = PrecisionContext(None, torch.bfloat16)
 class LinearState:
     """The Gemms of one linear layer.
 
-    The layer has one Gemm for each engine of the run, except engines that do not quantize the
-    layer.
+    The layer has one Gemm for each engine of the run that quantizes the layer.
     """
 
     def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:
@@ -221,9 +220,9 @@ class LinearState:
 class LinearPass:
     """One forward of a linear layer and its backward.
 
-    The pass calls the observers of the context with operands before they are quantized, with the
-    weight in its quantized form, and with results. If the Gemm does not quantize, only the weight
-    observers are called.
+    The pass calls the observers of the context. `observers` see operands before they are quantized,
+    `weight_observers` see the quantized weight, and `result_observers` see the results of products.
+    If the Gemm does not quantize, only `weight_observers` are called.
     """
 
     def __init__(
@@ -270,7 +269,8 @@ class LinearPass:
         if self.ends is not None:
             self.context.groups[self.gemm.name] = self.ends
         is_plain = role == "grad_output" and self.override
-        # An unquantized gradient is shown only to the check of products, which observes results.
+        # Show a gradient that stays unquantized only during the check of products, which is the
+        # only user of `result_observers`.
         if self.observed.observers and (not is_plain or self.observed.result_observers):
             self.show(role, x)
         if self.forward_in_bf16 and role == "input":
@@ -338,7 +338,7 @@ class LinearPass:
         if total is None:
             return self.gradient_product("wgrad", dy, x)
         if self.observed.result_observers:
-            # torch rounds its product of BF16 operands to BF16.
+            # With `override`, torch multiplies BF16 operands and rounds the product to BF16.
             dtype = None if self.override else torch.float32
             add_to(total, self.gradient_product("wgrad", dy, x, dtype), overwrite=overwrite)
         else:
@@ -356,8 +356,8 @@ class LinearPass:
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
         """Call the weight observers with the quantized `weight` and with the unquantized weight.
 
-        If this pass quantizes the weight, also call the operand observers with the unquantized
-        weight. `matrix` returns the unquantized weight.
+        With `refresh`, also call the operand observers with the unquantized weight. `matrix`
+        returns the unquantized weight.
         """
         if self.refresh and self.observed.observers:
             self.show("weight", matrix())
@@ -369,8 +369,8 @@ class LinearPass:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
         """Return the output [tokens, out] for x [tokens, in], and the data to save for `backward`.
 
-        The data to save are `Gemm.save` of x, or empty if no backward can follow. Backward uses the
-        weight that this method stores in the pass.
+        The data are the result of `Gemm.save` for x. They are empty if no backward can follow. The
+        pass stores the weight for `backward`.
         """
         gemm = self.gemm
         gemm.begin(x)
@@ -410,7 +410,7 @@ class LinearPass:
         return dx, dw
 
     def for_backward(self, operand: Operand) -> Operand:
-        """Return an operand of forward in the form that the products of backward multiply."""
+        """Return an operand of forward for the products of backward: in BF16 with `override`."""
         return self.kept_by.dequantize(operand) if self.override else operand
 
 

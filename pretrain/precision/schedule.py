@@ -14,14 +14,14 @@ from functools import cached_property
 
 from pretrain.precision.settings import ActivePrecision, label, last_steps
 
-# The end of a phase (a share of all steps, a step, or None for the last phase), and the precision
-# that this machine uses in the phase.
+# The end of a phase, and the precision that this machine uses in the phase. The end is a share of
+# all steps, a step, or None for the last phase.
 Phase = tuple[float | int | None, ActivePrecision]
 
 
 @dataclass(frozen=True)
 class Span:
-    """The steps from `first` to `last`, both included, for which a run uses one precision.
+    """Consecutive steps with the same precision, from `first` to `last`, both included.
 
     The first step of a run has the number 1.
     """
@@ -65,7 +65,7 @@ class PrecisionSchedule:
     def spans(self) -> tuple[Span, ...]:
         """Return the spans of the run in the order of their steps.
 
-        If the run was switched to `unquantized`, the last span is the span after the switch. Raise
+        If the run was switched to `unquantized`, the last span begins after the switch. Raise
         InputError if a phase would have no step.
         """
         phases = self.switched or self.phases

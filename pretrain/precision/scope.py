@@ -32,7 +32,7 @@ _ROUTERS = ("gate", "gate.*", "router*")
 class Decision:
     """The precision of a linear layer."""
 
-    # The name of the precision.
+    # The name of the layer's precision: bf16 or fp32 if the layer stays unquantized.
     requested: str
     # The reason why the layer stays unquantized. None if the layer is quantized.
     reason: str | None = None
@@ -127,7 +127,7 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
 
 
 def is_called(name: str, pattern: str) -> bool:
-    """Return True if `pattern` matches the name of a linear layer, or the part after a dot.
+    """Return True if `pattern` matches a layer's name, or the part after any dot of the name.
 
     `down_proj`, `mlp.*`, `layers.0.*` and `*.down_proj` match `model.layers.0.mlp.down_proj`.
     """

@@ -14,7 +14,7 @@ Transformer Engine or torch must compute the product. Deterministic runs do not 
 because two algorithms whose results are equal in one product may differ in another product.
 
 cublasLt is called through ctypes. It computes D = A B + beta C, with matrices that are stored
-column by column. In the terms of torch, which stores matrices row by row, this is
+column by column. torch stores matrices row by row. For torch's matrices, cublasLt computes
 
     d [n, m] = b [n, k] a [m, k]^T + beta c
 
@@ -85,7 +85,7 @@ class Factor(NamedTuple):
     dtype: torch.dtype
     # The FP32 scales of FP8 codes. `mode` determines their layout. None for BF16.
     scale: Tensor | None
-    # The values that share a scale, as a value of cublasLtMatmulMatrixScale_t. 0: all values.
+    # The scale mode, a value of cublasLtMatmulMatrixScale_t. 0: one scale per tensor.
     mode: int = 0
     # The bias [rows] of a weight, BF16, which is added to the product.
     bias: Tensor | None = None
@@ -276,10 +276,10 @@ class Products:
     """The cublasLt products of one GPU.
 
     All of them share a workspace, so only one stream may compute them: the stream that was current
-    when the object was created. A CUDA graph of products is captured on another stream, and must be
-    launched on this one. The dynamic loader returns the cublasLt library that torch has
-    already loaded, because both have the same name. So torch and this class use the same version
-    and the same heuristic.
+    when the object was created. A CUDA graph of products is captured on another stream, but must be
+    launched on this stream. The dynamic loader finds the cublasLt library by its name and returns
+    the library that torch has already loaded. So torch and this class use the same version and the
+    same heuristic.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -317,7 +317,7 @@ class Products:
     def multiply(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, total: Tensor | None
     ) -> Tensor | None:
-        """Return the product of kind `problem`, or None if it cannot be computed here.
+        """Return the product of kind `problem`, or None if this object cannot compute it.
 
         If the result is None, no kernel was started. `added` is the matrix that is added to the
         product, or None. The product is written to `total`, or to a new tensor if `total` is None.
@@ -377,9 +377,9 @@ class Products:
 
 
 def cache_file(kind: tuple[Any, ...], problem: Problem) -> Path:
-    """Return the file with the algorithm for a kind of product: the 64 bytes of an `Algorithm`.
+    """Return the path of the cache file for a problem. It contains the 64 bytes of an `Algorithm`.
 
-    kind: everything else that the choice depends on.
+    kind: all other data that the choice depends on, see `Products._kind`.
     """
     digest = hashlib.sha256(repr((kind, problem)).encode()).hexdigest()
     return CACHE / "gemm_algorithms" / digest
@@ -406,10 +406,10 @@ def same_as_first(
     d: the tensor that every launch writes to.
     added: the matrix that every launch adds to its product, or None.
 
-    Return the indices of these launches, and True if the comparison is decisive. Two results have
-    the same bits if the sums of their bits as int64 numbers are equal. The comparison is not
-    decisive if the product is zero or if d is not finite, because every algorithm would then write
-    the same bits.
+    Return the indices of these launches, and True if the comparison is decisive. The comparison is
+    not decisive if the product is zero or if d is not finite, because different algorithms could
+    then write the same bits. Instead of all bits, checksums are compared: d is read as int64
+    numbers, and the numbers are added up.
     """
     ran = []
     sums = []
@@ -584,7 +584,7 @@ class Matmul:
                 self._set(attribute, c_void_p(factor.scale.data_ptr()))
 
     def named_by_heuristic(self) -> list[Algorithm]:
-        """Return the algorithms that the heuristic lists, the one with the best estimate first.
+        """Return the algorithms that the heuristic lists. The first one has the best estimate.
 
         Each algorithm fits into the workspace, and needs tensors that begin at a multiple of
         ALIGNMENT bytes.

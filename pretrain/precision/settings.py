@@ -61,7 +61,7 @@ ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
 
 
 def _refuse_fp8(name: Any) -> Any:
-    """Return `name`. Raise ValueError for Accelerate's name fp8, which has several precisions."""
+    """Return `name`. Raise ValueError if it is fp8, which could mean any of three precisions."""
     if name == "fp8":
         raise ValueError("fp8 is delayed, current or block; set one of these precisions")
     return name
@@ -276,19 +276,20 @@ class LowPrecisionSettings(Settings):
     # Compute the FP32 scale of an activation for each row instead of once for the tensor. Requires
     # `disable_rht: true`.
     row_scaled_activation: bool | None = None
-    # Operands for whose blocks the better of two scales is used: one maps the largest value of the
-    # block to 4, and the other one to 6 (4over6, arXiv:2512.02010). Gradients always have the scale
-    # for 6. `activations` and `all` require `disable_rht: true`, and cannot be combined with
-    # `row_scaled_activation`.
+    # Operands whose blocks use the better of two scales: the scale that maps the block's largest
+    # value to 4, or the scale that maps it to 6 (4over6, arXiv:2512.02010). Gradients always use
+    # the scale for 6. `activations` and `all` require `disable_rht: true`, and cannot be combined
+    # with `row_scaled_activation`.
     nvfp4_4over6: Literal["none", "weights", "activations", "all"] | None = None
-    # Operands of 4over6 whose largest block scale is 256 instead of 448. 384, the scale for 4 of
-    # the block with the largest value, is then in the range of E4M3.
+    # Operands of 4over6 whose largest scale for 6 is 256 instead of 448. The largest scale for 4 is
+    # then 1.5 x 256 = 384, in the range of E4M3.
     nvfp4_4over6_e4m3_use_256: Literal["none", "weights", "activations", "all"] | None = None
-    # Error of a block that 4over6 compares. MAE: sum of absolute errors. MSE: sum of squares.
+    # Error by which 4over6 selects the scale of a block. MAE: sum of absolute errors. MSE: sum of
+    # squares.
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] | None = None
     # Quantize weights in blocks of 32 x 32 values instead of 1 x 32.
     enable_2d_quantization: bool | None = None
-    # Scale blocks by FP32 numbers instead of powers of two, as servers on Hopper scale them. Needs
+    # Use FP32 numbers instead of powers of two as block scales, as servers on Hopper do. Needs
     # Hopper or emulation.
     use_f32_scales: bool | None = None
     # Compute both products of backward in BF16, with an unquantized gradient. high_precision: input
@@ -297,7 +298,7 @@ class LowPrecisionSettings(Settings):
 
     @property
     def options_set(self) -> dict[str, Any]:
-        """Return a dict that maps the key of each option that is set to its value."""
+        """Return the options that are set, as a dict of keys and values."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) is not None}
 
     def contradictions(self, precision: Precision) -> dict[str, Any]:
@@ -321,10 +322,10 @@ class LowPrecisionSettings(Settings):
         return type(self).model_validate(self.model_dump() | options)
 
     def check_combinations(self) -> None:
-        """Raise InputError if options of NVFP4 contradict each other.
+        """Raise InputError if options of NVFP4 contradict each other or have no effect.
 
-        Transformer Engine has no kernels for the Hadamard transform after row scaling or 4over6,
-        nor for both of them on the same tensor.
+        For activations, Transformer Engine's kernels support only one of three methods at a time:
+        the Hadamard transform, row scaling or 4over6.
         """
         on_activations = (self.row_scaled_activation, self.nvfp4_4over6 in ("activations", "all"))
         if all(on_activations) or (any(on_activations) and not self.disable_rht):
@@ -364,8 +365,8 @@ class ActivePrecision:
 
     # The name of the precision in the recipe.
     requested: str
-    # The precision that is used, with the properties that its options give it. It differs from
-    # `requested` only with `on_unsupported: fallback`.
+    # The precision that is used, as `Precision.with_options` returns it for `settings`. Its name
+    # differs from `requested` only with `on_unsupported: fallback`.
     precision: Precision
     # The engine. It is "torch" if `precision` is not quantized.
     backend: Literal["torch", "transformer_engine", "emulation"]

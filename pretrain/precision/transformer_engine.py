@@ -34,8 +34,8 @@ from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
 from pretrain.precision.observed import NO_CONTEXT, watched
 from pretrain.precision.settings import ActivePrecision
 
-# Map the name of each direction in checkpoints and in `delayed_state.PLACES` to the key of its
-# state in Transformer Engine.
+# Map each direction to the key of its histories and scales in Transformer Engine's fp8_meta. The
+# directions are the same as in `delayed_state.PLACES` and in checkpoints.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 # Map each product to its layout, see `searched.multiply`, and to its name in Transformer Engine's
 # recipes.
@@ -72,9 +72,9 @@ def missing() -> str | None:
 
 
 def unavailable_because(precision: QuantizedPrecision) -> str | None:
-    """Return the requirement of `precision` on Transformer Engine that this process does not meet.
+    """Return the reason why Transformer Engine cannot compute `precision` here, or None.
 
-    The requirement is a noun phrase, see `missing`. Return None if all requirements are met.
+    The reason is a requirement that this process does not meet, as a noun phrase, see `missing`.
     """
     if not precision.te_available:
         return precision.hardware.missing(None)
@@ -165,8 +165,8 @@ class TransformerEngineGemm(Gemm):
     def quantizer(self, role: Role, *, both: bool) -> Any:
         """Return the quantizer of an operand.
 
-        It writes the form for the product that sums along the features, and with `both`, also the
-        form for the product that sums along the rows.
+        The quantizer writes the row-wise form, for the product that sums along the features. With
+        `both`, it also writes the column-wise form, for the product that sums along the rows.
         """
         direction, slot = PLACES[role]
         quantizer = self.linear.quantizers[TE_DIRECTIONS[direction]][slot]
@@ -302,7 +302,8 @@ class TransformerEngineGemm(Gemm):
     def save(*operands: Any) -> Saved:
         te = library()
         for operand in operands:
-            # With `backward_override`, an input has only the row-wise form, which is dequantized.
+            # Drop the row-wise form if there is also a column-wise form, which backward reads. With
+            # `backward_override`, an input has only the row-wise form, and backward dequantizes it.
             if (
                 getattr(operand, "_columnwise_data", getattr(operand, "_transpose", None))
                 is not None

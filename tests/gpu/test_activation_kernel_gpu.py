@@ -34,10 +34,10 @@ TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 # 2^-21. An FP8 rounding interval spans at least 2^-4 of a value, so the error decides one rounding
 # in 2^17, and two for a value that is first rounded to BF16.
 FLIPPED = 1e-4
-# Absolute errors of the derivative of GELU, from the sums 1 + erf(x) in our kernel and from
-# 1 - tanh(x)^2 in the library, in FP32. Far below zero, the derivative itself is smaller, and E5M2
-# has codes for such values. Their codes differ by more than one. Values that are a little larger
-# than the errors round the other way more often.
+# Absolute errors of the derivative of GELU in FP32. In our kernel, the sum 1 + erf(x) causes the
+# error, in the library 1 - tanh(x)^2. If x is far below zero, the derivative is smaller than the
+# errors. E5M2 has codes for such small values, so the codes differ by more than one. Values that
+# are a little larger than the errors round the other way more often.
 OUR_ERROR = 2e-7
 LIBRARY_ERROR = 4e-6
 FLIPPED_IN_GELU = 2e-3
@@ -62,7 +62,10 @@ def close(codes: Tensor, expected: Tensor, share: float = FLIPPED) -> bool:
 def without_negligible(
     codes: Tensor, expected: Tensor, dtype: torch.dtype, scale_inv: Tensor, negligible: Tensor
 ) -> Tensor:
-    """Return `codes`, with those of `expected` where the values differ by at most `negligible`."""
+    """Return `codes`. A code is replaced by the expected one if the values are close.
+
+    Two values are close if they differ by at most `negligible`.
+    """
     values, expected_values = (
         scale_inv * tensor.view(dtype).float() for tensor in (codes, expected)
     )

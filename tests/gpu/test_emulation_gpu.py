@@ -40,7 +40,7 @@ def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(name: str) ->
 
 
 def test_a_gemm_is_summed_in_fp32_and_rounded_once() -> None:
-    """BF16 holds neither the scale nor the sum."""
+    """BF16 cannot represent the scale or the sum exactly."""
     emulation = engine("current", "cuda")
     x = torch.full((64, 4096), 7.0, device="cuda").bfloat16()
     x[:, 0] = 5.0

@@ -168,7 +168,7 @@ def needs_transformer_engine() -> None:
 def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
     name: str, scope: str, keep: tuple[str, ...], recipe: str
 ) -> None:
-    """Norms and SwiGLU write BF16 for GEMMs in BF16 and FP8 for all others, also in backward."""
+    """Norms and SwiGLU write FP8 if a quantized GEMM reads it, else BF16, also in backward."""
     from pretrain.observe.audit import is_expected
 
     exact = train(assemble(larger(name), "bf16", fused=False))

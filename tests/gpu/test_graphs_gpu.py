@@ -178,9 +178,10 @@ def test_training_with_graphs_repeats_the_bits_of_training_without(
 def test_products_with_searched_algorithms_are_captured(
     kind: str, precision: str, attention: str, accelerator: Accelerator
 ) -> None:
-    """The order of sums over tokens is not fixed for embeddings, so they are not compared.
+    """Embeddings are not compared, because their gradients sum tokens in no fixed order.
 
-    A document has one block of attention, in which all sums have a fixed order.
+    Documents are so short that attention computes each of them in one block. All sums in a block
+    have a fixed order.
     """
     needs(PRECISIONS[precision][0])
     if attention == "fa4" and (

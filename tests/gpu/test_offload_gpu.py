@@ -145,7 +145,7 @@ def test_sharded_state_has_the_bits_of_the_state_on_the_gpu() -> None:
 def test_a_run_has_the_same_bits_wherever_its_state_is_stored(
     train: Callable, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The second run is continued from its first checkpoint with the state on the GPU."""
+    """The third run resumes from a checkpoint of the second run, with the state on the GPU."""
     small_recipe["model"]["config"] |= {"hidden_size": 128, "head_dim": 64}
     recipe = small_recipe | {"weights": "bf16_exact", "deterministic": True}
     options = {"recipe": recipe, "launch": ["--config_file", "accelerate_configs/bf16.yaml"]}

@@ -95,7 +95,8 @@ def test_delayed_scaling_equals_the_kernels(kind: str, grid: Grid, scale: float)
     check(quantized.codes, decoded(expected._data, grid))
     check(quantized.tensor_scale.reshape(1), expected._scale_inv.reshape(1))
     check(tensor.absolute_maximum(x).reshape(1), quantizer.amax)
-    if expected._transpose is not None:  # Hopper's FP8 GEMMs need it. Another kernel writes it.
+    # Hopper's FP8 GEMMs read the transpose, which another kernel writes.
+    if expected._transpose is not None:
         check(quantized.codes.t(), decoded(expected._transpose, grid))
 
 

@@ -84,7 +84,7 @@ def test_extreme_logits_keep_their_accuracy() -> None:
     vocabulary = 40
     logits = torch.zeros(6, vocabulary)
     logits[0] = torch.linspace(-1e4, 1e4, vocabulary)
-    # A log-sum-exp of 1e4 has no digits left for their differences.
+    # In FP32, a log-sum-exp of 1e4 has few digits for the differences of these logits.
     logits[1] = 1e4 + torch.linspace(0, 3, vocabulary)
     logits[2] = -1e4 - torch.linspace(0, 3, vocabulary)
     # The first and the last blocks have probability zero.
@@ -119,7 +119,7 @@ def decoded(codes: Tensor, fp8: torch.dtype) -> Tensor:
 def test_the_fp8_gradient_is_the_quantized_bf16_gradient(
     fp8: torch.dtype, shape: tuple[int, int], scale: float | None
 ) -> None:
-    """Each row has a scale. The columns share one scale."""
+    """The row-wise form has one scale per row. The column-wise form has one scale."""
     logits, labels = draw(*shape, torch.bfloat16)
     given_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
     grid: Grid = GRIDS[fp8]
@@ -145,7 +145,7 @@ def test_the_fp8_gradient_is_the_quantized_bf16_gradient(
         ]
     )
     torch.testing.assert_close(decoded(gradient.rows, fp8), rows, rtol=0, atol=0, equal_nan=True)
-    # The entry of the label has the largest code, so it loses less than in BF16.
+    # The gradient at the label has the largest code, because it is the amax of its row.
     tokens = (labels != IGNORE).nonzero()[:, 0]
     entry = decoded(gradient.rows, fp8)[tokens, labels[tokens]]
     assert (entry == -grid.maximum).all()

@@ -101,9 +101,9 @@ def test_kernels_are_as_close_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
 
 @cuda_only
 def test_recomputed_layers_and_evaluation_compute_the_same() -> None:
-    """Parameters are FP32.
+    """Parameters are FP32, and layers multiply BF16 copies of them.
 
-    Their working copies are kept for the microbatches of a step, and made again in evaluation.
+    All microbatches of a step use the same copies. Evaluation creates new copies.
     """
     batch = inputs(seed=0, device=DEVICE, length=LENGTH)
     kept, recomputed = (assemble("qwen3", by_kernels=True, weights=torch.float32) for _ in range(2))

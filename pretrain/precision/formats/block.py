@@ -40,7 +40,7 @@ PRECISION = QuantizedPrecision(
                 "H100, H200; later GPUs need `fp8_config.use_f32_scales: false`",
                 below=BLACKWELL,
             ),
-            # The scale maps the largest value of a block to the largest code.
+            # FP32 scales map the largest value of a block to the largest code, up to rounding.
             "scales": Scaling("FP32", 0.95, 128),
             "quantize": lambda x, given: quantizers.blocks.quantize_fp8(
                 x, given.grid, two_dimensional=given.square, power_of_two=False

@@ -1,6 +1,6 @@
 """FP8 with current scaling: one scale per tensor, computed from the amax of the same tensor.
 
-So quantization reads each tensor twice: once for its amax, and once to quantize it.
+Each tensor is read twice: once to compute its amax, and once to quantize its values.
 """
 
 from pretrain.precision import quantizers

@@ -40,7 +40,7 @@ class Given(NamedTuple):
     square: bool
     # The scale, a Tensor, with delayed scaling. Otherwise None.
     scale: Any
-    # The amax of x, or of its rows [rows, 1], if it is already computed. Otherwise None.
+    # The amax of x, a scalar, or the amaxes of its rows, [rows, 1]. None if not yet computed.
     amax: Tensor | None
     # Random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. None to round to
     # the nearest value.
@@ -56,9 +56,10 @@ class Scaling:
 
     # The numbers that a scale can be.
     kind: Literal["FP32", "power of two", "E4M3"]
-    # A lower bound for the largest code of a block, divided by the maximum of the format. It is 0.5
-    # if scales are rounded to powers of two, because the rounding can halve the codes. It is 0 if
-    # scales are computed from past microbatches, because the tensor may have become smaller.
+    # A lower bound for the ratio of a block's largest code to the maximum of the format. The bound
+    # is 0.5 if scales are rounded to powers of two, because the rounding can halve the codes. The
+    # bound is 0 if scales are computed from past microbatches, because the tensor may have become
+    # smaller.
     least: float
     # The number of values along the contraction dimension that share a scale. None: all values of
     # the tensor share one scale.
@@ -90,10 +91,11 @@ class Hardware:
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
-        """Return the requirement that a device does not meet, or None if it meets all.
+        """Return the requirement that a device does not meet, or None if the device is supported.
 
-        `capability` is the CUDA compute capability of the device, or None for a device that is no
-        GPU. Transformer Engine itself checks further requirements, such as the CUDA version.
+        The requirement is a noun phrase that completes the sentence "the precision needs ...".
+        `capability` is the CUDA compute capability of the device, or None if the device is no GPU.
+        Transformer Engine itself checks further requirements, such as the CUDA version.
         """
         if self.capability is None:
             return f"emulation, because {self.examples}"
@@ -118,23 +120,27 @@ class Precision:
     description: str
     # The dtype of activations. Without quantization it is also the dtype of the operands.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # The peak FLOPS that bound its products: a column of the table in pretrain.metrics.peaks.
+    # The column of the table in pretrain.metrics.peaks with the peak throughput of the products.
     peak: Literal["fp32", "bf16", "fp8", "fp4"]
     # in_features, out_features and the number of tokens must be multiples of this.
     multiple_of: int = 1
     # True in a phase with `forward: bf16`: forward products are not quantized.
     plain_forward: bool = False
-    # True if its products may be part of CUDA graphs, which tests/gpu/test_graphs_gpu.py checks.
+    # True if CUDA graphs may contain the products. tests/gpu/test_graphs_gpu.py tests this.
     in_graphs: bool = False
     # True with `fp8_config.backward_override`: the products of backward are not quantized.
     plain_backward: bool = False
     # Map each option of `fp8_config` that the precision accepts to its default.
     options: Mapping[str, Any] = field(default_factory=dict)
-    # Map an option to the fields that have other values if the option is true.
+    # Map an option to the fields that it changes, with their new values. The change applies unless
+    # the option is false or null.
     changed_by: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def with_options(self, settings: OptionValues) -> Self:
-        """Return the precision with the properties that `settings`, resolved for it, give it."""
+        """Return the precision, changed as `changed_by` requires for the options in `settings`.
+
+        `settings` must be resolved for this precision.
+        """
         applied = [changes for key, changes in self.changed_by.items() if getattr(settings, key)]
         fields = {key: changes[key] for changes in applied for key in changes}
         return replace(self, **fields) if fields else self
@@ -172,8 +178,8 @@ class QuantizedPrecision(Precision):
 
     hardware: Hardware
     scales: Scaling
-    # True if the blocks of a weight are squares, unless an option selects other blocks. A square
-    # weight is quantized once for both of its products.
+    # True if the blocks of a weight are squares by default. Options may change this. Square blocks
+    # are quantized once for both products of the weight.
     square_weights: bool = False
     # Function that quantizes x [rows, features] in blocks along its features.
     quantize: Callable[[Tensor, Given], Quantized]
@@ -186,8 +192,8 @@ class QuantizedPrecision(Precision):
     te_recipe: str = ""
     # The function of Transformer Engine that checks whether the device supports the precision.
     te_available: str = ""
-    # The layout in which servers read its weights: a key of LAYOUTS in pretrain/run/served.py. No
-    # server reads them if it is empty.
+    # The layout in which servers read weights of this precision: a key of LAYOUTS in
+    # pretrain/run/served.py. Empty if no server reads such weights.
     served_as: str = ""
     # Bytes per value of an operand in one layout, including its share of the scales.
     operand_bytes: float = 1.0
@@ -200,11 +206,12 @@ class QuantizedPrecision(Precision):
 
     @property
     def limits(self) -> dict[str, float]:
-        """Map `underflow` and `saturation` to the shares of an operand's values that are normal.
+        """Map `underflow` and `saturation` to their limits, as shares of an operand's values.
 
-        A run warns if a share is larger. docs/verification.md has the measurements behind the
-        limits. The scales of delayed scaling are computed from the amaxes of earlier steps, so a
-        few values saturate. A limit of 1 means that a run never warns.
+        A run warns if a share is above its limit. docs/verification.md has the measurements behind
+        the limits. With delayed scaling, a few values may saturate, because scales are computed
+        from the amaxes of earlier microbatches. In other precisions the limit of `saturation` is 1,
+        so a run never warns of it.
         """
         saturation = 1e-3 if self.keeps_history else 1.0
         return {"underflow": self.underflow_limit, "saturation": saturation}
@@ -284,7 +291,7 @@ class QuantizedPrecision(Precision):
         """Return the quantizer of an operand for the product that sums along its features."""
         import torch
 
-        # The functions `quantize` use these modules as attributes of the package `quantizers`.
+        # Import these modules because `self.quantize` reads them from the package `quantizers`.
         from pretrain.precision.quantizers import blocks, tensor  # noqa: F401
 
         quantize = self.quantize
@@ -323,10 +330,10 @@ class QuantizedPrecision(Precision):
     def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
         """Return the quantizer of an operand for the product that sums along `along`.
 
-        The quantizer is a pure function of tensors, see `Quantize`. Its result is [rows, features]
-        for a sum along features, and [features, rows] for a sum along rows. For a sum along rows it
-        ignores the argument `amax` unless `serves_both`, because x may be transformed first.
-        It raises RuntimeError if the length of the axis is not a multiple of the block size.
+        See `Quantize` for the arguments of the quantizer. Its result is [rows, features] if `along`
+        is "features", and [features, rows] if `along` is "rows". For rows, the quantizer ignores
+        its argument `amax` unless `serves_both` is true, because x may be transformed first. The
+        quantizer raises RuntimeError if the axis `along` is not a multiple of the block size.
         """
         quantize = self.along_features(settings, role)
         if along == "features":

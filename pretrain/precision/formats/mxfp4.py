@@ -27,7 +27,7 @@ PRECISION = QuantizedPrecision(
     quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid, uniform=given.uniform),
     served_as="MXFP4",
     operand_bytes=1 / 2 + 1 / 32,
-    # A run in which 55 % of an operand's values became zero still trained. In NVFP4, 38 % of the
-    # values became zero in the same run.
+    # We saw a run that trained although 55 % of an operand's values became zero. With the same
+    # recipe in NVFP4, 38 % became zero.
     underflow_limit=0.75,
 )

@@ -3,9 +3,9 @@
 This file also contains the Hadamard transform, which FP4 formats apply before they quantize.
 
 torch.compile compiles a quantizer to a single loop, which reads a block, computes its amax, and
-writes the operand. This requires two things: a split tensor keeps its block dimensions until the
-last operation reshapes it to the shape of the operand, and the last dimension of a transposed
-tensor is never split. Otherwise there are two loops, which can double the time on a GPU.
+writes the operand. Two loops could take twice the time on a GPU. A single loop requires two things.
+A split tensor must keep its block dimensions until the last operation, which reshapes it to the
+shape of the operand. And the last dimension of a transposed tensor must not be split.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK = 128, 32, 16
 HADAMARD_BLOCK = 16
 # The E8M0 bytes of the scales 2^-127 and 2^127. The byte 255 is NaN.
 SMALLEST, LARGEST = 0, 254
-# The bits of 2^-127, half of the smallest normal value, as an FP32 subnormal.
+# The bits of 2^-127 in FP32. It is a subnormal, half of the smallest normal value.
 HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)
 # The signs that Transformer Engine multiplies a block of values by before the Hadamard transform.
 # Bit i is set if the sign of value i is negative: + + + - + - - - - - - + - + - -
@@ -42,7 +42,7 @@ NEGATIVE = 0b1101_0111_1110_1000
 
 @dataclass(frozen=True)
 class Blocks:
-    """The way in which a tensor [..., m, n] is split into blocks.
+    """The division of a tensor [..., m, n] into blocks.
 
     size: the number of values of a block along the last dimension, n.
     two_dimensional: True if blocks are squares, which also have `size` values along m.
@@ -156,7 +156,7 @@ class BlockQuantized(Quantized):
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
     def dequantized_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the values in `dtype`. They equal those of Transformer Engine's kernels."""
+        """Return the dequantized values in `dtype`, rounded as in Transformer Engine's kernel."""
         return self.blocks.join((self.split_codes * self.split_factors).to(dtype))
 
 
@@ -170,10 +170,11 @@ def quantize_fp8(
     number of rows, is not a multiple of 128.
 
     This is Transformer Engine's block scaling. DeepSeek-V3 was trained with the same blocks
-    (arXiv:2412.19437, section 3.3). The scale is computed from the amax of the block, as in current
-    scaling. With `power_of_two` it is rounded down to a power of two, otherwise it stays FP32. If
-    all values of a block are so small that the scale would overflow, the scale is the largest value
-    of x's dtype (compute_scale_from_types in TE's common/recipe/recipe_common.cuh).
+    (arXiv:2412.19437, section 3.3). The values of a block are multiplied by a factor that maps the
+    amax of the block to the maximum of `grid`. With `power_of_two`, the factor is rounded down to a
+    power of two. If a tiny amax would make the factor overflow, the factor is the largest value of
+    x's dtype (compute_scale_from_types in TE's common/recipe/recipe_common.cuh). The block scale of
+    the result is the reciprocal of the factor.
     """
     blocks = Blocks.of(x, FP8_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
@@ -262,15 +263,15 @@ def quantize_nvfp4(
     Raise RuntimeError if a dimension that is split into blocks is not a multiple of 16.
 
     The tensor scale is amax / (6 * largest_scale), so that the largest block scale is
-    `largest_scale`. With 4over6, it may be 1.5 times as large, at most the maximum of E4M3. Values
-    are divided by the block scale after it is rounded to E4M3. The steps have the same order as in
-    Transformer Engine's NVFP4QuantizerRef, because the same formulas in another order would result
-    in other codes. The operand has at most 6 significant bits, so BF16 represents it exactly. If x
-    contains NaN or an infinity, the tensor scale is not finite.
+    `largest_scale`. With 4over6, a block scale may be 1.5 times as large, but not larger than the
+    maximum of E4M3. Block scales are rounded to E4M3 before values are divided by them. The steps
+    have the same order as in Transformer Engine's NVFP4QuantizerRef, because the same formulas in
+    another order would result in other codes. The operand has at most 6 significant bits, so BF16
+    represents it exactly. If x contains NaN or an infinity, the tensor scale is not finite.
     """
     amax = (x.abs().amax() if amax is None else amax).float()
     if amax.dim() or error:
-        # The code below expects rows that are contiguous.
+        # With a tensor scale per row or with 4over6, the code below requires contiguous rows.
         x = x.contiguous()
     blocks = Blocks.of(x, NVFP4_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
@@ -310,7 +311,11 @@ def quantize_nvfp4(
 def _divided_by_scale(
     split: Tensor, exact_scale: Tensor, tensor_encode: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Round block scales to E4M3. Return them, and the values divided by all their scales, FP32."""
+    """Return two FP32 tensors: block scales, rounded to E4M3, and `split` divided by all scales.
+
+    exact_scale: the scale of each block before it is rounded.
+    tensor_encode: the reciprocal of the tensor scale.
+    """
     # The scale of a block is rounded to zero if its values are far below the amax of the tensor.
     # All values of the block then become zero.
     block_scale = round_to_grid(exact_scale, E4M3)
@@ -370,6 +375,7 @@ def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     index = torch.arange(HADAMARD_BLOCK, device=device)
     odd = index[:, None] & index
+    # XOR the four bits, and the sign of row i, into the lowest bit.
     odd = odd ^ (odd >> 2)
     odd = odd ^ (odd >> 1) ^ (NEGATIVE >> index[:, None])
     return torch.where((odd & 1) == 1, -0.25, 0.25).to(dtype)

@@ -43,10 +43,11 @@ def round_to_grid(x: Tensor, grid: Grid) -> Tensor:
 def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
     """Round x, FP32 of any shape, stochastically to `grid`. Return FP32.
 
-    A value between two neighbours in the grid is rounded to one of them. The value is rounded away
-    from zero if its random number in `uniform` is below its distance, in quanta, from the neighbour
-    that is closer to zero. So the expectation of the result is the value before rounding. Values of
-    the grid, NaN, and values beyond the maximum have the same results as in `round_to_grid`.
+    A value between two neighbours in the grid is rounded to one of them. Let d be the distance, in
+    quanta, between the value and the neighbour closer to zero. The value is rounded away from zero
+    if its random number is below d, otherwise toward zero. So the expectation of the result is the
+    value before rounding. Values of the grid, NaN, and values beyond the maximum have the same
+    results as in `round_to_grid`.
 
     uniform: random numbers in [0, 1), FP32, in the shape of x.
     """
@@ -60,7 +61,7 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
 
 
 def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three FP32 tensors: saturated x, the quantum at each x, and the quanta's reciprocals.
+    """Return three FP32 tensors: x after saturation, the quantum at each x, and its reciprocal.
 
     Quanta and reciprocals are powers of two, so multiplying by them is exact. They are computed
     from the bits of x, because compilers for GPUs approximate FP32 divisions. If x is NaN, the

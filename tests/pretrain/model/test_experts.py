@@ -128,7 +128,7 @@ def test_outputs_and_gradients_equal_those_of_plain_experts(
     [
         ({"moe_intermediate_size": 20}, "multiples of 8"),
         ({"hidden_size": 36}, "multiples of 8"),
-        ({"num_experts_per_tok": EXPERTS + 1}, "num_experts_per_tok: 5.*set it to .* 1 to 4"),
+        ({"num_experts_per_tok": EXPERTS + 1}, "num_experts_per_tok: 5.*set this key to .* 1 to 4"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok: 0.* 4 experts"),
         ({"moe_intermediate_size": 0}, "gate_up_proj would be empty"),
     ],

@@ -29,7 +29,7 @@ def output(linear: LinearState, x: Tensor, weight: Tensor, *, first: bool) -> Te
 class PlainHistory:
     """The amaxes of one tensor, the newest in `[0]`, and its scale.
 
-    It follows the rule of delayed_scaling.cu in scalar steps.
+    Updates follow the rule of TE's delayed_scaling.cu, without tensor operations.
     """
 
     def __init__(self, length: int, *rule: Any) -> None:

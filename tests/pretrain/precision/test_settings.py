@@ -43,8 +43,9 @@ def test_a_precision_runs_on_the_gpus_that_transformer_engine_supports(name: str
 def names_in(path: Path) -> list[str]:
     """Return the places at which a module names a precision.
 
-    Names that `weights` and dtypes share with unquantized precisions count only in comparisons,
-    subscripts and matches of a precision.
+    Every name of a quantized precision counts. "fp32" and "bf16" are also names of dtypes and
+    values of `weights`. They count only in a comparison, subscript or match that contains
+    "precision".
     """
     places = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -130,7 +131,7 @@ def test_resolved_settings_have_exactly_the_options_of_the_precision(
 
 
 def gpu(capability: tuple[int, int]) -> Missing:
-    """Return the check of a machine with such a GPU and Transformer Engine."""
+    """Return the check of a machine with Transformer Engine and a GPU of this capability."""
 
     def missing(precision: Precision) -> str | None:
         need = precision.hardware.missing(capability)

@@ -35,7 +35,7 @@ Install = Callable[..., ModuleType]
 def te_recipes(monkeypatch: pytest.MonkeyPatch, references: Path) -> Install:
     """Return a function that installs Transformer Engine's recipe module.
 
-    The arguments of `str.replace` may change its source.
+    Arguments of the function are passed to `str.replace`, which changes the module's source.
     """
 
     def install(*replacement: str) -> ModuleType:

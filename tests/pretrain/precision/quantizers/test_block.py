@@ -1,4 +1,7 @@
-"""Block-wise FP8 equals a loop over slices in NumPy and ml_dtypes by the kernels' rule."""
+"""Compare block-wise FP8 with a loop over blocks in NumPy and ml_dtypes.
+
+The loop follows the rule of Transformer Engine's kernels.
+"""
 
 from __future__ import annotations
 

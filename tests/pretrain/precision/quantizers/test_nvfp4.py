@@ -39,7 +39,7 @@ def values(finite_bf16: Tensor) -> Tensor:
 def in_numpy(blocks: np.ndarray, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return FP32 codes (E2M1) and scales (E4M3) of FP32 blocks [..., values].
 
-    `amax` is that of the tensor.
+    `amax` is the largest absolute value of the tensor.
     """
     one, six, largest = np.float32(1), np.float32(6), np.finfo(np.float32).max
     with np.errstate(divide="ignore", over="ignore"):

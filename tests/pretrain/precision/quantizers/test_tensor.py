@@ -1,4 +1,4 @@
-"""Per-tensor FP8: scales equal Transformer Engine's published rules, and codes its reference."""
+"""Compare per-tensor FP8 with Transformer Engine's published rules and its reference."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_current_scaling_equals_transformer_engines_reference(
 def one_column(
     history: list[float], scale: float, maximum: float, margin: int, algorithm: str
 ) -> tuple[list[float], float]:
-    """Return history and scale after the update of TE's fused kernel, in scalar steps."""
+    """Return history and scale of one tensor after an update by the rule of TE's fused kernel."""
     newest = history[0]
     if newest == 0:
         return history, scale
