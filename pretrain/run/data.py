@@ -99,8 +99,8 @@ class Data:
     def _readable(self) -> Packs:
         """Return training packs that can be read at any time.
 
-        If the packs were prepared before the run, these are all training packs. For a stream, these
-        are the packs of its first part, which is not deleted while the run trains.
+        If the packs were prepared before the run, all training packs are returned. For a stream,
+        the packs of its first part are returned. This part is not deleted while the run trains.
         """
         if self.stream is None:
             return self.train
@@ -117,10 +117,11 @@ class Data:
         )
 
     def trial_batch(self, packs: int) -> Microbatch:
-        """Return a microbatch for a trial of memory, with the documents of the first `packs` packs.
+        """Return a microbatch for a memory trial, with the document lengths of training packs.
 
-        All token ids are 0, because ids change neither dtypes nor memory. If there are fewer than
-        `packs` packs, they are repeated.
+        packs: the number of packs. If there are fewer training packs, they are repeated.
+
+        All token ids are 0, because the values of ids do not change the memory that is needed.
         """
         readable = self._readable
         tokens = np.zeros(self.train.length, dtype=np.uint32)

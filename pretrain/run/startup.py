@@ -45,8 +45,8 @@ RESERVE = 0.04
 # The largest number of packs in a microbatch of parity if nothing is compiled. Otherwise parity
 # uses the microbatch of training, because torch.compile would compile again for another shape.
 PARITY_MICROBATCH = 2
-# Parts of messages by which errors about full memory are recognized. Some libraries allocate memory
-# without torch, and torch has no error class for host memory.
+# An error is about full memory if its message contains one of these texts. Error classes are not
+# enough: some libraries allocate memory without torch, and torch has no class for host memory.
 _MESSAGES = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
