@@ -35,10 +35,10 @@ if __name__ == "__main__":
     # Turn off garbage collection during the imports. Imports create no garbage, but garbage
     # collection took a fifth of the time of the imports.
     gc.disable()
-    # Let torch's allocator use expandable segments, unless the user has set the variable under
-    # either of its two names. torch reads the variable when torch first uses a GPU. By default, the
-    # allocator keeps fragments of memory that no other tensor fits into. With Llama-3.1-8B in
-    # shards, the fragments took 67.9 GiB in addition to the 67.2 GiB in use.
+    # Let torch's allocator use expandable segments, unless the user has set one of the variables
+    # below. torch reads the variables when it first uses a GPU. By default, the allocator keeps
+    # fragments of memory that no other tensor fits into. With Llama-3.1-8B in shards, the fragments
+    # took 67.9 GiB in addition to the 67.2 GiB in use.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if sys.argv[-1:] == [SERVE]:

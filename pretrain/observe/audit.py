@@ -1,12 +1,11 @@
 """Audit the precision of every matrix product. The products are observed as they run.
 
-Low precision fails without a message. A library may skip one of several equal layers, enter its
+Low precision can fail silently. A library may skip one of several equal layers, enter its
 low-precision context in forward but not in recomputation, or never enter the context. Then training
 continues in BF16 and is only a little slower. Therefore one pack runs through the model before the
-first step, and all its products are observed (`audit_products`). The products of training are
-observed every `log.fp8_statistics` steps (`ProductAudit`). They are also observed in the first two
-steps of a process, of a phase of precision, and after a rollback. The run stops if a product does
-not compute in the requested precision.
+first step, and all its products are observed (`audit_products`). In training, products are observed
+in every new step (`Step.is_new`) and every `log.fp8_statistics` steps (`ProductAudit`). The run
+stops if a product does not compute in the requested precision.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ def audit_products(
         if active.precision.quantized and decision.requested == active.precision.name
     }
     # Observe the whole forward of each module, because a low-precision linear must compute no other
-    # product than its low-precision product. Except the low-precision LM head: its forward may also
-    # multiply operands of its backward by a Hadamard matrix.
+    # product than its low-precision product. A low-precision LM head is an exception: its forward
+    # may also multiply operands of its backward by a Hadamard matrix.
     watched = {
         name: module
         for name, (module, _, _) in matrices.items()
@@ -160,8 +159,8 @@ def _watching_forwards(
 
     modules: map names to modules. Products are recorded under the name of their module.
 
-    The whole forward is observed. So the audit also finds an additional product, computed in
-    another precision, that somebody has added to the forward of a module.
+    The whole forward is observed. So the audit also finds a product in another precision that was
+    added to the forward of a module.
     """
     # Map each module to its names. A module of grouped experts has two names.
     names: dict[nn.Module, list[str]] = defaultdict(list)
@@ -210,7 +209,7 @@ class ProductAudit(Observer):
 
         The number of the step seeds the choice of the examined linears and blocks, and shifts the
         microbatch in which each linear is observed. If the step is new, record in audit.json that
-        the step has passed.
+        the step has passed the check.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
@@ -317,8 +316,8 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     of the dtypes instead. Return "not run" if there are no products.
 
     observed: the products of one linear.
-    all_three: True if forward, dgrad and wgrad must all have run. Then the text also lists those
-        that did not run.
+    all_three: True if forward, dgrad and wgrad must all have run. Then the text also lists the
+        products that did not run.
     """
     if not observed:
         return "not run"

@@ -113,7 +113,7 @@ class GapMeter(Observer):
             recording_choices(self._packed) as choices,
         ):
             yield
-        # Use only the first choices of each layer. A recomputed layer repeats the same choices.
+        # Use the choices of each layer's first forward. A recomputed layer repeats these choices.
         for (low, *_), (in_bf16,) in zip(choices, self._chosen_in_bf16, strict=False):
             differs = (low[:, :, None] != in_bf16[:, None]).all(2)
             self._choices[0] += differs.sum()

@@ -24,7 +24,7 @@ def is_due(step: int, every: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """The properties of a training step from which observers choose the steps that they observe."""
+    """The properties of a training step. `Observer.due` uses them to decide about the step."""
 
     # The number of the step. The first step of a run has number 1.
     number: int
@@ -116,7 +116,7 @@ class Observer:
 
 @dataclass(eq=False)
 class PeriodicFigures(Observer):
-    """Observer that calls `compute` in every n-th step, and adds its figures to metrics.jsonl.
+    """Observer that adds the result of `compute` to metrics.jsonl in every n-th step.
 
     every: the number n. None means never.
     """

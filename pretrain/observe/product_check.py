@@ -338,6 +338,8 @@ def _token_rows(tensor: Tensor) -> Tensor:
     Rows of zeros are chosen only if there are too few other rows. The gradients of tokens with a
     masked label are such rows.
     """
+    # Give each row a scattered number below 2^31, add 2^31 if the row is not zero, and choose the
+    # rows with the largest numbers.
     scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
     return (scattered + (tensor != 0).any(dim=1) * 2**31).topk(min(ROWS, len(tensor))).indices
 

@@ -97,8 +97,8 @@ class StepCheck(Observer):
         # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
         sums_fit_bf16: list[Tensor] = []
         # Number of gradients that are not zero before the first microbatch. The number is read only
-        # after `yield`, so the host does not wait for the device here. The norm of a gradient is
-        # the sum of its magnitudes, because squares of small gradients underflow to zero.
+        # after `yield`, so the host does not wait for the device here. The norm is the sum of
+        # magnitudes, because the squares of small values underflow to zero.
         left_over = torch.stack(
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
@@ -262,7 +262,7 @@ class TorchUpdate:
         self._expected = self._updated_by_torch(gradient, learning_rate)
 
     def differences(self) -> list[str]:
-        """Return one line of a message for each kind of fault that the optimizer's step shows."""
+        """Return one line of text for each kind of fault in the optimizer's step."""
         lines = sorted(self._wrong_settings)
         after = self._values()
         in_bf16 = {

@@ -126,8 +126,8 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
         when packs were read, or None.
 
     All ranks must call this function. Raises TrainingHalted if a weight is not finite. Raises
-    InputError if a checkpoint could not be written. If packs could not be read, the checkpoint is
-    saved first. Then this exception is raised, or InputError on the other ranks.
+    InputError if a checkpoint could not be written. If a rank could not read packs, the checkpoint
+    is saved first. Then this rank raises the exception, and the other ranks raise InputError.
     """
     # `wait` raises InputError if a save in the background has failed.
     run.checkpoints.wait()
@@ -309,10 +309,10 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
 
 
 def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
-    """Return the run's live tensors of delayed scaling, for loading those of the checkpoint.
+    """Return the run's live histories and scales of delayed scaling by name.
 
-    The tensors are amax histories and scales. Return {} unless the checkpoint has exactly the
-    histories and scales that this run has.
+    The checkpoint `source` can be loaded into these tensors. Return {} unless the checkpoint has
+    exactly the histories and scales that this run has.
     """
     live = assembly.context.saved_state()
     saved = {

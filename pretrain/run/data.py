@@ -71,11 +71,11 @@ class Data:
 
     @property
     def mean_squared(self) -> float:
-        """Return the mean over tokens of the length of the token's document, in tokens.
+        """Return the mean, over all tokens, of the length of the document that has the token.
 
-        The attention cost of a token is proportional to this length. In one pack, the mean is the
-        sum of squared document lengths divided by the pack length. It is estimated from evenly
-        spaced packs of each source.
+        Lengths are in tokens. The attention cost of a token is proportional to this length. In one
+        pack, the mean is the sum of squared document lengths divided by the pack length. The mean
+        over all packs is estimated from evenly spaced packs of each source.
         """
         means = [
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
@@ -146,7 +146,7 @@ def parts_of(packs: Packs | None) -> Mapping[str, Packs]:
 
 @START.part("packs")
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
-    """Open the packs at `data.packs`. First prepare them if they are missing and have a source.
+    """Open the packs at `data.packs`. Prepare missing packs first if `data` sets their source.
 
     All processes may call this function at the same time. One process prepares the packs while the
     others wait for its lock. Then the other processes find the packs, or raise the same InputError.

@@ -123,8 +123,8 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     """Return recipe overrides that set the precisions `names`. Return [] if there are no names.
 
     "all" stands for all quantized precisions. Each precision becomes a phase of the recipe, because
-    the model is assembled for all phases. The phases only need different ends, so their lengths
-    have no meaning.
+    the model is assembled for all phases. The lengths of the phases have no effect, because nothing
+    is trained.
     """
     if "all" in names:
         names = [name for name, precision in PRECISIONS.items() if precision.quantized]

@@ -401,7 +401,7 @@ def model_card(
     The card is Markdown with the front matter of the hub, encoded as UTF-8. It links to the file
     PICTURE in the same folder.
 
-    run: the record of the run, from which all facts are taken except the size of the model.
+    run: the record of the run. It has all facts on the card except the size of the model.
     hf: the model, on any device.
     has_tokenizer: True if the folder contains a tokenizer. The card's example then uses it.
     facts: map titles of further rows of the card's table to their texts.

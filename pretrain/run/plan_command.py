@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _for_other_machines(recipe: Recipe) -> Recipe:
-    """Return a copy of the recipe with a precision, which this machine need not support.
+    """Return a copy of the recipe that can be planned on a machine without its precision.
 
     A recipe without a precision gets DEFAULT_PRECISION. If this machine does not support the
     precision, no error is raised, because the plan is for other machines.

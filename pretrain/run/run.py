@@ -207,9 +207,9 @@ class Run:
             "unlabelled": True if not is_labelled and math.isfinite(loss) else None,
             "halted": decision.reason if decision.action == "stop" else None,
         }
-        # Omit the keys above that do not apply to this run. If no token has a label, the losses are
-        # null.
+        # Omit the keys above that do not apply to this run or this step.
         record = {key: value for key, value in record.items() if value is not None}
+        # If no token of the step has a label, losses are null, except a `loss` that is not finite.
         reported: dict[str, float | None] = dict(losses if is_labelled else dict.fromkeys(losses))
         if not math.isfinite(loss):
             reported["loss"] = loss

@@ -82,7 +82,7 @@ def _nvfp4(weight: Quantized) -> dict[str, Tensor]:
 
 
 def _fp8(codes: Tensor) -> Tensor:
-    """Return E4M3 codes in torch's FP8 dtype. The cast is exact, because E4M3 has all the codes."""
+    """Return E4M3 codes in torch's FP8 dtype. The cast is exact, because codes are E4M3 values."""
     return codes.to(torch.float8_e4m3fn).contiguous()
 
 

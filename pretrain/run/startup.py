@@ -257,8 +257,8 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        # Run two passes, because the gradients of the first pass are in memory during the second
-        # one, as in every microbatch of training after the first.
+        # Run two passes. During the second pass, the gradients of the first pass are in memory, as
+        # in every microbatch of training except the first.
         for is_last in (False, True):
             with ExitStack() as contexts:
                 if model.sharding and not is_last:

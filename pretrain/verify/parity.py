@@ -483,8 +483,8 @@ def _with_choices(
 
     Args:
         microbatches: Documents of each microbatch.
-        choices: For each layer, one tensor per forward of the layer, in the order of the forwards:
-            the experts that the tokens of the microbatch have chosen. A layer that is recomputed in
+        choices: For each layer, a list with one tensor for each of its forwards. The tensor has the
+            experts that the tokens of a microbatch have chosen. A layer that is recomputed in
             backward has two forwards per microbatch.
     """
     result = []
@@ -563,7 +563,7 @@ def draw_microbatch(
 
 # A gradient of the reference is treated as zero if its norm is below this share of the norm of all
 # gradients. The values of such a gradient are rounding noise. An example is the gradient of a key's
-# bias without rotary embeddings. The measured gradient must be below this share too.
+# bias without rotary embeddings. The measured gradient of the same tensor must be that small too.
 NEGLIGIBLE = 1e-6
 # Name of the entry for all tensors together.
 TOTAL = "all of them together"
@@ -630,7 +630,7 @@ def distances(
 def judge(
     measured: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float
 ) -> list[Compared]:
-    """Compare the error of each tensor with its tolerance, and the error of all tensors together.
+    """Compare the gradient error of each tensor, and of all tensors together, with its tolerance.
 
     The tolerance of a tensor is derived from the largest of three errors of BF16: the error in this
     tensor, the root mean square of the errors in the same tensors of all layers, and the median of

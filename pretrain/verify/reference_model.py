@@ -135,7 +135,7 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
 def _follow_recorded_choices(
     router: Any, experts: Any, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Use the experts that the compared model has chosen for a token, if only rounding differs.
+    """Use the experts that the compared model has chosen, if its choice differs only by rounding.
 
     This is a forward pre-hook of the reference's experts. If the compared model has chosen other
     experts for a token than `router`, and the logits are nearly equal (`NEAR`), the token is sent
@@ -286,10 +286,10 @@ def _with_expert_load(
 ) -> Iterator[tuple[Document, Tensor | None]]:
     """Yield one tuple (document, load) for each document.
 
-    `load` is the load of each expert in the microbatch of the document, FP32 [experts]. In one
-    layer, it is the number of tokens that chose the expert, divided by the number of all tokens.
-    Only tokens with a label are counted. The loads of all layers are averaged. `load` is None if
-    the model's configuration does not enable the router loss.
+    `load` has the load of each expert in the microbatch of the document, FP32 [experts]. The load
+    is the number of tokens that chose the expert, divided by the number of all tokens, and averaged
+    over the layers. Only tokens with a label are counted. `load` is None if the model's
+    configuration does not enable the router loss.
     """
     for documents in microbatches:
         load = None

@@ -177,7 +177,7 @@ def quantize_dequantize(
     if scaling.kind == "E4M3":
         maximum = codes[-1] * largest
         tensor_decode = (amax / maximum).astype(np.float32)
-        # Zeros have an encoding scale of 1.
+        # If all values are zero, the encoding scale is 1.
         tensor_encode = np.divide(maximum, amax, out=np.ones_like(amax), where=amax > 0)
         encode, decode = _block_scales_of_nvfp4(
             _over_blocks(np.maximum, values, scaling), tensor_encode.astype(np.float32), factor
@@ -234,7 +234,7 @@ def _over_blocks(function: np.ufunc, values: Array, scaling: Scaling) -> Array:
 
 
 def _fp32_scales(block_amax: Array, maximum: float, overflow: float) -> Array:
-    """Return the FP32 encoding scale of each value: `maximum` / `block_amax`, and 1 for zeros.
+    """Return the FP32 encoding scale of each value: `maximum` / `block_amax`, or 1 in a zero block.
 
     A quotient that is too large for FP32 becomes `overflow`, the largest number of the operand's
     dtype, as in Transformer Engine's kernels.
