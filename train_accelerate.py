@@ -356,7 +356,7 @@ def train_step(
 ) -> tuple[dict[str, Any], StepDecision]:
     """Train one step. Return the metrics of the step, and a decision.
 
-    The decision tells whether the weights were updated, and how the run continues.
+    The decision says whether the weights were updated, and how the run continues.
 
     batches: the microbatches of the step on this rank.
     watch: the observers that are due in this step.

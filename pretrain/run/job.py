@@ -86,7 +86,7 @@ class Job:
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe. Its `auto` values are replaced if their result is known."""
+        """Return the recipe. Each `auto` is replaced by its result as soon as that is known."""
         return self.plan.recipe
 
     @property

@@ -362,9 +362,9 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
 
     A checkpoint of the last step in the run folder is accepted, because this run is finished.
 
-    Also raise InputError if the recipe gives the length in tokens or epochs, and the steps before
-    the checkpoint had another number of tokens than the steps of the job (`batch.tokens`). Then the
-    length cannot be converted to a number of steps.
+    Also raise InputError if the recipe gives the length in tokens or epochs, but the steps before
+    the checkpoint were trained with another `batch.tokens`. Then the length cannot be converted to
+    a number of steps.
     """
     plan = job.plan
     tokens = source.record["progress"]["tokens"]

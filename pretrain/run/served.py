@@ -112,7 +112,7 @@ def _compressed_tensors(
 
 
 def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
-    """Return the description of an operand in compressed-tensors."""
+    """Return the description of an operand in the format of compressed-tensors."""
     arguments = {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True}
     return arguments | {"dynamic": False} | more
 
@@ -120,8 +120,8 @@ def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 _MX = {"group_size": MX_BLOCK, "scale_dtype": "torch.uint8"}
 _TENSOR = _arguments(8, "tensor")
 _MX_ACTIVATIONS = (
-    "quantized by the server, whose power-of-two scales may be smaller than those of training, so "
-    "that values may saturate that do not saturate in training"
+    "quantized by the server; its power-of-two scales may be smaller than those of training, so "
+    "values may saturate, unlike in training"
 )
 _FP8_BLOCKS = {
     "quant_method": "fp8",

@@ -39,7 +39,7 @@ NEAR = 0.25
 def wrong_batches(
     microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool
 ) -> Iterator[str]:
-    """Yield an error message for each microbatch with wrong labels, positions or documents.
+    """Yield an error message for each microbatch with wrong labels, positions or document ends.
 
     Each row of a microbatch is compared with the pack that has the same tokens. If a pack occurs in
     more rows than in `packs`, the additional rows must have no labels.
