@@ -35,10 +35,10 @@ if __name__ == "__main__":
     # Turn off garbage collection during the imports. Imports create no garbage, but garbage
     # collection took a fifth of the time of the imports.
     gc.disable()
-    # Let torch's allocator use expandable segments, unless the user has set the variable under
-    # either of its two names. torch reads the variable when torch first uses a GPU. By default, the
-    # allocator keeps fragments of memory that no other tensor fits into. With Llama-3.1-8B in
-    # shards, the fragments took 67.9 GiB in addition to the 67.2 GiB in use.
+    # Let torch's allocator use expandable segments, unless the user has set one of the variables
+    # below. torch reads the variables when it first uses a GPU. By default, the allocator keeps
+    # fragments of memory that no other tensor fits into. With Llama-3.1-8B in shards, the fragments
+    # took 67.9 GiB in addition to the 67.2 GiB in use.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if sys.argv[-1:] == [SERVE]:
@@ -94,7 +94,8 @@ from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
 
-@record  # makes torchrun print the traceback of an unexpected exception
+# `record` makes torchrun print the traceback of an unexpected exception.
+@record
 def main() -> int:
     """Train as the command line requests, and return the exit status of the process."""
     return run_command(lambda: launch(config.parse_arguments(__doc__)))
@@ -144,9 +145,10 @@ def carry_out(job: Job, *surroundings: Any) -> int:
             return 0
         with closing(run.checkpoints):
             if run.is_new and job.recipe.model.weights_source is not None:
-                evaluate.evaluate_once(run)  # the held-out loss before the first step
-                # Forget the result of step 0. Otherwise step 0 could become the best checkpoint,
-                # although this run has not trained it.
+                # Compute the held-out loss before the first step.
+                evaluate.evaluate_once(run)
+                # Forget this result. Otherwise step 0 could become the best checkpoint, although
+                # this run has not trained it.
                 run.best = None
             stopped_by = train(run)
             if not stopped_by:
@@ -243,7 +245,8 @@ def build(
             state, notes = checkpointing.restore(source, checkpoints, job, assembly, health)
     else:
         state = TrainState(steps=job.plan.steps)
-    if job.plan.microbatch is None:  # the recipe has `batch.microbatch: auto`
+    # The microbatch is None if the recipe has `batch.microbatch: auto`.
+    if job.plan.microbatch is None:
         resumed = source.record if source else None
         with console.progress("finding the microbatch"):
             microbatch = startup.choose_microbatch(job, assembly, resumed, accelerator)
@@ -353,7 +356,7 @@ def train_step(
 ) -> tuple[dict[str, Any], StepDecision]:
     """Train one step. Return the metrics of the step, and a decision.
 
-    The decision tells whether the weights were updated, and how the run continues.
+    The decision says whether the weights were updated, and how the run continues.
 
     batches: the microbatches of the step on this rank.
     watch: the observers that are due in this step.
@@ -444,7 +447,7 @@ if __name__ == "__main__":
             # so CUDA does not work here.
             os.execv(sys.executable, [sys.executable, *sys.argv])
     gc.enable()
-    # Avoid Python's usual exit, after an exception too. While a process group exists, the usual
-    # exit sometimes aborts the process.
+    # End with `end_process` instead of Python's usual exit, and do so after an exception too. While
+    # a process group exists, the usual exit sometimes aborts the process.
     sys.excepthook = end_after_error
     end_process(main() or 0)

@@ -1,12 +1,11 @@
 """Audit the precision of every matrix product. The products are observed as they run.
 
-Low precision fails without a message. A library may skip one of several equal layers, enter its
+Low precision can fail silently. A library may skip one of several equal layers, enter its
 low-precision context in forward but not in recomputation, or never enter the context. Then training
 continues in BF16 and is only a little slower. Therefore one pack runs through the model before the
-first step, and all its products are observed (`audit_products`). The products of training are
-observed in the first two steps of a process, of a phase and after a rollback, and every
-`log.fp8_statistics` steps (`ProductAudit`). The run stops if a product does not compute in the
-requested precision.
+first step, and all its products are observed (`audit_products`). In training, products are observed
+in every new step (`Step.is_new`) and every `log.fp8_statistics` steps (`ProductAudit`). The run
+stops if a product does not compute in the requested precision.
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ def audit_products(
         for name, decision in decisions.items()
         if active.precision.quantized and decision.requested == active.precision.name
     }
-    # Observe everything that torch multiplies in the forward of a module, because a low-precision
-    # linear must multiply nothing outside of its product. A low-precision LM head is an exception:
-    # its forward also transforms operands of its backward, by multiplications.
+    # Observe the whole forward of each module, because a low-precision linear must compute no other
+    # product than its low-precision product. A low-precision LM head is an exception: its forward
+    # may also multiply operands of its backward by a Hadamard matrix.
     watched = {
         name: module
         for name, (module, _, _) in matrices.items()
@@ -144,7 +143,8 @@ def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
                 matrices[stack.name] = (module, module.get_parameter(key), True)
-        elif not isinstance(module, nn.Embedding):  # an embedding only looks up rows
+        # An embedding is skipped, because it only looks up rows.
+        elif not isinstance(module, nn.Embedding):
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.dim() > 1:
                     matrices.setdefault(name, (module, parameter, name in fused))
@@ -159,8 +159,8 @@ def _watching_forwards(
 
     modules: map names to modules. Products are recorded under the name of their module.
 
-    The whole forward is observed. So the audit also finds an additional product, computed in
-    another precision, that somebody has added to the forward of a module.
+    The whole forward is observed. So the audit also finds a product in another precision that was
+    added to the forward of a module.
     """
     # Map each module to its names. A module of grouped experts has two names.
     names: dict[nn.Module, list[str]] = defaultdict(list)
@@ -183,8 +183,8 @@ def _watching_forwards(
 class ProductAudit(Observer):
     """Check that the products of training match the audit that ran before the first step.
 
-    Each linear is observed once in a step. The linears are divided among the microbatches of the
-    step. In the next step each linear is observed in another microbatch. In a step with
+    Each linear is observed in one microbatch of a step. The linears are divided among the
+    microbatches. In the next step each linear is observed in another microbatch. In a step with
     `Step.is_new` the operands of all linears are examined. In a statistics step
     (`log.fp8_statistics`) the operands of only EXAMINED_AGAIN linears are examined. The first
     microbatch must add exactly one entry to every history of delayed scaling. Raises InputError
@@ -209,7 +209,7 @@ class ProductAudit(Observer):
 
         The number of the step seeds the choice of the examined linears and blocks, and shifts the
         microbatch in which each linear is observed. If the step is new, record in audit.json that
-        the step has passed.
+        the step has passed the check.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
@@ -277,9 +277,9 @@ def describe(
 def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
     """Return two rows of several lines that summarise the audit on the console.
 
-    "layers" has a line for each precision, backend, dtype of the weights, and reason, with the
-    number of layers. "settings" has a line each for the attention, the dtype of gradient sums,
-    fused kernels and torch.compile.
+    "layers" has a line for each combination of precision, backend, weight dtype and reason. The
+    line starts with the number of layers. "settings" has one line for each of: the attention, the
+    dtype of gradient sums, fused kernels, torch.compile, and deterministic mode if it is on.
 
     audited: the contents of audit.json.
     """
@@ -316,7 +316,8 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     of the dtypes instead. Return "not run" if there are no products.
 
     observed: the products of one linear.
-    all_three: True to list in the text the products (forward, dgrad, wgrad) that did not run.
+    all_three: True if forward, dgrad and wgrad must all have run. Then the text also lists the
+        products that did not run.
     """
     if not observed:
         return "not run"
@@ -373,7 +374,7 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
     """Raise InputError if a module did not use its requested precision.
 
     entries: entries of audit.json.
-    where: text that names the step in the message, or "".
+    where: a text for the message, such as " in step 8", or "" before the first step.
     """
     wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
     if wrong:

@@ -1,11 +1,12 @@
 """Measure how low precision changes the loss and the gradient of a step's first microbatch.
 
 The microbatch is first computed in BF16, and then in low precision as part of the step. The two
-losses and the two gradients are compared. The BF16 pass changes no state of the run, so the
-results of the training are the same, bit for bit, as without the measurement. Each process compares
-the gradient of its own first microbatch before gradients are exchanged. If FSDP2 has already
-reduced the gradients, each process compares its shard of the reduced gradients instead. Dot
-products and losses are summed over processes. docs/verification.md defines the figures.
+losses and the two gradients are compared. Their difference is called the gap. The BF16 pass changes
+no state of the run, so training has the same results, bit for bit, with and without the
+measurement. Each process compares the gradient of its own first microbatch before gradients are
+exchanged. If FSDP2 has already reduced the gradients, each process compares its shard of the
+reduced gradients instead. Dot products and losses are summed over processes. docs/verification.md
+defines the figures.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ PIECE = 2**24
 class GapMeter(Observer):
     """Compare the first microbatch's loss and gradient with BF16, every `log.gap` steps.
 
-    The health check judges the comparison. If the health check finds that the gap is too large and
-    `health.on_gap` is `switch`, the precision schedule switches to BF16 after the step.
+    The health check judges the comparison (`Health.judge_gap`). If a gradient is too far from its
+    usual position relative to the BF16 gradient and `health.on_gap` is `switch`, the precision
+    schedule switches to BF16 after the step.
     """
 
     separates_first_microbatch = True
@@ -111,7 +113,7 @@ class GapMeter(Observer):
             recording_choices(self._packed) as choices,
         ):
             yield
-        # Use only the first choices of each layer. A recomputed layer repeats the same choices.
+        # Use the choices of each layer's first forward. A recomputed layer repeats these choices.
         for (low, *_), (in_bf16,) in zip(choices, self._chosen_in_bf16, strict=False):
             differs = (low[:, :, None] != in_bf16[:, None]).all(2)
             self._choices[0] += differs.sum()
@@ -127,9 +129,10 @@ class GapMeter(Observer):
         self._chosen_in_bf16.clear()
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        """Return `decision`, or a decision of the health check about the gap.
+        """Return the decision of the health check about the gap.
 
-        The gap is judged only if `decision` is to update the weights.
+        If `decision` is not to update the weights, the gap is not judged and `decision` is
+        returned. Otherwise the returned decision also has the reason of `decision`.
         """
         if not decision.proceed:
             return decision
@@ -160,7 +163,8 @@ class GapMeter(Observer):
         # Three values: the summed loss in low precision, the summed loss in BF16, and the number of
         # labels.
         self._losses: Tensor = torch.zeros(3, dtype=torch.float64, device=device)
-        # Two counts: choices of experts that BF16 did not make, and all choices of experts.
+        # Two counts of expert choices in low precision: the choices that BF16 did not make for the
+        # same token, and all choices.
         self._choices: Tensor = torch.zeros(2, dtype=torch.float64, device=device)
         packed = self._packed
         inputs = inputs_of(batches.microbatches[0], device)
@@ -202,7 +206,7 @@ class GapMeter(Observer):
 
         All ranks must call this method.
         """
-        # The row of a parameter that has no gradient.
+        # Zeros take the place of the results of `_products` if a parameter has no gradient.
         nothing = torch.zeros_like(self._losses)
         rows = [self._products.get(name, nothing) for name in self._is_matrix]
         *products, low, bf16, labels, differing, choices = self._accelerator.reduce(
@@ -226,7 +230,7 @@ def _similarity(suffix: str, sums: Any) -> dict[str, float]:
     """Return the figures gap/cosine and gap/norm_ratio. Return {} if a gradient is zero.
 
     suffix: the end of the keys, for example "/model.layers.0".
-    sums: the three results of `_products`, or sums of several such results.
+    sums: the three values that `_products` returns, or their sums over several parameters.
     """
     dot, low_squared, bf16_squared = sums.tolist()
     if not (low_squared and bf16_squared):

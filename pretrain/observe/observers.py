@@ -24,10 +24,12 @@ def is_due(step: int, every: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """The properties of a training step from which observers choose the steps that they observe."""
+    """The properties of a training step. `Observer.due` uses them to decide about the step."""
 
-    number: int  # the first step of a run has number 1
-    is_quantized: bool  # True if matrix products compute in low precision
+    # The number of the step. The first step of a run has number 1.
+    number: int
+    # True if matrix products compute in low precision.
+    is_quantized: bool
     # True in the run's first step, and in the first step after each change of the precision.
     starts_precision: bool
     # True in the first two steps of this process, the first two steps after a rollback, and the
@@ -38,9 +40,10 @@ class Step:
     def measures_operands(self, every: int | None) -> bool:
         """Return whether this is a statistics step, in which operands are measured.
 
-        Statistics steps are every n-th quantized step and the first step of each precision.
+        A quantized step is a statistics step if its number is a multiple of `every`, or if it is
+        the first step of a precision.
 
-        every: the number n (`log.fp8_statistics`), or None if there are no statistics steps.
+        every: `log.fp8_statistics`, or None if there are no statistics steps.
         """
         is_due_now = every is not None and (self.starts_precision or is_due(self.number, every))
         return self.is_quantized and is_due_now
@@ -113,7 +116,7 @@ class Observer:
 
 @dataclass(eq=False)
 class PeriodicFigures(Observer):
-    """Observer that calls `compute` in every n-th step, and adds its figures to metrics.jsonl.
+    """Observer that adds the result of `compute` to metrics.jsonl in every n-th step.
 
     every: the number n. None means never.
     """
@@ -184,7 +187,8 @@ class Observers:
 
     observers: the observers, in the order in which their hooks are called.
     precision: the model's precision, whose schedule determines the phases.
-    resumed_step: the step of the loaded checkpoint, or 0. The next step is the process's first.
+    resumed_step: the step of the loaded checkpoint, or 0 without a checkpoint. The step after it is
+        the first step of this process.
     """
 
     observers: Sequence[Observer]

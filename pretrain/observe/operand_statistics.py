@@ -1,8 +1,8 @@
 """Measure how many values of the operands are lost to quantization. Record the counts, and warn.
 
-A sample of each operand is quantized once more, in the layout of the product that sums over the
-operand's features. The values are rounded to nearest even if training rounds stochastically,
-because random numbers drawn here would change the run.
+A sample of each operand is quantized a second time, as for a product that sums over the operand's
+features. The values are rounded to nearest even if training rounds stochastically, because random
+numbers drawn here would change the run.
 
 A warning is printed if an operand loses a larger share of its values than is usual in its
 precision. The warning names the worst operand and a remedy. Values can be lost in two ways: they
@@ -67,8 +67,10 @@ class OperandWatch(Observer):
     """
 
     precision: ModelPrecision
-    every: int  # `log.fp8_statistics`
-    file: JsonlTracker  # fp8_statistics.jsonl, opened by the caller
+    # The setting `log.fp8_statistics`.
+    every: int
+    # The file fp8_statistics.jsonl, opened by the caller.
+    file: JsonlTracker
     console: Console
     # The keys of LOSSES about which this process has already warned in the present precision.
     warned: set[str] = field(default_factory=set, init=False)
@@ -109,12 +111,12 @@ class OperandWatch(Observer):
 def warning_of(
     number: int, precision: QuantizedPrecision, records: Sequence[Record], given: set[str]
 ) -> str | None:
-    """Return a warning if operands lose more values than `precision` usually does, or None.
+    """Return a warning if operands lose more values than is usual in `precision`, else None.
 
     number: the number of the step.
     records: the result of `OperandStatistics.records`.
-    given: the keys of LOSSES for which a warning was already given. These keys cause no second
-        warning. The keys of the returned warning are added to this set.
+    given: the keys of LOSSES about which the user was already warned. There is no second warning
+        about these keys. The keys of the returned warning are added to this set.
     """
     scaled = [
         record
@@ -161,8 +163,9 @@ class OperandStatistics:
         """
         self.precision = active.quantized_precision
         self.settings = active.settings.model_copy(update={"disable_stochastic_rounding": True})
-        # Copy the scales before the forward pass. A recomputed layer uses them again, and by then
-        # the engine has replaced them by the scales of the next microbatch.
+        # Copy the scales before the forward pass. When backward recomputes a layer, the layer's
+        # operands are measured with these scales again. By then the engine has replaced its own
+        # scales by the scales of the next microbatch.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
         # Do not copy `groups`, because each forward stores the ends of its experts' rows there.
         self._groups = {} if groups is None else groups
@@ -183,7 +186,8 @@ class OperandStatistics:
         scaling = self.precision.scaling(self.settings, role)
         blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
-        # The sample of a row-scaled activation has blocks, which need the amax of their rows of x.
+        # If activations have one tensor scale per row, each sampled block needs the amax of the row
+        # of x that contains the block.
         if role == "input" and self.settings.row_scaled_activation:
             amaxes = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)[first_rows]
         else:
@@ -240,7 +244,8 @@ def nonzero_and_lost(x: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor]:
     The first tensor is True where `x` is not zero. The second one is True where `x` is not zero and
     its quantized value is zero.
     """
-    is_nonzero = x.abs() > 0  # False for NaN
+    # The comparison is False for NaN.
+    is_nonzero = x.abs() > 0
     return is_nonzero, is_nonzero & (quantized.operand == 0)
 
 
@@ -264,7 +269,8 @@ def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
     decode = (quantized.block_scale * quantized.tensor_scale).expand_as(x)
     grid = quantized.grid
     is_nonzero, is_lost = nonzero_and_lost(x, quantized)
-    is_finite = magnitude < math.inf  # False for NaN
+    # The comparison is False for NaN.
+    is_finite = magnitude < math.inf
     # The scale of an NVFP4 block can be zero. Then all values of the block become zero, whatever
     # their codes are.
     is_scaled = is_nonzero & (decode > 0)

@@ -2,10 +2,10 @@
 
 A sample of each product's result, some rows and some columns, is computed in two more ways: exactly
 from the unquantized operands, and from the same operands after our own plain quantizer. The error
-is the difference from the exact result. The error of the run's result must have about the norm and
-the direction of the error of our quantizer's result (docs/verification.md). The error must also
-stay below an absolute bound, which is computed from the mantissa bits of the format. Without the
-bound, a mistake in a quantizer that both the run and the check use would stay hidden.
+of a result is its difference from the exact result. The run's error must have about the same norm
+and direction as our quantizer's error (docs/verification.md). The run's error must also stay below
+an absolute bound, which is computed from the mantissa bits of the format. Without the bound, the
+check would miss a mistake in a quantizer that the run and the check share.
 
 Under delayed scaling, the amax histories must contain the observed amaxes, and the next scales must
 be computed from these histories.
@@ -70,13 +70,14 @@ class Compared:
     """The comparison of a gradient, or of a product's result, with a reference."""
 
     name: str
-    error: float  # the norm of the difference, divided by the norm of the reference
+    # The norm of the difference, divided by the norm of the reference.
+    error: float
     # The error divided by the tolerance. A value above 1 is a mismatch.
     excess: float
 
     @classmethod
     def of(cls, name: str, error: float, excess: float) -> Compared:
-        """Return the comparison. An excess that is not finite becomes infinity."""
+        """Return a comparison with these values. If `excess` is not finite, it becomes infinity."""
         return cls(name, error, excess if math.isfinite(excess) else math.inf)
 
 
@@ -141,10 +142,13 @@ class _Sample(NamedTuple):
 
     values: Tensor
     # `values` after the precision's transform (for example a Hadamard transform), or `values` if
-    # the precision has no transform. With `backward_override`, the operand of backward.
+    # the precision has no transform. If backward multiplies dequantized values of the forward
+    # operand (`backward_override: dequantized`), these dequantized values.
     to_quantize: Tensor
-    amax: Tensor  # FP32 scalar, the largest magnitude in the whole operand
-    # Indices of these rows in the operand, or of the columns of the operand that these rows are.
+    # The largest magnitude in the whole operand, an FP32 scalar.
+    amax: Tensor
+    # Indices of the sampled rows of the operand. If the sample was taken from the transposed
+    # operand, indices of the operand's columns.
     rows: Tensor | slice
 
 
@@ -174,8 +178,8 @@ class _ProductCheck:
         if role != "input" and name != self._head and is_repeated:
             # The weight or the gradient of this layer was already sampled. It occurs again because
             # the layer is recomputed, so ignore it. There are two exceptions. The LM head is always
-            # sampled again, so that the last chunk of tokens is used, because the compared
-            # documents are at the end of a microbatch. An input is always sampled again, because a
+            # sampled again, so that its sample is from the last chunk of tokens: the documents with
+            # labels are at the end of a microbatch. An input is always sampled again, because a
             # forward may call a layer several times, and backward starts with the last call.
             return
         amax = tensor.abs().amax().float()
@@ -194,7 +198,8 @@ class _ProductCheck:
             amax = transform(tensor.t()).abs().amax().float()
         transformed = of_columns if transform is None else transform(of_columns)
         if self._settings.backward_override == "dequantized" and role != "grad_output":
-            # Backward multiplies the values of the forward product, quantized along the features.
+            # Backward multiplies the dequantized operand of the forward product, which is quantized
+            # along the features.
             row_scaled = role == "input" and self._settings.row_scaled_activation
             amaxes = part.abs().amax(1, keepdim=True) if row_scaled else amax
             quantized = self._quantize[role](part[:, columns], None, amaxes)
@@ -311,11 +316,11 @@ class _ProductCheck:
 
 
 def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) -> Tensor:
-    """Return the rows of the expert with the most tokens. Return all rows without experts.
+    """Return the rows of the expert with the most tokens. Return all rows if there are no experts.
 
-    rows: the rows of all experts, sorted by expert. If `is_weight`, they are the weights or their
-        gradient [experts x out, in]. Otherwise they are an input, a gradient or a result
-        [tokens, features].
+    rows: the rows of all experts, sorted by expert. They are weights or weight gradients
+        [experts x out, in] if `is_weight` is set. Otherwise they are an input, an output gradient
+        or a result [tokens, features].
     ends: the end of each expert's tokens, int32 [experts], or None if the linear has no experts.
     """
     if ends is None:
@@ -333,6 +338,8 @@ def _token_rows(tensor: Tensor) -> Tensor:
     Rows of zeros are chosen only if there are too few other rows. The gradients of tokens with a
     masked label are such rows.
     """
+    # Give each row a scattered number below 2^31, add 2^31 if the row is not zero, and choose the
+    # rows with the largest numbers.
     scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
     return (scattered + (tensor != 0).any(dim=1) * 2**31).topk(min(ROWS, len(tensor))).indices
 
@@ -341,8 +348,8 @@ def _sampled(name: str, size: int) -> slice:
     """Return a slice of at most ROWS consecutive indices below `size`, for the product `name`.
 
     The slice starts at a multiple of ROWS, so it contains whole blocks of every format. A hash of
-    the name chooses the start. So the layers of a model are sampled at different positions,
-    including the end of the matrix.
+    the name chooses the start. So the samples of different layers have different positions, and
+    some samples are at the end of a matrix.
     """
     blocks = -(-size // ROWS)
     first = ROWS * (zlib.crc32(name.encode()) % blocks)
@@ -388,7 +395,7 @@ def _wrong_histories(
     after: Mapping[str, Tensor],
     active: ActivePrecision,
 ) -> list[str]:
-    """Return the names of linears whose operand `role` has a wrong history or scale.
+    """Return "NAME (ROLE)" for each linear whose operand `role` has a wrong history or scale.
 
     amaxes: map the name of each linear to the amax that this rank observed in the microbatch.
     before, after: the state of delayed scaling before and after the microbatch.

@@ -2,7 +2,7 @@
 
 Products of torch are observed below autograd, by a dispatch mode. Products of Transformer Engine
 are observed at the one function of its C++ extension that computes GEMMs. Products of cublasLt are
-observed where pretrain/precision calls cublasLt (`searched`).
+observed in pretrain/precision/searched.py, which calls cublasLt.
 
 Emulated operands and FP8 operands of Transformer Engine are also examined: each value must be a
 code of the format times the scale of its block, and each scale must be a scale of the format and
@@ -56,7 +56,8 @@ SMALLEST_SCALE = 2.0**-100
 # Relative tolerance of the code of an emulated value. The value is the code times the scale,
 # rounded to FP32. The code is recovered by dividing the value by the scale.
 ROUNDING = 2.0**-20
-MAGNITUDE = 0x7F  # mask of the bits of an FP8 code without its sign
+# Mask of the bits of an FP8 code without its sign.
+MAGNITUDE = 0x7F
 
 
 # ── A sample of an operand ────────────────────────────────────────────────────────────────────────
@@ -74,8 +75,8 @@ def sample(
     generator: draws the blocks.
 
     Returns the values of n sampled blocks [n, values], their scales FP32 [n], and the index of each
-    block's first row int64 [n]. The returned scales are 0, which fits no value, if `scales` is None
-    or its shape does not match the blocks.
+    block's first row int64 [n]. If `scales` is None or its shape does not match the blocks, the
+    returned scales are 0. Then every sampled block with a nonzero value counts as bad.
     """
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     height = size if scaling.square else 1
@@ -151,7 +152,7 @@ def examine(
 
 
 def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
-    """Return a bool tensor of the shape of `scale`: True for each scale that the format has."""
+    """Return a bool tensor of the shape of `scale`: True for each scale that the format allows."""
     if scaling.kind == "E4M3":
         return (scale >= 0) & (round_to_grid(scale, E4M3) == scale)
     if scaling.kind == "FP32":
@@ -159,7 +160,8 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
     # A power of two has no mantissa bit, except for 2^-127, which is subnormal in FP32.
     bits = scale.view(torch.int32)
     mantissa = bits & ((1 << FP32_MANTISSA_BITS) - 1)
-    smallest = 1 << (FP32_MANTISSA_BITS - 1)  # the bits of 2^-127
+    # The bits of 2^-127.
+    smallest = 1 << (FP32_MANTISSA_BITS - 1)
     return (bits > 0) & ((mantissa == 0) | (bits == smallest))
 
 
@@ -167,9 +169,10 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
 
 
 class ObservedProduct(NamedTuple):
-    """A product of a linear: `gemm` is "forward", "dgrad" or "wgrad", and its operands' kinds.
+    """A product of a linear.
 
-    A kind is a text such as "e4m3 in blocks of 128" or "bfloat16".
+    gemm: "forward", "dgrad" or "wgrad".
+    left, right: the kinds of the operands, such as "e4m3 in blocks of 128" or "bfloat16".
     """
 
     gemm: str
@@ -178,12 +181,15 @@ class ObservedProduct(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The arguments of a `watched` block that is entered, see pretrain/precision/observed.py."""
+    """The arguments of a call of `watched` (pretrain/precision/observed.py)."""
 
-    names: Sequence[str]  # the linears, several if a product is fused
+    # The names of the linears. There are several if a product is fused.
+    names: Sequence[str]
     gemm: str
-    scales: Sequence[Scales] | None  # the scales of both operands of an emulated product
-    swapped: bool  # True if a library computes the transpose of the product
+    # The scales of both operands of an emulated product, otherwise None.
+    scales: Sequence[Scales] | None
+    # True if a library computes the transpose of the product.
+    swapped: bool
 
 
 class ProductObserver(ProductWatcher):
@@ -214,22 +220,23 @@ class ProductObserver(ProductWatcher):
         self._active = active
         self._examined = examined
         self._microbatches = microbatches
-        self._microbatch = seed - 1  # `seed` plus the number of the present microbatch
-        # Number of each linear, or of the first linear of a fused product, in the order of their
-        # first products.
+        # `seed` plus the number of the present microbatch.
+        self._microbatch = seed - 1
+        # Map each linear, or the first linear of each fused product, to its number. The linears are
+        # numbered in the order of their first products.
         self._numbers: dict[str, int] = {}
-        # The `watched` blocks that are entered, the innermost block last. Blocks are nested if a
-        # layer is recomputed inside the backward of another product.
+        # The calls of `watched` whose `with` blocks are running, the innermost last. The blocks are
+        # nested if a layer is recomputed inside the backward of another product.
         self._calls: list[_Call] = []
-        # A tuple for each examined operand. The tensor has the two counts that `examine` returns.
+        # A tuple for each examined operand. The tensor has the two counts returned by `examine`.
         self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []
         self._generator = generators(seed)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe all products that run inside `watched` while this context manager is entered.
+        """Observe all products inside `watched` blocks during the caller's `with` statement.
 
-        Torch or Transformer Engine may compute the products.
+        Products of torch, Transformer Engine and cublasLt are observed.
         """
         extension: Any = sys.modules.get("transformer_engine_torch")
         multiply: Any = getattr(extension, "generic_gemm", None)
@@ -265,9 +272,9 @@ class ProductObserver(ProductWatcher):
         *,
         swapped: bool = False,
     ) -> Iterator[None]:
-        """Observe the products while the returned context manager is entered.
+        """Return a context manager that observes the products of its `with` block.
 
-        The arguments are the arguments of `watched`.
+        The arguments are the same as for `watched`.
 
         The returned context manager can also decorate a function. Products of torch are observed
         only during the `with` body, because a dispatch mode around a whole step would prevent
@@ -325,8 +332,8 @@ class ProductObserver(ProductWatcher):
 
         factors: two pairs (codes, scales). The last axis of the codes is the axis that the product
             sums over. There is a scale for each row. All scales of a factor must be equal, because
-            the precision has one scale per tensor. Every scale that differs from the
-            first scale counts as a bad block.
+            the precision has one scale per tensor. Every scale that differs from the first scale
+            counts as a bad block.
         """
         call = self._calls[-1]
         grids = dict(FP8_FORMATS.values())
@@ -448,7 +455,7 @@ def _block_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
 
 
 class _TorchProducts(TorchDispatchMode):
-    """Dispatch mode that passes each matrix product of torch to an observer while it is entered."""
+    """Dispatch mode that passes each matrix product of torch to a ProductObserver."""
 
     def __init__(self, observer: ProductObserver) -> None:
         super().__init__()

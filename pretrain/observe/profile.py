@@ -19,7 +19,8 @@ from pretrain.observe.observers import Observer, Step
 # The fifth step of the process is recorded. The first four steps compile all functions and
 # fill all caches.
 PROFILED = 5
-ROWS = 40  # the number of kernels in the table
+# The number of kernels in the table.
+ROWS = 40
 TRACE_FILE = "profile.json.gz"
 TABLE_FILE = "profile.md"
 
@@ -30,11 +31,11 @@ class StepProfile(Observer):
     def __init__(
         self, folder: Path, accelerator: Accelerator, state: TrainState, console: Console
     ) -> None:
-        """Choose the step to record: step PROFILED after the present step of `state`.
+        """Choose the step to record, which is PROFILED steps after the present step of `state`.
 
         folder: the run folder.
 
-        Raises InputError if the run ends before that step.
+        Raises InputError if the run ends before the chosen step.
         """
         self._number = state.step + PROFILED
         self._folder = folder

@@ -33,7 +33,8 @@ from pretrain.precision.observed import dtype_name
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
-VALUES = 1024  # the largest number of values that are checked in each parameter
+# The largest number of values that are checked in each parameter.
+VALUES = 1024
 # Tolerance of an updated value, relative to the larger of two changes: the change of this value,
 # and the root mean square of all changes in its tensor. The tolerance must be above 1e-6, because
 # gradient norms that are summed in different orders differ by 1e-6.
@@ -41,8 +42,8 @@ RELATIVE = 1e-4
 # Additional tolerance, relative to the value itself. An FP32 operation has a relative rounding
 # error of 2^-24, and an update consists of a few operations.
 ROUNDING = 2.0**-22
-# Gradient sums over several microbatches count as rounded to BF16, which is a fault, if more than
-# this share of the nonzero FP32 values could be stored in BF16 without rounding.
+# Gradients must be summed over microbatches in FP32. If BF16 can store more than this share of the
+# nonzero sums without rounding, the check concludes that the sums were rounded to BF16.
 BF16_VALUED = 0.9
 
 
@@ -84,20 +85,20 @@ class StepCheck(Observer):
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Observe all microbatches of the step.
+        """Find faults in the forward and backward passes of the step. `update` reports the faults.
 
         All ranks must call this method.
 
         place: the position in the order of packs at which the step's packs must begin.
         """
-        # One FP64 [2] for each microbatch whose backward has begun: the number of its labels, and
-        # the factor by which backward multiplies its summed loss.
+        # For each microbatch whose backward has begun, FP64 [2]: the number of labels, and the
+        # factor by which the summed loss is multiplied before backward.
         seen: list[Tensor] = []
         # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
         sums_fit_bf16: list[Tensor] = []
         # Number of gradients that are not zero before the first microbatch. The number is read only
-        # after `yield`, so the host does not wait for the device here. The norm of a gradient is
-        # the sum of its magnitudes, because squares of small gradients underflow to zero.
+        # after `yield`, so the host does not wait for the device here. The norm is the sum of
+        # magnitudes, because the squares of small values underflow to zero.
         left_over = torch.stack(
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
@@ -202,8 +203,8 @@ class StepCheck(Observer):
         operand: the cached weight.
         matrix: the present unquantized weight.
 
-        A cached weight that several microbatches use is compared only in the first microbatch.
-        Under delayed scaling, the cached weight has the scale of the first microbatch.
+        A cached weight is compared only in the first microbatch that uses it. Under delayed
+        scaling, later microbatches have other scales than the cached weight.
         """
         codes = gemm.codes(operand)
         key = (gemm.name, id(codes))
@@ -261,7 +262,7 @@ class TorchUpdate:
         self._expected = self._updated_by_torch(gradient, learning_rate)
 
     def differences(self) -> list[str]:
-        """Return one line of a message for each kind of fault that the optimizer's step shows."""
+        """Return one line of text for each kind of fault in the optimizer's step."""
         lines = sorted(self._wrong_settings)
         after = self._values()
         in_bf16 = {
@@ -287,8 +288,7 @@ class TorchUpdate:
     def _clip_coefficient(self) -> Tensor | float:
         """Return the clipping factor of the gradients.
 
-        It is computed independently of the function that training uses, because the check covers
-        that function.
+        The clipping function of training is not called, because this check covers that function.
         """
         limit = self._recipe.optimizer.clip
         norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float32) for g in self._gradients]

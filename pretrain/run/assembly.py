@@ -58,12 +58,14 @@ UNQUANTIZED_TOKENS = 128
 class Assembly:
     """A model that is ready to train, its optimizer and its precision."""
 
-    hf: PreTrainedModel  # the Hugging Face model, with its original names of parameters
+    # The Hugging Face model, with its original names of parameters.
+    hf: PreTrainedModel
     # The wrapper of `hf` that maps packed batches to losses. It is sharded under FSDP2.
     model: PackedLanguageModel
     optimizer: ExactAdamW
     precision: ModelPrecision
-    surroundings: dict[str, Any]  # the part of audit.json that is the same in all precisions
+    # The part of audit.json that is the same in all precisions.
+    surroundings: dict[str, Any]
 
     @property
     def context(self) -> PrecisionContext:
@@ -96,7 +98,7 @@ class Assembly:
         return named_state(self.optimizer, self.hf)
 
     def start_precision(self, name: str, job: Job, accelerator: Accelerator) -> None:
-        """Change to the precision `name`, with the same state as after a new assembly.
+        """Change to the precision `name`, and reset its state as in a new assembly.
 
         Cached weights are dropped. The histories of delayed scaling are filled by passes with the
         present weights. The model is audited again. Raises InputError if a product does not compute

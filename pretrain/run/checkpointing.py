@@ -122,11 +122,12 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
     """Save a checkpoint after a signal or a failure. Return the signal's number.
 
     code: the largest stop code of all ranks, see `stop_code`.
-    batches: the prefetched batches of this rank, which store the failure to read packs.
+    batches: the prefetched batches of this rank. `batches.failure` is the exception that was raised
+        when packs were read, or None.
 
     All ranks must call this function. Raises TrainingHalted if a weight is not finite. Raises
-    InputError if a checkpoint could not be written. If packs could not be read, the checkpoint is
-    saved first. Then InputError or the exception of the reader is raised.
+    InputError if a checkpoint could not be written. If a rank could not read packs, the checkpoint
+    is saved first. Then this rank raises the exception, and the other ranks raise InputError.
     """
     # `wait` raises InputError if a save in the background has failed.
     run.checkpoints.wait()
@@ -244,8 +245,9 @@ def load_weights(
         targets = {
             name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")
         }
-        # Restore the exact FP32 value only for `fp32`. For plain BF16 the stored BF16 weight is
-        # kept, because it may differ from the exact value rounded to BF16.
+        # Load the lower 16 bits of exact BF16 weights only if the run has FP32 weights. A run with
+        # `bf16` uses the stored BF16 weights, which may differ from the exact values rounded to
+        # BF16.
         if (saved, mode) == ("bf16_exact", "fp32"):
             targets |= {
                 f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
@@ -307,10 +309,10 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
 
 
 def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
-    """Return the live histories and scales of the run, into which the checkpoint can be loaded.
+    """Return the run's live histories and scales of delayed scaling by name.
 
-    These are the tensors of delayed scaling. Return {} unless the checkpoint has exactly the
-    histories and scales that this run has.
+    The checkpoint `source` can be loaded into these tensors. Return {} unless the checkpoint has
+    exactly the histories and scales that this run has.
     """
     live = assembly.context.saved_state()
     saved = {
@@ -453,8 +455,8 @@ def _record_rollback(run: Run, reason: str) -> None:
         "left_out": run.state.left_out,
         "abandoned": [line for line in read_metrics(run.folder.path) if line["step"] > step],
     }
-    # Start new trackers, as when a run is resumed from `step`. The new trackers remove the later
-    # lines from metrics.jsonl. A hosted service keeps the discarded steps.
+    # Start new trackers, as when a run is resumed from `step`. The new trackers remove the lines of
+    # later steps from metrics.jsonl. Hosted trackers do not remove the discarded steps.
     run.trackers.finish()
     run.trackers = Trackers(run.job.recipe.log, run.folder.path, step)
     run.trackers.start(resolved(run.job.recipe))

@@ -71,11 +71,11 @@ class Data:
 
     @property
     def mean_squared(self) -> float:
-        """Return the mean over tokens of the length of the token's document, in tokens.
+        """Return the mean, over all tokens, of the length of the document that has the token.
 
-        The attention cost of a token is proportional to this length. In one pack, the mean is the
-        sum of squared document lengths divided by the pack length. It is estimated from evenly
-        spaced packs of each source.
+        Lengths are in tokens. The attention cost of a token is proportional to this length. In one
+        pack, the mean is the sum of squared document lengths divided by the pack length. The mean
+        over all packs is estimated from evenly spaced packs of each source.
         """
         means = [
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
@@ -99,8 +99,8 @@ class Data:
     def _readable(self) -> Packs:
         """Return training packs that can be read at any time.
 
-        If the packs were prepared before the run, these are all training packs. For a stream, these
-        are the packs of its first part, which is not deleted while the run trains.
+        If the packs were prepared before the run, all training packs are returned. For a stream,
+        the packs of its first part are returned. This part is not deleted while the run trains.
         """
         if self.stream is None:
             return self.train
@@ -117,10 +117,11 @@ class Data:
         )
 
     def trial_batch(self, packs: int) -> Microbatch:
-        """Return a microbatch for a trial of memory, with the documents of the first `packs` packs.
+        """Return a microbatch for a memory trial, with the document lengths of training packs.
 
-        All token ids are 0, because ids change neither dtypes nor memory. If there are fewer than
-        `packs` packs, they are repeated.
+        packs: the number of packs. If there are fewer training packs, they are repeated.
+
+        All token ids are 0, because the values of ids do not change the memory that is needed.
         """
         readable = self._readable
         tokens = np.zeros(self.train.length, dtype=np.uint32)
@@ -145,7 +146,7 @@ def parts_of(packs: Packs | None) -> Mapping[str, Packs]:
 
 @START.part("packs")
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
-    """Open the packs at `data.packs`. First prepare them if they are missing and have a source.
+    """Open the packs at `data.packs`. Prepare missing packs first if `data` sets their source.
 
     All processes may call this function at the same time. One process prepares the packs while the
     others wait for its lock. Then the other processes find the packs, or raise the same InputError.

@@ -52,21 +52,25 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-VOCABULARY = 512  # small, because trials do not test the embedding and the LM head
-STEPS = 8  # the number of steps in a trial
-TIMED = 5  # the number of steps at the end of a trial that are timed
-SECONDS = 300  # the time limit of a trial
+# The vocabulary is small, because trials do not test the embedding and the LM head.
+VOCABULARY = 512
+# The number of steps in a trial.
+STEPS = 8
+# The number of steps at the end of a trial that are timed.
+TIMED = 5
+# The time limit of a trial, in seconds.
+SECONDS = 300
 HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardware")
 
 
 def main(options: argparse.Namespace) -> int:
     """Print a table of precisions. Return 1 if one of the precisions works nowhere, else 0.
 
-    A precision works nowhere in two cases: the hardware supports the precision, but the trial
-    fails, or the hardware does not support the precision, and the emulated trial fails.
+    A precision works nowhere if its trial fails. The trial runs on the hardware if the hardware
+    supports the precision, otherwise in emulation.
 
-    With --card or --check, `run_card` replaces this process instead. Raises InputError for an
-    unknown name in --precisions.
+    With --card or --check there is no table: `run_card` replaces this process. Raises InputError
+    for an unknown name in --precisions.
     """
     unknown = [name for name in options.precisions or () if name not in PRECISIONS]
     if unknown:
@@ -94,9 +98,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def run_card(options: argparse.Namespace) -> NoReturn:
-    """Replace this process by the benchmark of the checkout that makes and checks cards.
+    """Replace this process by `python -m benchmarks.card`, which makes or checks a card.
 
-    Raises InputError if the package is installed without the benchmarks.
+    A card is a file with the measured results of every precision on one machine. Raises InputError
+    if the package is installed without the benchmarks.
     """
     if not (ROOT / "benchmarks" / "card.py").is_file():
         raise InputError(
@@ -122,7 +127,8 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     """
     length = 4096 if gpu else 128
     config = QWEN3_1_7B if gpu else QWEN3_1_7B | SMALL
-    packs = 2  # the number of packs in a step
+    # The number of packs in a step.
+    packs = 2
     generator = np.random.default_rng(0)
     lengths = np.diff([0, length // 3, length // 2, length]).astype(np.int32)
     with PackWriter(folder / "packs", length) as writer:

@@ -146,7 +146,8 @@ def held_out_sums(
     All ranks must call this function.
     """
     head = model.hf.get_output_embeddings()
-    head.take_parts()  # drop the sums of earlier forward passes
+    # Drop the sums of earlier forward passes.
+    head.take_parts()
     total = torch.zeros(3 if head.penalty else 2, dtype=torch.float64, device=accelerator.device)
     was_training = model.training
     model.eval()
@@ -173,7 +174,8 @@ def figures_of(sums: Tensor) -> dict[str, float]:
     loss = loss_sum / max(tokens, 1)
     figures = {
         "held_out_loss": loss,
-        "held_out_perplexity": math.exp(min(loss, 700.0)),  # a larger loss would overflow
+        # The exponential of a loss above 700 may overflow.
+        "held_out_perplexity": math.exp(min(loss, 700.0)),
         "held_out_tokens": int(tokens),
     }
     if penalty:

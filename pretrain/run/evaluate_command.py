@@ -94,14 +94,14 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
         )
         first, *_ = training_parts(recipe.data).values()
         (created / "packs").symlink_to(first.packs.absolute())
-    # Choose the folder of this machine. The first process of a machine has its lowest rank, so this
-    # is the last folder that was created by a rank up to this one.
+    # Choose the folder of this machine. On each machine, the process with the lowest rank creates a
+    # folder. So among the ranks from 0 to this rank, the last one with a folder is on this machine.
     up_to_this_rank = from_all_ranks(created)[: accelerator.process_index + 1]
     return [folder for folder in up_to_this_rank if folder][-1]
 
 
 def dataset_overrides(dataset: str, folder: Path) -> list[str]:
-    """Return overrides of a recipe, so that it is evaluated on the documents of `dataset`.
+    """Return recipe overrides that set the documents of `dataset` as the held-out documents.
 
     dataset: the path of a file or of a folder of files.
     folder: the result of `packing_folder`, where the documents are packed.
@@ -120,10 +120,11 @@ def dataset_overrides(dataset: str, folder: Path) -> list[str]:
 
 
 def precision_overrides(names: Sequence[str]) -> list[str]:
-    """Return overrides of a recipe, so that it is evaluated in the precisions `names`.
+    """Return recipe overrides that set the precisions `names`. Return [] if there are no names.
 
     "all" stands for all quantized precisions. Each precision becomes a phase of the recipe, because
-    the model is assembled for all phases. The first phase has two steps, and each other phase one.
+    the model is assembled for all phases. The lengths of the phases have no effect, because nothing
+    is trained.
     """
     if "all" in names:
         names = [name for name, precision in PRECISIONS.items() if precision.quantized]

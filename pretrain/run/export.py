@@ -131,7 +131,10 @@ def write_export(
 ) -> str:
     """Write a model folder with its tokenizer and its card. Return a remark for the user.
 
-    The remark is empty if the folder has a tokenizer. `facts` are further rows of the card.
+    The remark is empty if the folder has a tokenizer. Otherwise the remark has the reason why there
+    is no tokenizer.
+
+    facts: map titles of further rows of the card's table to their texts.
     """
     tokenizer, why_not = tokenizer_of(recipe, run_dir)
     further_files = {}
@@ -228,7 +231,8 @@ def empty_model(recipe: Recipe, stored_as: Weights) -> PreTrainedModel:
     hf = model.build_on_meta(model.load_config(recipe.model))
     model.round_weights(hf, getattr(torch, WEIGHT_DTYPES[stored_as]))
     if recipe.model.weights_source is not None and hf.can_generate():
-        with suppress(OSError):  # raised if the source has no generation config
+        # OSError is raised if the source has no generation config.
+        with suppress(OSError):
             hf.generation_config = GenerationConfig.from_pretrained(
                 str(recipe.model.repository), revision=recipe.model.revision or "main"
             )
@@ -254,7 +258,8 @@ def tensor_reader(
         tensor = load_tensor(checkpoint, name, manifest.model[name])
         if name not in parameters or tensor.dtype == dtype:
             return tensor
-        key = f"remainder/{name}"  # the lower half of an exact BF16 weight
+        # The remainder has the lower 16 bits of an exact BF16 weight.
+        key = f"remainder/{name}"
         remainder = None
         if key in manifest.optimizer:
             remainder = load_tensor(checkpoint, key, manifest.optimizer[key])
@@ -396,7 +401,7 @@ def model_card(
     The card is Markdown with the front matter of the hub, encoded as UTF-8. It links to the file
     PICTURE in the same folder.
 
-    run: the record of the run, from which all facts are taken except the size of the model.
+    run: the record of the run. It has all facts on the card except the size of the model.
     hf: the model, on any device.
     has_tokenizer: True if the folder contains a tokenizer. The card's example then uses it.
     facts: map titles of further rows of the card's table to their texts.

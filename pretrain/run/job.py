@@ -72,19 +72,21 @@ class Job:
     plan: Plan
     run_dir: Path
     model_config: PretrainedConfig
-    shapes: PreTrainedModel  # the model on the meta device, with modules but without weights
-    # None in a plan for other machines if the packs are not prepared. Such a plan does not use the
-    # attribute.
+    # The model on the meta device, with modules but without weights.
+    shapes: PreTrainedModel
+    # The packs. None in a plan for other machines if the packs are not prepared, because such a
+    # plan does not use this attribute.
     data: Data
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
-    # The settings in the config.json of `model.source`, as keys of the run's identity.
+    # The values in the config.json of `model.source`, by dotted key. They are part of the identity.
     source_config: dict[str, Any]
-    notices: list[str]  # lines about a shortened schedule and about settings without effect
+    # Lines about a shortened schedule and about settings without effect.
+    notices: list[str]
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe. Its `auto` values are replaced if their result is known."""
+        """Return the recipe. Each `auto` is replaced by its result as soon as that is known."""
         return self.plan.recipe
 
     @property
@@ -108,10 +110,11 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the identity: the settings in which a resumed checkpoint must equal this job.
+        """Return the identity: the settings that determine which training this is.
 
-        Map dotted keys to values. If the machine lacks a precision of the recipe, the identity
-        has the precision that replaces it.
+        The identity maps dotted keys to values. When a run resumes, its identity is compared with
+        the identity in the checkpoint. If the machine lacks a precision of the recipe, the identity
+        has the replacement of this precision.
         """
         available = [active for _, active in self.plan.schedule.phases]
         setting: Any = self.recipe.precision
@@ -268,8 +271,8 @@ def resolve_precisions(
     """Replace the precisions of the recipe that the machine does not support.
 
     Returns two values: the phases of the recipe with supported precisions, and the unquantized
-    precision of the run. The unquantized precision is the one with which `log.gap` compares low
-    precision, and to which the health check may switch. It is None if no phase is quantized.
+    precision of the run. `log.gap` compares low precision with the unquantized precision, and the
+    health check may switch to it. The second value is None if no phase is quantized.
 
     Raises InputError if the machine lacks a precision and the recipe does not allow a replacement.
     """

@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _for_other_machines(recipe: Recipe) -> Recipe:
-    """Return a copy of the recipe with a precision, which this machine need not support.
+    """Return a copy of the recipe that can be planned on a machine without its precision.
 
     A recipe without a precision gets DEFAULT_PRECISION. If this machine does not support the
     precision, no error is raised, because the plan is for other machines.
@@ -181,7 +181,7 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
     microbatches = -(-plan.packs_per_rank // size)
     shards = " in shards" if plan.devices.sharded else ""
     host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
-    # The peak is not None, because the target has no obstacle.
+    # `peak_tflops` is not None, because `target.obstacle` has found no obstacle.
     peak = cast(float, plan.peak_tflops) * TERA
     speeds = [share * peak / plan.flops_per_token for share in (shares if fits else ())]
     return [

@@ -41,11 +41,14 @@ class ResumePoint:
     """The checkpoint that a run continues from, with notes for the user."""
 
     path: Path
-    record: Mapping[str, Any]  # the content of the checkpoint's state.json
+    # The content of the checkpoint's state.json.
+    record: Mapping[str, Any]
     # True if the run starts a new training from another run's checkpoint (`train.begin_with`).
     is_branch: bool = False
-    in_run_folder: bool = False  # True if the checkpoint is in the run folder
-    notes: Sequence[str] = ()  # changes of the recipe, as lines for the user
+    # True if the checkpoint is in the run folder.
+    in_run_folder: bool = False
+    # Changes of the recipe, as lines for the user.
+    notes: Sequence[str] = ()
     # Earlier changes of the run's settings, in the format of `NO_PAST`. `with_changes` sets this
     # attribute and `notes`.
     past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)
@@ -68,9 +71,9 @@ class ResumePoint:
         return HealthState(**values)
 
     def is_of_another_stream(self, job: Job) -> bool:
-        """Return whether the run streams its packs, but not the stream of the checkpoint.
+        """Return True if the run streams its packs and the checkpoint belongs to other packs.
 
-        Then the checkpoint has no position in the run's stream, and the run starts with the first
+        If so, the checkpoint has no position in the run's stream, and the run starts with the first
         pack.
         """
         fingerprint = self.record["identity"].get("data.fingerprint")
@@ -87,7 +90,8 @@ class ResumePoint:
         identity = self.record["identity"]
         progress = self.record["progress"]
         place = progress.get("place")
-        if place is None:  # Checkpoints of earlier versions store only the counters of steps.
+        if place is None:
+            # Checkpoints of earlier versions store only the counters of steps.
             packs_per_step = identity["batch.tokens"] // identity["data.length"]
             place = self._data_steps * packs_per_step + progress["shift"]
         # Round up, so that no token is read twice.
@@ -109,7 +113,7 @@ def where_to_resume(
     """Return (job, checkpoints, source): the job to run, and the checkpoint to continue from.
 
     requested: the value of --resume.
-    accept_changes: continue although the recipe has changed (--accept-changes).
+    accept_changes: True to continue although the recipe has changed (--accept-changes).
 
     The returned job keeps the loss chunk of the checkpoint, and computes in BF16 if the health
     check had switched to BF16. `checkpoints` manages the checkpoints of the run folder. `source` is
@@ -211,7 +215,7 @@ def compare_identities(
 
     saved: the identity in the checkpoint.
     present: the identity of the run.
-    horizon_may_move: do not compare the keys that set the length of the training.
+    horizon_may_move: True to ignore the keys that set the length of the training.
     """
     if horizon_may_move:
         present = {**present, **{key: saved.get(key) for key in HORIZON}}
@@ -235,10 +239,11 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
 
     changed: a list of past changes. It is empty for a branch. For a resumed run it is the list in
         the checkpoint, followed by `changes`.
-    left_out: the number of steps whose packs were skipped by rollbacks that are not in
-        metrics.jsonl of the run folder. If the checkpoint is in the run folder, the number is taken
-        from the `past` of the checkpoint. If the checkpoint is in another folder, none of its
-        rollbacks is in this metrics.jsonl, so the number is taken from the checkpoint's counters.
+    left_out: a number of steps whose packs were skipped by rollbacks. It counts only rollbacks that
+        the run folder's metrics.jsonl does not record. If the checkpoint is in the run folder, the
+        number is taken from the `past` of the checkpoint. If the checkpoint is in another folder,
+        metrics.jsonl records none of its rollbacks. Then the number is taken from the checkpoint's
+        counters, which count all rollbacks.
 
     `notes` has a line for every change, except for two kinds of changes that follow from another
     change: `train.begin_with` of a branch, and options in `fp8_config` that are new because the
@@ -357,9 +362,9 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
 
     A checkpoint of the last step in the run folder is accepted, because this run is finished.
 
-    Also raise InputError if the recipe gives the length in tokens or epochs, and the steps before
-    the checkpoint had another number of tokens than the steps of the job (`batch.tokens`). Then the
-    length cannot be converted to a number of steps.
+    Also raise InputError if the recipe gives the length in tokens or epochs, but the steps before
+    the checkpoint were trained with another `batch.tokens`. Then the length cannot be converted to
+    a number of steps.
     """
     plan = job.plan
     tokens = source.record["progress"]["tokens"]

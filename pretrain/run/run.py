@@ -51,18 +51,20 @@ class Run:
     accelerator: Accelerator
     folder: RunFolder
     checkpoints: Checkpoints
-    past: Mapping[str, Any]  # the history of the run's settings, see `NO_PAST`
+    # The history of the run's settings, see `NO_PAST`.
+    past: Mapping[str, Any]
     state: TrainState
     # True if the run starts without a checkpoint or branches from another run. False if it resumes.
     is_new: bool
-    # This process has trained all steps after `resumed_step`, which is the step of the checkpoint
-    # that the run has resumed from, or 0. A rollback to an earlier step sets it to that step.
+    # The step of the checkpoint from which this process has resumed, or 0. This process has trained
+    # all later steps. A rollback to an earlier step sets `resumed_step` to that step.
     resumed_step: int
     health: Health
     recorder: Recorder
     trackers: Trackers
     console: Console
-    profile: StepProfile | None  # the observer that records one step (`--profile`)
+    # The observer that records one step (`--profile`), or None.
+    profile: StepProfile | None
     observers: Observers = field(init=False)
     graphs: MicrobatchGraphs = field(init=False)
     # The evaluation with the lowest held-out loss, or None. Its checkpoint is not deleted
@@ -205,9 +207,9 @@ class Run:
             "unlabelled": True if not is_labelled and math.isfinite(loss) else None,
             "halted": decision.reason if decision.action == "stop" else None,
         }
-        # Omit the keys above that do not apply to this run. If no token has a label, the losses are
-        # null.
+        # Omit the keys above that do not apply to this run or this step.
         record = {key: value for key, value in record.items() if value is not None}
+        # If no token of the step has a label, losses are null, except a `loss` that is not finite.
         reported: dict[str, float | None] = dict(losses if is_labelled else dict.fromkeys(losses))
         if not math.isfinite(loss):
             reported["loss"] = loss

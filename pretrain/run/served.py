@@ -1,8 +1,8 @@
 """Quantize the weights of a checkpoint as training does, in the layouts that servers read.
 
 A served weight has the codes and scales that the forward products of training multiply. The formats
-of `pretrain.precision.formats` quantize it. This file only packs codes and scales into the tensors
-of a layout, and describes the layout in the config.json of the export.
+of `pretrain.precision.formats` compute the codes and scales. This file only packs them into the
+tensors of a layout, and describes the layout in the config.json of the export.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Layout:
     tensors: Callable[[Quantized], dict[str, Tensor]]
     # The value of `quantization_config` without the names of the linears that stay in BF16.
     config: dict[str, Any]
-    # The quantization of activations by a server, compared with training, for users.
+    # A text for users: how a server quantizes activations, compared with training.
     activations: str
     # The key of `config` with the names of the linears that stay in BF16.
     kept_key: str = "ignore"
@@ -61,7 +61,8 @@ def _fp8_blocks(weight: Any) -> dict[str, Tensor]:
 
 
 def _mxfp8(weight: Quantized) -> dict[str, Tensor]:
-    # The layout has a scale for every 32 values of a row. The scale of a square is repeated.
+    # The layout has a scale for every 32 values of a row. If training has one scale for a square of
+    # 32 x 32 values, this scale is repeated in each row of the square.
     return {"weight": _fp8(weight.codes), "weight_scale": _e8m0(weight.block_scale[:, ::MX_BLOCK])}
 
 
@@ -70,7 +71,8 @@ def _mxfp4(weight: Any) -> dict[str, Tensor]:
 
 
 def _nvfp4(weight: Quantized) -> dict[str, Tensor]:
-    # The layout has a scale for every 16 values of a row. The scale of a square is repeated.
+    # The layout has a scale for every 16 values of a row. If training has one scale for a square of
+    # 16 x 16 values, this scale is repeated in each row of the square.
     scales = weight.block_scale[:, ::NVFP4_BLOCK]
     return {
         "weight_packed": _packed_e2m1(weight.codes),
@@ -80,7 +82,7 @@ def _nvfp4(weight: Quantized) -> dict[str, Tensor]:
 
 
 def _fp8(codes: Tensor) -> Tensor:
-    """Return E4M3 codes in torch's FP8 dtype. The cast is exact, because they are E4M3 values."""
+    """Return E4M3 codes in torch's FP8 dtype. The cast is exact, because codes are E4M3 values."""
     return codes.to(torch.float8_e4m3fn).contiguous()
 
 
@@ -110,7 +112,7 @@ def _compressed_tensors(
 
 
 def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
-    """Return the description of an operand in compressed-tensors."""
+    """Return the description of an operand in the format of compressed-tensors."""
     arguments = {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True}
     return arguments | {"dynamic": False} | more
 
@@ -118,8 +120,8 @@ def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 _MX = {"group_size": MX_BLOCK, "scale_dtype": "torch.uint8"}
 _TENSOR = _arguments(8, "tensor")
 _MX_ACTIVATIONS = (
-    "quantized by the server, whose power-of-two scales may be smaller than those of training, "
-    "with which no value saturates"
+    "quantized by the server; its power-of-two scales may be smaller than those of training, so "
+    "values may saturate, unlike in training"
 )
 _FP8_BLOCKS = {
     "quant_method": "fp8",
@@ -200,7 +202,7 @@ def served_weights(
     * All tensors of the model folder by name: codes and scales of the quantized linears, and all
       other parameters in BF16.
     * The value of `quantization_config` in config.json.
-    * Titles of facts about the export, and the facts, for the console and the model card.
+    * Facts about the export, by title, for the console and the model card.
 
     run_dir: the run folder. Its audit.json has the linears that training quantizes and stacks.
     precision_name: the precision in which the checkpoint was saved.
@@ -255,7 +257,10 @@ def served_weights(
 
 
 def _facts_about(layout: Layout, moved: int) -> dict[str, str]:
-    """Return facts about the layout of an export. `moved` is the sum of `_moved`."""
+    """Return facts about the layout of an export, by title.
+
+    moved: the sum of the results of `_moved` over all quantized weights.
+    """
     kind = layout.config.get("format", "blocks of 128 x 128")
     facts = {
         "layout": f"{layout.config['quant_method']} ({kind}), quantized as in the training forward",
@@ -270,18 +275,18 @@ def _facts_about(layout: Layout, moved: int) -> dict[str, str]:
 
 
 def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, Collection[str]]]:
-    """Map each linear that training quantizes to the name of its product and the linears in it.
+    """Map each quantized linear to (name of its product, names of the linears in this product).
 
-    A product of a fused layer has several linears, whose stacked weights share one tensor scale.
+    A product of a fused layer has several linears. Their stacked weights share one tensor scale.
     Raises InputError if audit.json has no record of the precision.
     """
     audit = load_object(run_dir / "audit.json", "start the run again to write it")
     audit = audit.get("precisions", {}).get(precision_name, audit)
     if audit["effective"] != precision_name:
         raise InputError(
-            f"{run_dir / 'audit.json'}: the last start of the run computes in "
-            f"{audit['effective']}, and the checkpoint was saved in {precision_name}; choose a "
-            "checkpoint of the last start"
+            f"{run_dir / 'audit.json'}: the run was last started in {audit['effective']}, but the "
+            f"checkpoint was saved in {precision_name}; choose a checkpoint that was saved after "
+            "the last start"
         )
     return {
         entry["name"]: stack_of(entry["name"])
@@ -304,7 +309,7 @@ def _check_supported(
         f"no server reads weights in {precision.name}": precision.served_as not in LAYOUTS,
         "the layouts have no place for the experts of a mixture": is_mixture(hf),
         "a Conv1D stores its weight transposed": not {*quantized} <= {*linears},
-        "the head is quantized, and it is tied to the embedding, which is not": any(
+        "the head is quantized, but it shares its weight with the embedding": any(
             f"{name}.weight" not in stored for name in quantized
         ),
     }
@@ -314,9 +319,13 @@ def _check_supported(
 
 
 def _moved(weight: Quantized, packed: Mapping[str, Tensor]) -> int:
-    """Return the number of values that a server reads from `packed` as another BF16 number."""
+    """Return the number of weights that become another BF16 number when a server decodes them.
+
+    packed: the tensors of `weight` in a layout.
+    """
     if "weight_global_scale" not in packed:
         return 0
-    # compressed-tensors divides by the reciprocal of the tensor scale in this order.
+    # Decode in the same order of operations as compressed-tensors, which divides the block scale by
+    # the reciprocal of the tensor scale.
     read_back = weight.codes * (weight.block_scale / packed["weight_global_scale"])
     return int((read_back.bfloat16() != weight.dequantize().bfloat16()).sum())

@@ -45,8 +45,8 @@ RESERVE = 0.04
 # The largest number of packs in a microbatch of parity if nothing is compiled. Otherwise parity
 # uses the microbatch of training, because torch.compile would compile again for another shape.
 PARITY_MICROBATCH = 2
-# Parts of messages by which errors about full memory are recognized. Some libraries allocate memory
-# without torch, and torch has no error class for host memory.
+# An error is about full memory if its message contains one of these texts. Error classes are not
+# enough: some libraries allocate memory without torch, and torch has no class for host memory.
 _MESSAGES = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
@@ -257,8 +257,8 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        # Run two passes, because the gradients of the first pass are in memory during the second
-        # one, as in every microbatch of training after the first.
+        # Run two passes. During the second pass, the gradients of the first pass are in memory, as
+        # in every microbatch of training except the first.
         for is_last in (False, True):
             with ExitStack() as contexts:
                 if model.sharding and not is_last:

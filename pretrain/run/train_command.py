@@ -95,8 +95,8 @@ def choose_configuration(
     processes: number that the user has set, or None.
 
     Returns three values: the path of the configuration, the number of processes, and a line with
-    the reason for the choice. The number is None if the one in the configuration is used. The line
-    is empty if the user has set the configuration.
+    the reason for the choice. If the second value is None, the configuration sets the number of
+    processes. The line is empty if the user has set the configuration.
     """
     if config:
         return find_configuration(config), processes, ""
@@ -171,7 +171,8 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     def start(options: argparse.Namespace) -> None:
         if options.mpirun_hostfile is None:
             single.append(options)
-        else:  # mpirun starts the processes of the training.
+        else:
+            # mpirun starts the processes of the training.
             simple_launcher(options)
 
     try:
@@ -262,8 +263,8 @@ def _report(error: Any) -> int:
     """
     for rank, item in error.failures.items():
         # If SIGINT or SIGKILL has ended a rank, report this rank, because the errors of the other
-        # ranks follow from the signal. With other signals, libraries end a process after an error
-        # of another rank.
+        # ranks follow from the signal. Other signals are not reported here, because libraries use
+        # them to end a process after an error of another rank.
         if item.exitcode in (-signal.SIGINT, -signal.SIGKILL):
             return _status(item.exitcode, f"rank {rank}")
     _, failure = error.get_first_failure()

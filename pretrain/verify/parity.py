@@ -57,12 +57,12 @@ LABELS = 341
 # at most this number of tokens of a document. Eager attention stores heads x length^2 scores per
 # layer, so longer documents would need too much memory.
 LONGEST = {"cpu": 2048, "cuda": 4096}
-# Bytes per parameter that the reference needs: the weight, its gradient, the gradient that is
-# compared with it, and the sum of gradients, all in FP32.
+# Bytes per parameter that the reference needs: the weight, its gradient, the sum of its gradients,
+# and the run's gradient that is compared with this sum, all in FP32.
 PLAIN_BYTES = 16
 # Standard deviations of the noise that is added to parameters whose values are all equal. NOISE is
-# relative to the value. NOISE_ON_ZEROS is absolute, for values of zero. More noise on biases would
-# make the rows of a small model's attention nearly equal, and their errors would be equal too.
+# relative to the value. NOISE_ON_ZEROS is absolute, for values of zero. With more noise on biases,
+# all rows of a small model's attention would have nearly the same scores, and thus the same errors.
 NOISE = 0.1
 NOISE_ON_ZEROS = 0.01
 # Standard deviation to which the logits of a new model are scaled. With this value some tokens are
@@ -219,7 +219,7 @@ def _compare(
     accelerator: Accelerator,
     mask_boundaries: bool,
 ) -> Parity:
-    """Compare as `check_parity`, but do not clear gradients and do not restore the state."""
+    """Return the result of `check_parity`, without clearing gradients or restoring the state."""
     failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
     shapes = step.microbatches[0]
     vocabulary = len(model.hf.get_output_embeddings().weight)
@@ -267,7 +267,8 @@ def _compare(
             parity.tensors, "gradients", "the packed path differs from plain transformers"
         )
         if active.precision.quantized:
-            del reference  # frees memory for the quantized passes
+            # Free memory for the quantized passes.
+            del reference
             failures += _compare_quantized(
                 parity, model, run_pass, step, active, mean_over_compared
             )
@@ -341,18 +342,19 @@ def _reference(
 
     def computed() -> tuple[Tensor, dict[str, Tensor]]:
         losses, gradients = reference_pass(plain, microbatches, loss_settings, head_factor)
-        # The gradients are summed over ranks one after the other, because each sum is a copy. The
-        # backward of the packed path sums its gradients over ranks itself.
+        # Sum one gradient at a time over ranks, because each sum needs memory for a copy of the
+        # gradient. The backward of the packed path has already summed its own gradients over ranks.
         for name in gradients:
             gradients[name] = accelerator.reduce(gradients[name].div_(step_tokens), reduction="sum")
         return losses, gradients
 
     losses, gradients = computed()
-    for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
+    # Rotary frequencies stay in FP32, because they are buffers and not parameters.
+    for parameter in plain.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     rounded_losses, rounded = computed()
-    # Free the memory of the weights. Without this call it would be freed by the garbage collector
-    # at a later time, because a module with a replaced forward is part of a reference cycle.
+    # Free the memory of the weights now. A module with a replaced forward is part of a reference
+    # cycle, so the memory would otherwise stay in use until the next garbage collection.
     plain.to("meta")  # type: ignore[arg-type]  # transformers annotates the argument wrongly
     squares = from_all_ranks((rounded_losses - losses).double().square().sum().item())
     loss_noise = math.sqrt(sum(squares) / tokens)
@@ -477,12 +479,12 @@ def _run_pass(
 def _with_choices(
     microbatches: Sequence[Sequence[Document]], choices: Sequence[Sequence[Tensor]]
 ) -> list[list[Document]]:
-    """Return copies of the documents that contain the experts chosen by their tokens.
+    """Return copies of the documents whose `choices` are the experts that their tokens have chosen.
 
     Args:
         microbatches: Documents of each microbatch.
-        choices: For each layer, one tensor per forward of the layer, in the order of the forwards:
-            the experts that the tokens of the microbatch have chosen. A layer that is recomputed in
+        choices: For each layer, a list with one tensor for each of its forwards. The tensor has the
+            experts that the tokens of a microbatch have chosen. A layer that is recomputed in
             backward has two forwards per microbatch.
     """
     result = []
@@ -500,12 +502,12 @@ def worst_first(compared: Sequence[Compared]) -> list[Compared]:
 
 
 def worst_of(compared: Sequence[Compared], subject: str, meaning: str) -> list[str]:
-    """Return a list with one line about the worst mismatches, or an empty list without mismatches.
+    """Return a list with one line about the worst mismatches. The list is empty if there are none.
 
     Args:
         compared: Comparisons, the worst one first.
         subject: Name of the compared values, in the plural.
-        meaning: Clause with the meaning of a mismatch.
+        meaning: Clause that says what a mismatch means.
     """
     wrong = [f"{entry.name} ({entry.excess:.3g})" for entry in compared if entry.excess > 1]
     if not wrong:
@@ -561,7 +563,7 @@ def draw_microbatch(
 
 # A gradient of the reference is treated as zero if its norm is below this share of the norm of all
 # gradients. The values of such a gradient are rounding noise. An example is the gradient of a key's
-# bias without rotary embeddings. The measured gradient must be below this share too.
+# bias without rotary embeddings. The measured gradient of the same tensor must be that small too.
 NEGLIGIBLE = 1e-6
 # Name of the entry for all tensors together.
 TOTAL = "all of them together"
@@ -587,10 +589,10 @@ class Distance(NamedTuple):
 def distances(
     measured: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]
 ) -> dict[str, Distance]:
-    """Map the name of each gradient to its distance, and TOTAL to that of all gradients.
+    """Map the name of each gradient to its distance, and TOTAL to the distance of all together.
 
     A gradient that is present in only one of `measured` and `reference` is treated as zero in the
-    other one. An example is the gradient of a head that is tied in one of the models only.
+    other one. An example is the gradient of an LM head that is tied in only one of the models.
     Gradients that are missing in both are skipped. If gradients are sharded, all ranks must call
     this function.
     """
@@ -628,13 +630,12 @@ def distances(
 def judge(
     measured: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float
 ) -> list[Compared]:
-    """Compare the error of each tensor with its tolerance, and the error of all tensors together.
+    """Compare the gradient error of each tensor, and of all tensors together, with its tolerance.
 
     The tolerance of a tensor is derived from the largest of three errors of BF16: the error in this
-    tensor, the root mean square of the errors in the same tensors of all layers, and the error in
-    the median tensor.
-    The error in this tensor alone is not sufficient, because it may be small by chance in a tensor
-    of few values or in a gradient whose summands cancel.
+    tensor, the root mean square of the errors in the same tensors of all layers, and the median of
+    the errors in all tensors. The error in this tensor alone is not sufficient, because this error
+    may be small by chance in a tensor of few values or in a gradient whose summands cancel.
 
     Args:
         measured: Distances of the gradients of the model.
@@ -677,17 +678,18 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
     """Context manager that adds noise to parameters whose values are all equal.
 
     The parameters of new norms and biases have equal values. Without noise, the comparison could
-    not detect that two norms are swapped. When the context is left, all values are restored bit for
-    bit.
+    not detect that two norms are swapped. When the caller's `with` statement ends, all values are
+    restored bit for bit.
 
-    Yield the factor by which the inputs of the LM head must be multiplied. It gives the logits of a
-    new model a standard deviation of LOGITS. Without the factor, the logits of a new model would be
-    nearly equal, and an error in the gradient of softmax or penalty would be too small to detect.
-    The factor is 1.0 if no parameter was changed.
+    Yield the factor by which the inputs of the LM head must be multiplied. The factor gives the
+    logits of a new model a standard deviation of LOGITS. Without the factor, the logits of a new
+    model would be nearly equal, and an error in the gradient of softmax or penalty would be too
+    small to detect. The factor is 1.0 if no parameter was changed.
 
     Draws random numbers. All ranks must call this function.
     """
-    torch.manual_seed(0)  # the same seed on all ranks
+    # All ranks use the same seed.
+    torch.manual_seed(0)
     before = []
     for parameter in model.parameters():
         values = local_part(parameter)

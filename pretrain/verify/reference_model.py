@@ -39,10 +39,10 @@ NEAR = 0.25
 def wrong_batches(
     microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool
 ) -> Iterator[str]:
-    """Yield a line for each microbatch that differs from the packs with the same tokens.
+    """Yield an error message for each microbatch with wrong labels, positions or document ends.
 
-    If the microbatches contain a pack more often than `packs`, the additional rows must have no
-    labels.
+    Each row of a microbatch is compared with the pack that has the same tokens. If a pack occurs in
+    more rows than in `packs`, the additional rows must have no labels.
 
     Args:
         microbatches: Microbatches of one step.
@@ -135,16 +135,16 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
 def _follow_recorded_choices(
     router: Any, experts: Any, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Use the experts that the compared model has chosen for a token, if only rounding differs.
+    """Use the experts that the compared model has chosen, if its choice differs only by rounding.
 
     This is a forward pre-hook of the reference's experts. If the compared model has chosen other
     experts for a token than `router`, and the logits are nearly equal (`NEAR`), the token is sent
     to the experts of the compared model. The weights of these experts are recomputed from the
-    scores of `router`. If weights are normalized shares, their sum does not change. All other
-    tokens keep the choice of `router`. So if the logits are not nearly equal and the compared model
-    has sent the token to another expert, gradients differ and the comparison shows the error.
+    scores of `router`. If the router normalizes the weights, the sum of the weights does not
+    change. All other tokens keep the choice of `router`. So if a router of the compared model is
+    wrong, the gradients differ and the comparison finds the fault.
 
-    Return the new inputs, or None if no choices were recorded.
+    Return the new inputs, or None if there are no recorded choices for these tokens.
 
     inputs: hidden states [tokens, hidden], chosen experts and their weights [tokens, choices].
     """
@@ -155,8 +155,8 @@ def _follow_recorded_choices(
     logits = router.router_logits.float()
     least_logit = logits.gather(1, chosen).amin(1)
     is_near = least_logit - logits.gather(1, recorded).amin(1) <= NEAR * logits.std(1).mean()
-    # Some routers add a bias to the logits or choose among groups. The logits then do not explain
-    # the choice of the router, and the choice of the compared model is accepted.
+    # Some routers add a bias to the logits or first choose groups of experts. If the logits do not
+    # explain the choice of the router, accept every choice of the compared model.
     is_near |= (least_logit < logits.topk(chosen.shape[1]).values[:, -1]).any()
     differs = (recorded.sort(1).values != chosen.sort(1).values).any(1)
     moved = (is_near & differs).nonzero()[:, 0]
@@ -199,12 +199,15 @@ def reference_pass(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run forward and backward of each document separately.
 
-    The loss of a token has up to three terms: the cross-entropy, the penalty of `loss` with a
-    weight of 1.0 if its weight in the settings is not 0.0, and the token's part of the router loss
-    of its microbatch if the model's configuration enables the router loss.
+    The loss of a token is the sum of up to three terms:
 
-    The gradients of the documents are summed in FP32, even if the parameters are BF16. The errors
-    of a BF16 model therefore come from single documents, and not from this sum.
+    * the cross-entropy,
+    * the penalty, with a weight of 1.0, if `loss.penalty_weight` is not 0.0,
+    * the token's share of the router loss of its microbatch, if the model's configuration enables
+      the router loss.
+
+    The gradients of the documents are summed in FP32, even if the parameters are BF16. So this sum
+    does not add to the measured errors of a BF16 model.
 
     Args:
         plain: Reference model.
@@ -241,7 +244,8 @@ def reference_pass(
         token_losses.sum().backward()
         losses.append(token_losses.detach())
         for name, parameter in parameters.items():
-            if parameter.grad is not None:  # None for an expert that no token has chosen
+            # An expert that no token has chosen has no gradient.
+            if parameter.grad is not None:
                 gradients[name] += parameter.grad
             parameter.grad = None
     return torch.cat(losses), gradients
@@ -262,7 +266,7 @@ def _penalty(logits: Tensor, loss: LossSettings) -> Tensor:
 def _output_of(plain: PreTrainedModel, document: Document, head_factor: float = 1.0) -> Any:
     """Return the model's output for one document.
 
-    The output's logits [labels, vocabulary] are those of the tokens with a label.
+    The output has logits [labels, vocabulary] only for tokens with a label.
     """
     for (_, experts), choices in zip(stacked_experts(plain), document.choices, strict=False):
         vars(experts)["recorded_choices"] = choices
@@ -282,10 +286,10 @@ def _with_expert_load(
 ) -> Iterator[tuple[Document, Tensor | None]]:
     """Yield one tuple (document, load) for each document.
 
-    `load` is the load of each expert in the microbatch of the document, FP32 [experts]. In one
-    layer, it is the number of tokens that chose the expert, divided by the number of all tokens.
-    Only tokens with a label are counted. The loads of all layers are averaged. `load` is None if
-    the model's configuration does not enable the router loss.
+    `load` has the load of each expert in the microbatch of the document, FP32 [experts]. The load
+    is the number of tokens that chose the expert, divided by the number of all tokens, and averaged
+    over the layers. Only tokens with a label are counted. `load` is None if the model's
+    configuration does not enable the router loss.
     """
     for documents in microbatches:
         load = None

@@ -33,7 +33,8 @@ CODES: dict[str, Array] = {
     "E5M2": torch.arange(0x7C, dtype=torch.uint8).view(torch.float8_e5m2).double().numpy(),
     "E2M1": np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
 }
-# Relative difference up to which 4over6 may take two errors of a block as equal.
+# 4over6 tries two scales for each block, and chooses the scale with the smaller error. If the
+# relative difference of the two errors is at most this number, either choice is accepted.
 CLOSE = 1e-5
 # Diagonal of the sign matrix of the random Hadamard transform. The signs are Transformer Engine's.
 SIGNS = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])
@@ -131,7 +132,7 @@ def differing_share(
             _over_blocks(np.add, (reference - summed_last.float().cpu()).numpy() ** power, scaling)
             for reference in references
         )
-        # Either scale is right if the errors are equal up to rounding.
+        # If the two errors are equal up to rounding, accept the choice of training's quantizer.
         is_four = np.where(
             np.isclose(four, six, rtol=CLOSE, atol=0), codes == references[1], four < six
         )
@@ -164,9 +165,10 @@ def quantize_dequantize(
         uniform: Random numbers in [0, 1) of the shape of `x`, for stochastic rounding. With None,
             values are rounded to nearest.
         transform: True to multiply each 16 values by the Hadamard matrix first.
-        row_scaled: True if each row has a tensor scale of its own, in NVFP4.
+        row_scaled: True if each row has its own tensor scale (NVFP4 only).
         largest: Largest block scale of NVFP4, before it is multiplied by `factor`.
-        factor: Factor of the block scales with which 4over6 tries to quantize. None without 4over6.
+        factor: Number by which the block scales are multiplied for a trial of 4over6. None without
+            4over6.
     """
     values = (_hadamard(x) if transform else x).float().cpu().numpy()
     codes = CODES[format_name]
@@ -175,7 +177,7 @@ def quantize_dequantize(
     if scaling.kind == "E4M3":
         maximum = codes[-1] * largest
         tensor_decode = (amax / maximum).astype(np.float32)
-        # Zeros have an encoding scale of 1.
+        # If all values are zero, the encoding scale is 1.
         tensor_encode = np.divide(maximum, amax, out=np.ones_like(amax), where=amax > 0)
         encode, decode = _block_scales_of_nvfp4(
             _over_blocks(np.maximum, values, scaling), tensor_encode.astype(np.float32), factor
@@ -220,9 +222,9 @@ def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
 
 
 def _over_blocks(function: np.ufunc, values: Array, scaling: Scaling) -> Array:
-    """Return an array that has the shape of `values` and one value per block.
+    """Reduce the magnitudes of each block with `function`.
 
-    This value is the result of `function` over the magnitudes of the block.
+    Return an array with the shape of `values`. Each element is the result of its block.
     """
     size = scaling.block or values.shape[1]
     height = size if scaling.square else 1
@@ -232,7 +234,7 @@ def _over_blocks(function: np.ufunc, values: Array, scaling: Scaling) -> Array:
 
 
 def _fp32_scales(block_amax: Array, maximum: float, overflow: float) -> Array:
-    """Return the FP32 encoding scale of each value: `maximum` / `block_amax`, and 1 for zeros.
+    """Return the FP32 encoding scale of each value: `maximum` / `block_amax`, or 1 in a zero block.
 
     A quotient that is too large for FP32 becomes `overflow`, the largest number of the operand's
     dtype, as in Transformer Engine's kernels.
@@ -248,8 +250,8 @@ def _block_scales_of_nvfp4(
 ) -> tuple[Array, Array]:
     """Return the encoding scale and the decoding scale of each value in NVFP4.
 
-    The decoding scales are E4M3 values. The order of operations is that of Transformer Engine's
-    NVFP4QuantizerRef. Another order would give other codes, because the rounding differs.
+    The decoding scales are E4M3 values. The order of operations is the same as in Transformer
+    Engine's NVFP4QuantizerRef. Another order would give other codes, because the rounding differs.
 
     Args:
         block_amax: Largest magnitude of each value's block.
