@@ -61,7 +61,7 @@ def row(path: Path) -> list[str]:
     return [
         f"[`{path.stem}`](../recipes/{path.name})",
         recipe.model.source or recipe.model.config["model_type"],
-                f"epochs: {train.epochs:g}" if train.epochs else count(tokens),
+        f"epochs: {train.epochs:g}" if train.epochs else count(tokens),
         data.source or datasets or str(data.packs),
         source_lines[0].removeprefix("Source: ").rstrip(".") if source_lines else UNKNOWN,
         summary(path),
