@@ -21,8 +21,8 @@ at the top of each file describes how to start the training, and the source of i
 * `base: other.yaml` at the top of a recipe includes another recipe, whose keys the recipe can
   override ([settings.md](settings.md)).
 * `--plan` at the end of the command predicts time and memory ([planning.md](planning.md)).
-* `source` is the title of the published document from which the recipe's figures are taken. If a
-  comment says that a number in the document is wrong, we have calculated the number again.
+* `source` is the title of the published document whose figures the recipe uses. If a figure in the
+  document is wrong, the comment of the recipe gives the correct figure.
 * Tests load each recipe, and train a tiny model of each kind. We have trained only `smoke` and
   `tinyshakespeare` to their end. Most other recipes need datasets or models from the hub.
 * Gated models, such as Llama, need `hf auth login` and their licence.
@@ -61,7 +61,7 @@ def row(path: Path) -> list[str]:
     return [
         f"[`{path.stem}`](../recipes/{path.name})",
         recipe.model.source or recipe.model.config["model_type"],
-        f"{train.epochs:g} epochs" if train.epochs else count(tokens),
+        f"epochs: {train.epochs:g}" if train.epochs else count(tokens),
         data.source or datasets or str(data.packs),
         source_lines[0].removeprefix("Source: ").rstrip(".") if source_lines else UNKNOWN,
         summary(path),
