@@ -77,7 +77,8 @@ class CommandParser(argparse.ArgumentParser):
         arguments = list(itertools.takewhile("--".__ne__, given))
         for text, after in zip(arguments, [*arguments, ""][1:], strict=True):
             name, _, value = text.partition("=")
-            # As argparse does, accept abbreviated options, and take a text with spaces as a value.
+            # Like argparse, accept an abbreviated option, and treat an argument with a space as a
+            # value and not as an option.
             is_known = any(option.startswith(name) for option in self._option_string_actions)
             if name.startswith("--") and not is_known and " " not in text and not self._subparsers:
                 meant = self.suggest(name.removeprefix("--").replace("-", "_"), value or after)
@@ -88,7 +89,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return the option that was probably meant by an unknown option, or None.
 
         name: the unknown option, with `_` for `-`.
-        value: the text after the option, which may be its value.
+        value: the text after `=`, or the next argument. It may be the value of the option.
         """
         options = {
             option.removeprefix("--").replace("-", "_"): option
@@ -136,7 +137,10 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
 
 
 def _write_status(status: int) -> None:
-    """Write an exit status to the file of PRETRAIN_STATUS_FILE, if it is set, on rank 0."""
+    """Write an exit status to the file that PRETRAIN_STATUS_FILE names, on global rank 0.
+
+    On the other ranks, and if the variable is not set, do nothing.
+    """
     path = os.environ.get("PRETRAIN_STATUS_FILE")
     if path and os.environ.get("RANK", "0") == "0":
         Path(path).write_text(f"{status}\n", encoding="utf-8")
@@ -160,9 +164,10 @@ def end_process(status: int) -> NoReturn:
 def end_after_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> NoReturn:
-    """Print the traceback of an error and end this process. Assign this to `sys.excepthook`.
+    """Print the traceback of an error and end this process with the exit status 1.
 
-    The status is 1. It is also written to the file of PRETRAIN_STATUS_FILE (see `run_command`).
+    Assign this function to `sys.excepthook`. Before the process ends, `_write_status` writes the
+    status to a file.
     """
     sys.__excepthook__(kind, error, trace)
     _write_status(1)
@@ -200,9 +205,8 @@ def _record_first(message: str, status: int, error_file: Path) -> None:
     first = error_file.parent.parent / "first_message"
     with contextlib.suppress(FileExistsError):
         first.touch(exist_ok=False)
-        # Record a time that is one second ago, so that torchrun shows this failure last. torchrun
-        # shows the earliest failure last, and uses the present time for ranks without a record.
-        # Times are whole seconds.
+        # torchrun shows the earliest failure last, and assigns the present time to ranks without a
+        # record. So subtract one second, the unit of these times, to show this failure last.
         details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
         record = {"message": {"message": message, "errorCode": status, "extraInfo": details}}
         error_file.write_text(json.dumps(record), encoding="utf-8")

@@ -110,7 +110,7 @@ def serve() -> None:
 def open_log(path: Path) -> BinaryIO:
     """Open a log file for appending. Lock it until all processes that write to it have ended."""
     log = path.open("ab")
-    # On a file system without locks, leave the log unlocked.
+    # Leave the log unlocked if the file system has no locks or another process holds the lock.
     with suppress(OSError):
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return log

@@ -21,9 +21,8 @@ from foundation.errors import InputError
 class _Loader(yaml.CSafeLoader):
     """YAML loader that rejects repeated keys and reads `1e6`, `1e-5` and `1.0e6` as numbers.
 
-    PyYAML's own loaders use the last of several equal keys without a message. These
-    loaders read a number with an exponent as a text, unless the number has both a dot and a sign
-    after the `e`.
+    PyYAML's own loaders silently use the last of several equal keys. PyYAML's loaders also read a
+    number with an exponent as a text, unless the number has both a dot and a sign after the `e`.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -90,9 +89,9 @@ def load_with_bases(
 
     The key `base` of a file is the path of its base file, relative to the folder of the file.
     Returns a list of pairs (path, values), one for each file, with the deepest base first. `values`
-    has no key `base`. `above` is for recursive calls: the files that have `path` as their base,
-    directly or through other files. Raises InputError if a file cannot be read, or if a file is its
-    own base, directly or through other files.
+    has no key `base`. Only recursive calls set `above`, the paths of the files that have `path` as
+    their base, directly or through other files. Raises InputError if a file cannot be read, or if a
+    file is its own base, directly or through other files.
     """
     path = Path(path)
     values = load_yaml(path, f"if this is data and not a recipe, set data.source={path}")

@@ -122,7 +122,7 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
 
     The result is the first key that is found in this order: a key with the same name, the key for a
     name that another program uses (`OTHER_NAMES` of `cls`), a key with a similar name. If several
-    sections have a key with that name, the key in the section `keys` is preferred.
+    sections have keys with equal names, the key in the section `keys` is preferred.
     """
     section = ".".join(keys)
     by_name: dict[str, str] = {}
@@ -149,7 +149,10 @@ def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union and of its nested unions, or any other annotation alone."""
+    """Return the members of a union, including the members of nested unions.
+
+    For an annotation that is not a union, return a tuple with this annotation.
+    """
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):

@@ -37,7 +37,7 @@ class Timeline:
 
     def restart(self) -> None:
         """Measure from the launch of this process. A forked process calls this method."""
-        # Map each part to its seconds, from the launch to `end`. Empty until `end` is called.
+        # Map each part to its seconds. The dict is empty until `end` is called.
         self.start: dict[str, float] = {}
         self._seconds = defaultdict[str, float](float)
         # The innermost part is the last one.

@@ -103,5 +103,5 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
 
 
 def or_dash(value: Any, form: Callable[[Any], str] = str) -> str:
-    """Return `form(value)`, or a dash if the value is None."""
+    """Format a value with the function `form`. Return a dash if the value is None."""
     return UNKNOWN if value is None else form(value)

@@ -70,7 +70,8 @@ class Packs:
     # SHA-256 that identifies the training data. Equal fingerprints mean equal packs in equal order.
     fingerprint: str
     # Description of the tokenizer, with the keys name, fingerprint, vocab_size, bos_id, eos_id and
-    # pad_id. Keys that the format does not record are missing. None: the format records none.
+    # pad_id. Keys that the format does not record are missing. If the format does not record a
+    # tokenizer, the value is None.
     tokenizer: dict[str, Any] | None = None
 
     def __len__(self) -> int:

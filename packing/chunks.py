@@ -68,8 +68,8 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.input_stream(str(path), compression=compression)
 
 
-# Defaults of `data.messages` (as YAML) by the columns of a dataset. A dataset has chats if it has
-# all columns of a key. If several keys match, the first one is used.
+# Map columns of a dataset to the default of `data.messages` (as YAML). A dataset that has all
+# columns of an entry is read as chats. If several entries match, the first one is used.
 CHAT_COLUMNS = {
     ("messages",): "messages",
     ("conversations",): "conversations",
@@ -186,8 +186,8 @@ def tokenize(
         tokens=len(tokens),
         trained=int(np.count_nonzero(tokens < UNTRAINED)),
         unknown=int(np.count_nonzero(tokens & ~UNTRAINED == tokenizer.unknown)),
-        # Number of records without tokens. If records have several documents, `encoded` may be
-        # longer than `documents`. In this case, no record is counted as empty.
+        # Number of records without tokens. A record of token ids may have several documents. So if
+        # `encoded` has more documents than there are records, no record is counted as empty.
         empty=max(0, len(documents) - len(encoded)),
     )
     return Tokens(

@@ -152,7 +152,7 @@ class Shard(Packs):
         return data, offsets
 
     def content_hash(self) -> str:
-        """Return the SHA-256 of the decompressed content, without storing it on the disk."""
+        """Return the SHA-256 of the decompressed content. Write nothing to the disk."""
         with self._stream(f"{self.path}: cannot be read") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 

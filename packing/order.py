@@ -34,7 +34,7 @@ _PARTS = 1 << 24
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Return the indices 0 to count - 1, or `most` evenly spaced ones if `count` is larger."""
+    """Return all indices 0 to count - 1, or `most` evenly spaced ones if `count` exceeds `most`."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
 
 
@@ -107,16 +107,17 @@ class Mixture:
 class Order:
     """The endless stream of packs, divided into steps.
 
-    The index of a pack counts all packs of earlier sources, and then the earlier packs of its own
-    source. Within an epoch of a source, no pack is dropped or repeated. A step that reaches the end
-    of an epoch continues with the first packs of the next epoch.
+    Packs are numbered source by source: first all packs of the first source, then all packs of the
+    second source, and so on. Within an epoch of a source, no pack is dropped or repeated. A step
+    that reaches the end of an epoch continues with the first packs of the next epoch.
     """
 
     mixture: Mixture
     packs_per_step: int
     seed: int
-    # Place of step 0 in the stream. It is not 0 if the number of packs per step has changed during
-    # the training, and negative if earlier steps had fewer packs.
+    # Place of step 0 in the stream if all steps had `packs_per_step` packs. It is 0, unless the
+    # number of packs per step has changed during the training. It is negative if earlier steps had
+    # fewer packs.
     shift: int = 0
 
     def places_of_step(self, step: int) -> range:
@@ -137,9 +138,10 @@ class Order:
         return packs
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Return the indices of the packs at `places` in the stream of source `number` alone.
+        """Return the indices of the packs of source `number` at `places`.
 
-        `places` is an ascending int64 array. The result is int64 and has the same shape.
+        `places` is an ascending int64 array of places among the packs of this source alone. The
+        result is int64 and has the same shape.
         """
         key = splitmix64(np.asarray([self.seed]).astype(np.uint64))
         # Mix the number of the source into the key. Otherwise, sources of equal size would go
@@ -154,7 +156,7 @@ class Order:
         return first + permute(within, count, splitmix64(key + epoch.astype(np.uint64)))
 
     def stop_waiting(self) -> None:
-        """Stop a thread that waits for packs. Do nothing here, because prepared packs exist."""
+        """Do nothing, because all packs exist and no thread waits. `StreamOrder` overrides this."""
 
     def epoch_of(self, step: int) -> float:
         """Return the number of packs before `step`, divided by the number of packs in all sources.

@@ -86,8 +86,8 @@ class PackMaker(AbstractContextManager):
         """Return all values that determine the tokens of this source.
 
         The setting `on_bad_line` is not included. So if a record cannot be read after hours of
-        work, the user can set `on_bad_line` to `skip` and continue from this record. The hash of
-        the records includes the content of a chat template's file.
+        work, the user can set `on_bad_line` to `skip` and continue from this record. The value
+        `records` is the hash of the rule that reads records, including its chat template.
         """
         excluded = {"on_bad_line", "source", "tokenizer"}
         return self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - excluded) | {

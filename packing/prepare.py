@@ -59,7 +59,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             "data.source and data.tokenizer are not set, so no packs can be prepared; set both"
         )
     for part in all_parts(settings):
-        # Packs without a source already exist.
+        # Without a source, the packs of a part already exist.
         if part.source is None:
             continue
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
@@ -128,7 +128,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
         return False
     if not (packs / MANIFEST).is_file():
         raise InputError(
-            f"{packs}: exists, but has no packs that were prepared; "
+            f"{packs}: this folder exists, but has no prepared packs; "
             "set data.packs to another folder"
         )
     manifest = read_manifest(packs)
@@ -141,9 +141,9 @@ def holds_packs_of(settings: DataSettings) -> bool:
     # made, and the settings now name the same column.
     if requested["messages"] == manifest["statistics"].get("chat_columns", ""):
         requested["messages"] = recorded["messages"]
-    # Compare the fingerprints of the tokenizers instead of their names. An equal name suffices if
-    # no file or folder has this name, because packs may be copied to a machine without their
-    # tokenizer.
+    # Compare the fingerprints of the tokenizers if their names differ, or if the name is a path,
+    # whose content may have changed. Otherwise do not load the tokenizer: packs may be copied to a
+    # machine that does not have it.
     if recorded["tokenizer"] != requested["tokenizer"] or Path(str(settings.tokenizer)).exists():
         recorded["tokenizer"] = manifest["tokenizer"]["fingerprint"]
         requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint
@@ -302,7 +302,7 @@ def summary(manifest: dict[str, Any]) -> str:
     values = {
         **manifest["statistics"],
         "tokenizer": (manifest["tokenizer"] or {}).get("name"),
-        # Hide the statistics of a stream, a nested dict: false values are skipped below.
+        # Do not print the nested dict with the statistics of a stream. None is skipped below.
         "stream": None,
     }
     if "fill" in values:

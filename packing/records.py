@@ -37,7 +37,8 @@ from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
 UNTRAINED = np.uint32(1 << 31)
 # Name of a chat template's file, beside a tokenizer.json.
 CHAT_TEMPLATE = "chat_template.jinja"
-# Folder in which transformers 5 writes the other chat templates of a tokenizer, one file for each.
+# Folder in which transformers 5 writes all chat templates of a tokenizer except the default one.
+# Each template is a file.
 _NAMED_TEMPLATES = "additional_chat_templates"
 # Prefix of every template. Templates read the date with `strftime_now`. The prefix makes this name
 # undefined, because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
@@ -424,7 +425,7 @@ class TokenColumns(Records):
     document, and which have a loss. A record may have several documents.
     """
 
-    # Column with the token ids, or -100 for a token without a loss.
+    # Name of the column of labels. A label is the id of the token, or -100 for no loss.
     labels: str
     # Number of token ids that the tokenizer has.
     vocabulary: int

@@ -80,9 +80,9 @@ class SourceSettings(Settings):
     # document. A special token in the text, such as `<|endoftext|>`, becomes the id of the token,
     # as is the default at Hugging Face.
     text: str = "text"
-    # Chats instead of `text`: a column with a list of {role, content}, or a list of two entries,
+    # Chats instead of `text`: either one column with a list of {role, content}, or two entries,
     # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
-    # assistant's messages are part of the loss. null: chats are recognised by their columns.
+    # assistant's messages have a loss. null: chats are recognised by their columns.
     messages: str | tuple[str, ...] | None = None
     # Template of chats: plain, chatml, a Jinja file, the name of one of the tokenizer's templates,
     # or a template itself; null: the tokenizer's only template, or its template named default.
@@ -91,8 +91,8 @@ class SourceSettings(Settings):
     # Tokens instead of `text`: a column with the token ids of a record. `tokenizer` must be the one
     # that made these ids.
     input_ids: str | None = None
-    # Column with the token ids of `input_ids`, or -100 for a token without a loss; null: the column
-    # `labels`, if the source has it. docs/data.md lists other columns that are read.
+    # Column of labels for `input_ids`: the token id, or -100 for a token without a loss; null: the
+    # column `labels`, if the source has it. docs/data.md lists other columns that are read.
     labels: str | None = None
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
@@ -270,8 +270,9 @@ class DataSettings(SourceSettings):
 def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
     """Return True if two sources have a common file, or if one contains the other.
 
-    Sources with equal paths must also have equal `subset` and `split`. If a source is inside of a
-    dataset of `save_to_disk`, return False, because folders inside of the dataset are splits.
+    If both sources have the same path, return True only if their `subset` and `split` are equal. If
+    a source is inside of a dataset of `save_to_disk`, return False, because the folders in such a
+    dataset are splits.
     """
     first, second = (
         {Path(os.path.realpath(path)) for path in matching_files(name) or [Path(name)]}
@@ -293,8 +294,8 @@ def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
 def _filled(data: dict[str, Any], source: Any) -> Any:
     """Return `source`, with missing keys taken from the `data` section.
 
-    If `source` sets the kind of its records, keys of other kinds are not taken. If its key `source`
-    differs from the one of `data`, `subset` and `split` are not taken.
+    If `source` sets the kind of its records, keys of other kinds are not taken. The keys `subset`
+    and `split` are not taken if `data` sets another `source`.
     """
     # Return a source without a key `source` unchanged, because its packs already exist.
     if not isinstance(source, dict) or source.get("source") is None:
@@ -310,7 +311,7 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
 
 
 # TOKEN_KEYS are settings that determine the tokens of a source. LAYOUT_KEYS are settings that
-# determine which pack has a token.
+# determine how the tokens are divided into packs.
 TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
 LAYOUT_KEYS = ("length", "packing", "held_out")
 

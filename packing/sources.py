@@ -276,7 +276,7 @@ class FileSource:
             if stream.seekable():
                 stream.seek(at)
             else:
-                # Decompress a compressed file up to the place, because it cannot seek.
+                # Read a compressed file up to the place, because its stream cannot seek.
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
@@ -505,7 +505,7 @@ def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
     """Yield the rows of the CSV or TSV file `path`, without blank lines.
 
     Raises InputError for a row with another number of fields than the first row, and for a quoted
-    field that does not end. A stray quote before a field would otherwise merge rows.
+    field that does not end. Without these checks, a stray quote before a field would merge rows.
     """
     csv.field_size_limit(_MOST_FIELD)
     rows = csv.reader(

@@ -85,7 +85,10 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
 def _part(
     settings: DataSettings, source: SourceSettings, packs: Path, **changes: Any
 ) -> DataSettings:
-    """Return a copy of `settings` for one source, with a folder for its packs and other changes."""
+    """Return a copy of `settings` for one source, whose packs are in the folder `packs`.
+
+    `changes` maps the names of other settings to their values for this source.
+    """
     values = {key: getattr(source, key) for key in SourceSettings.model_fields}
     return settings.model_copy(
         update=values | {"sources": None, "validation": None, "packs": packs} | changes
@@ -103,7 +106,10 @@ def folder_of(part: DataSettings) -> Path:
 
 
 def is_there(folder: Path) -> bool:
-    """Return True if `folder` exists and is not empty. Packs may be prepared in an empty folder."""
+    """Return True if `folder` exists and is not empty.
+
+    An empty folder is treated as absent, because packs may be prepared in it.
+    """
     return any(folder.iterdir()) if folder.is_dir() else folder.exists()
 
 

@@ -48,7 +48,7 @@ from packing.settings import DataSettings
 POSITION = "position.json"
 # Lock of the run that reads the stream.
 RUN_LOCK = ".lock"
-# Number of packs that a stream reports, because its real number is not known.
+# Number of packs that `len` returns for a stream. The real number is not known.
 ENDLESS = 2**62
 # Seconds between two checks whether a part exists.
 POLL_SECONDS = 0.05
@@ -81,7 +81,8 @@ class Part:
     """An opened part of a stream on the disk."""
 
     start: PartStart
-    # Start of the next part. Its `epoch` is also the epoch of the documents in this part.
+    # Start of the next part. All documents of this part are from the epoch `after.epoch`, because
+    # a part ends at the end of the source.
     after: PartStart
     packs: ArrowPacks
 
@@ -308,9 +309,9 @@ class SourceStream:
 class StreamedPacks(Packs):
     """The packs of one or several streamed sources.
 
-    Pack n of source s has the index n * S + s, where S is the number of sources. `order` returns a
-    `StreamOrder`. Its method `packs_of_step` waits until the packs of a step exist. Call this
-    method before the packs of the step are read.
+    Pack n of source s has the index n * S + s, where S is the number of sources. Before the packs
+    of a step are read, call `packs_of_step` of the `StreamOrder` that `order` returns. This call
+    waits until the packs exist.
     """
 
     def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
@@ -423,10 +424,13 @@ class StreamOrder(Order):
             self.packs.packer.check()
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Return the indices of a source's packs at `places`. Each part has its own order."""
+        """Return the indices of the packs of source `number` at `places`. See `Order`.
+
+        The packs of each part are shuffled separately.
+        """
         source = list(self.packs.sources.values())[number]
         # The key includes the number of the source and, in the loop below, the number of the part.
-        # So two sources have different orders, and so have two epochs of a source.
+        # So the order differs between sources, and between two epochs of one source.
         key = splitmix64(
             splitmix64(splitmix64(np.array([self.seed], np.uint64)) + np.uint64(number))
         )
@@ -447,7 +451,7 @@ class StreamOrder(Order):
         return {name: float(part.after.epoch) for name, part in self._parts_before(step).items()}
 
     def epoch_of(self, step: int) -> float:
-        """Return the smallest of the sources' epochs before `step`."""
+        """Return the smallest number of completed epochs of a source before `step`."""
         return min(self.epochs(step).values())
 
     def figures(self, step: int) -> dict[str, float]:

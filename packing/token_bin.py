@@ -18,9 +18,9 @@ from packing.arrow import Pack, Packs, checked_index
 
 # Number of uint16 values from which the dtype is inferred.
 _SAMPLED_TOKENS = 2**20
-# With fewer values, assume uint16: all high words may be small by chance.
+# If a file has fewer values, uint16 is assumed, because every second value may be small by chance.
 _FEWEST_TOKENS = 64
-# In a uint32 file with a vocabulary below 2^20, the upper 16 bits of each id are less than this.
+# The upper 16 bits of every uint32 id below 2^20 are less than this number.
 _HIGH_WORD_LIMIT = 16
 # Size of llm.c's header in bytes.
 _HEADER_BYTES = 1024
@@ -54,8 +54,8 @@ class TokenBin(Packs):
         # The third number of a header is the number of tokens.
         if rest or tokens == 0 or (has_header and tokens != header[2]):
             raise InputError(
-                f"{self.path}: the file is truncated: {size} bytes are not the {dtype} tokens of a "
-                "complete file; write or copy the file again"
+                f"{self.path}: the file is truncated: it has {size} bytes of {dtype} tokens, which "
+                "is not the size of a complete file; write or copy the file again"
             )
         self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), "r", start)
         self.fingerprint = hash_of([hash_file(self.path, "xxh3_128"), dtype, length, end_token])
@@ -75,7 +75,12 @@ class TokenBin(Packs):
 
 
 def _dtype_of(path: Path) -> str:
-    """Infer the dtype of a token file: "uint32" if every other uint16 is small, else "uint16"."""
+    """Return "uint32" or "uint16", the dtype that a token file without a header probably has.
+
+    The beginning of the file is read as uint16 values. In a uint32 file, the second value of each
+    pair has the upper 16 bits of an id. So the dtype is "uint32" if the second values of all pairs
+    are below _HIGH_WORD_LIMIT, and a first value is not.
+    """
     sample = np.fromfile(path, "<u2", _SAMPLED_TOKENS)
     if len(sample) < _FEWEST_TOKENS:
         return "uint16"

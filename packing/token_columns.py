@@ -17,7 +17,7 @@ from packing.arrow import IGNORE
 # Column with 0 for padding. Any other token has 1, or the number of its document. Some writers
 # store the lengths of the documents in this column instead.
 MASK = "attention_mask"
-# Column with the token ids, or -100 for tokens without a loss.
+# Column of labels. A label is the id of the token, or -100 for a token without a loss.
 LABELS = "labels"
 # Columns with 1 for tokens with a loss, and 0 for other tokens.
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "label_mask")
@@ -30,7 +30,10 @@ def _from_lengths(lengths: np.ndarray) -> np.ndarray:
 
 
 def _from_offsets(ends: np.ndarray) -> np.ndarray:
-    """Return the number of each token's document. Some writers pad the offsets `ends` with -1."""
+    """Return, for each token, the number of its document.
+
+    `ends` has 0 and the offset after each document. Some writers pad it with -1.
+    """
     return _from_lengths(np.diff(ends[ends >= 0]))
 
 
@@ -63,7 +66,7 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
     given = np.asarray(values)
     numbers = given
     if given.dtype.kind in "bf":
-        # NaN and infinity would print a warning.
+        # Let NumPy print no warning for NaN and infinity, which are rejected below.
         with np.errstate(invalid="ignore"):
             numbers = given.astype(np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or (numbers != given).any():

@@ -160,9 +160,9 @@ def find_file(tokenizer: str, name: str) -> Path | None:
 
     `tokenizer` is a folder, the path of a tokenizer.json, or the name of a hub repository. A file
     of a hub repository is downloaded, or found in the cache of earlier downloads. Returns None if
-    the tokenizer has no such file. Raises InputError if the hub cannot be reached and the file is
-    not in the cache, because token ids must not depend on the network. For a template (`.jinja`),
-    None is returned in this case too.
+    the tokenizer has no such file. If the hub cannot be reached and the file is not in the cache,
+    returns None for a template (`.jinja`), and raises InputError for any other file, because token
+    ids must not depend on the network.
     """
     path = Path(tokenizer)
     if path.exists():
@@ -210,9 +210,9 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer of `vocabulary` tokens on `texts`.
 
-    The trained tokens are the end-of-text token (id 0), the tokens of `special`, the 256 bytes, and
-    merges of bytes. The same texts in the same order give the same tokenizer. If there is little
-    text, the tokenizer may have fewer tokens than `vocabulary`.
+    The tokens are the end-of-text token (id 0), the tokens of `special`, the 256 bytes, and merges
+    of bytes. The same texts in the same order give the same tokenizer. If there is little text, the
+    tokenizer may have fewer tokens than `vocabulary`.
     """
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(

@@ -81,7 +81,7 @@ def test_tokens_behind_a_header_of_llm_c(tmp_path, magic, dtype):
     packs = TokenBin(path, 10)
     assert len(packs) == 10 and packs[0].input_ids.tolist() == tokens[:10].tolist()
     path.write_bytes(header.tobytes() + tokens[:-1].tobytes())
-    with pytest.raises(InputError, match=rf"not the {dtype} tokens of a complete file"):
+    with pytest.raises(InputError, match=rf"bytes of {dtype} tokens, which is not the size"):
         TokenBin(path, 10)
 
 
