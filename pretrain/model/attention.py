@@ -70,8 +70,8 @@ FA4_GENERATIONS = (9, 10)
 # the mean number of tokens of a document, times the number of query heads that share a KV head, is
 # at most LONG. Above this limit, the matrix products of FlashAttention-4 take so long that memory
 # traffic does not matter. Unused entries of cu_seqlens are counted as documents, because the host
-# does not know which entries are unused. For example, 4 packs of one document each are counted as
-# 15 documents.
+# does not know which entries are unused. For example, 4 documents are counted as 15 documents,
+# because cu_seqlens has at least 16 entries.
 LONG = 8192
 # The largest number of query heads per KV head for which `flash_backward_in_parts` computes dk and
 # dv in parts. It calls the kernel once for each query head of a KV head, and more than four calls
@@ -170,8 +170,8 @@ def check(model: PreTrainedModel, length: int) -> None:
     unsupported = sorted({*(layer_types or ())} - supported)
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
-    # Map each reason for a rejection to a value that is true if this reason applies. All texts are
-    # built for every model, even if `sinks` is empty or `cap` is None.
+    # Map each reason for a rejection to a value that is true if this reason applies. All reasons
+    # are formatted for every model, so formatting must not fail without `sinks` or without a `cap`.
     lacking = {
         f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
         "kernels that reset their state at each document": (
@@ -431,17 +431,17 @@ def flash_backward_in_parts(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq [T, H, D], dk and dv. All are contiguous.
+    """Return three contiguous gradients: dq [T, H, D], dk and dv.
 
     A group consists of the query heads that share a KV head. dk and dv are either [T, KV, D], or
     [T, KV, H / KV, D] with one part for each query head of a group. The caller must sum the parts.
 
-    If the kernel gets complete groups, it adds the gradients of the query heads to FP32 sums in
-    memory. To avoid these sums, this function calls the kernel once for each query head of a group.
-    The heads of one call share no KV head, so each gradient is written once. On an H200, with
-    groups of two and documents of 180 tokens, these calls take 911 us, and one call with complete
-    groups takes 1,299 us. With groups of four and documents of 4,096 tokens, one call is faster
-    (benchmarks/results/kernels/h200_kernels_in_parts.json).
+    If one call of the kernel computes all heads of a group, the kernel adds the gradients of the
+    heads to FP32 sums in memory. To avoid these sums, this function calls the kernel once for each
+    query head of a group. The heads of one call share no KV head, so each gradient is written once.
+    On an H200, with groups of two and documents of 180 tokens, the two calls take 911 us together,
+    and a single call for all heads takes 1,299 us. With groups of four and documents of 4,096
+    tokens, a single call is faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
 
     Args:
         d_output: Gradient of the output [T, H, D].

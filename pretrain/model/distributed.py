@@ -55,10 +55,10 @@ def compute_in_a_fixed_order() -> None:
     """Make results on a GPU reproducible bit for bit, for `deterministic: true`.
 
     Call this function before the GPU is used, because cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it
-    starts. Four computations of this project also depend on torch's deterministic mode: the
-    gradients of embedding tables, the backward of FlashAttention-4, the search for the fastest
-    algorithm of a matrix product, and compiled reductions. docs/training.md lists everything that
-    reproducible runs need.
+    starts. This function turns on torch's deterministic mode. Four computations of this project
+    read this mode: the gradients of embedding tables, the backward of FlashAttention-4, the search
+    for the fastest algorithm of a matrix product, and compiled reductions. docs/training.md lists
+    everything that reproducible runs need.
     """
     # The value is the workspace size that torch uses on Hopper.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -8,9 +8,9 @@ also add the gradient of its weight directly to the main gradient. The product t
 gradient of this weight to autograd.
 
 All main gradients of a model are in one allocation. Therefore a run that does not fit into memory
-fails at its start, and one write clears all gradients. A cleared gradient contains -0.0, because a
-sum with -0.0 has the same bits as the other summand. If a gradient contains only -0.0, nothing has
-been added to it, because the sums of matrix products start from +0.0.
+fails at its start, and one write clears all gradients. Clearing writes -0.0, because x + -0.0 has
+the same bits as x. If a gradient contains only -0.0, nothing has been added to it, because matrix
+products start their sums from +0.0, and -0.0 + 0.0 is +0.0.
 
 The main gradients are stored approximately in the order in which backward computes them. Finished
 gradients are therefore contiguous, and ranks exchange them while backward is still running
@@ -229,8 +229,9 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         gradient = gradient.float()
         main = getattr(ctx.table, "main_grad", None)
-        # `index_add_` on a GPU adds in an order that differs from run to run, and it would add the
-        # gradients of padding tokens too. If this matters, compute the gradient of the full table.
+        # Compute the gradient of the full table if the embedding has a padding token, or if results
+        # must be reproducible. `index_add_` would add the gradients of padding tokens, and on a GPU
+        # its order of additions differs from run to run.
         needs_full_gradient = ctx.padding >= 0 or torch.are_deterministic_algorithms_enabled()
         if main is not None and main.is_cuda and not needs_full_gradient:
             # Add the rows of the tokens directly. A gradient of the size of the table would be zero
@@ -290,9 +291,10 @@ class RankSums:
             self._buckets.append(memory[start : last.storage_offset() + last.numel()])
             self._parameter_counts.append(len(members))
             for parameter in members:
-                # This hook runs when a backward has finished all operations that use the parameter,
-                # even if they returned no gradient because they add to the main gradient
-                # themselves. `_add_to_main` runs before this hook, so `.grad` has been added too.
+                # This hook runs when a backward has finished all operations that use the parameter.
+                # It runs even if these operations return no gradient to autograd and add to the
+                # main gradient directly. `_add_to_main` runs before this hook, so the main gradient
+                # contains `.grad` too.
                 node = get_gradient_edge(parameter).node
                 node.register_hook(partial(self._count, bucket))
                 self._gradient_nodes.append(node)

@@ -36,7 +36,7 @@ from pretrain.model.packed import (
 )
 from pretrain.precision.gemm import Gemm
 
-# The number of steps that `auto` times before it decides.
+# With `auto`, the number of steps that are timed before the decision.
 TIMED = 3
 # With `auto`, graphs are used if the host waits only briefly at the end of a step: for less than
 # this fraction of the time that the host needs to launch a microbatch.
@@ -58,8 +58,8 @@ def capture(
 
     The kernels do not run during the capture. Each run of the graph overwrites the result. The
     first capture raises OutOfMemoryError if the free memory is less than the memory that a step
-    without graphs has used. Observed steps need that memory again, in addition to the memory of the
-    graphs.
+    without graphs has used. Graphs need their own memory, because the memory of a step without
+    graphs stays reserved for observed steps.
 
     pool: the memory pool of the earlier graphs, or None if this is the first graph.
     """
@@ -118,7 +118,7 @@ class MicrobatchGraphs:
         return loss
 
     def end_step(self) -> None:
-        """Time the step if `auto` has not decided, and decide after TIMED steps.
+        """With `auto`, record the host's waiting time in this step, and decide after TIMED steps.
 
         Call this method after `compute`, when the host has waited for the gradients of the step.
         """

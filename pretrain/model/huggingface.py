@@ -280,8 +280,8 @@ def _check_effect(
     """Raise InputError if the class of `config` has no `key`, or if `key` has no effect.
 
     Without a source, every key that the class has is accepted, even a key without effect, because
-    published config.json files contain such keys. For example, the value of such a key is null
-    instead of the default, or another key of the file turns the key off.
+    published config.json files contain keys without effect. For example, a file may set a key to
+    null instead of its default, or another key of the file may turn this key off.
 
     Args:
         config: The configuration that is made from `values`.
@@ -377,8 +377,9 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
     The dict identifies the model that a run trains. Example: {"model.source.rms_norm_eps": 1e-6}.
     Only values of the file are returned, because the defaults for missing values depend on the
-    version of transformers. Keys that may differ in the same model are omitted. Return an empty
-    dictionary if the model has no source. Raise InputError if the source does not exist.
+    version of transformers. Keys that do not describe the model, such as paths and versions, are
+    omitted. Return an empty dictionary if the model has no source. Raise InputError if the source
+    does not exist.
     """
     if settings.source is None:
         return {}

@@ -162,8 +162,8 @@ class Routing:
         Values that a router computes from its logits, such as the weights of experts, are then FP32
         too, unless the code of the router rounds them. The matrix product that computes the logits
         still has operands and gradients in the dtype of activations. A router with several matrices
-        is not changed, because it may multiply one of its matrices by the result of another product
-        instead of by activations.
+        is not changed, because the input of one matrix may be the output of another one and not
+        activations.
         """
         # Names of the modules that contain grouped experts. Their routers are in the same modules.
         mixtures = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
@@ -191,7 +191,7 @@ class _LinearInFP32(TorchFunctionMode):
 
 
 def _with_logits_in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the `forward` of a router and computes its linear in FP32."""
+    """Return a function that calls a router's `forward` and computes each `F.linear` in FP32."""
 
     @torch.compiler.disable
     def forward_in_fp32(*inputs: Any, **options: Any) -> Any:

@@ -225,7 +225,8 @@ class Sharding:
         and pass them to FSDP2 again.
         """
         group.fsdp._orig_dtype = self._kept
-        # Keep sums to which an earlier microbatch, or another module of the group, has added.
+        # Do not clear the main gradients if an earlier microbatch, or another module of the group,
+        # has already added to them.
         if group.is_accumulating or group.sums is None:
             return
         if group.shares_memory and any(

@@ -41,9 +41,9 @@ Forward = Callable[..., Any]
 def choose_arithmetic(
     setting: Switch, active: ActivePrecision, device_type: str, context: PrecisionContext
 ) -> tuple[Arithmetic | None, str]:
-    """Return the arithmetic of the model's fused layers, or None if no layer is fused.
+    """Return the arithmetic of the model's fused layers, and the reason if no layer is fused.
 
-    The second result is the text of `not_fused_because` for the audit, or an empty string. Raise
+    The arithmetic is None if no layer is fused. Otherwise the reason is an empty string. Raise
     InputError if `model.fused: on` is impossible.
     """
     if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
@@ -58,10 +58,11 @@ def choose_arithmetic(
 def not_fused_because(
     setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return a text for the audit, such as "none, because model.fused is off".
+    """Return the reason why no layer is fused, as a text for the audit.
 
-    Return None if the arguments allow fused layers. `assess_layer` later checks the architecture of
-    each layer. Raise InputError if `model.fused: on` is impossible.
+    Example: "none, because model.fused is off". Return None if the arguments allow fused layers.
+    `assess_layer` later checks the architecture of each layer. Raise InputError if
+    `model.fused: on` is impossible.
     """
     if setting == "off":
         return "none, because model.fused is off"
@@ -168,14 +169,14 @@ def wrap_layers(
     cast_to: torch.dtype | None,
     compile_layers: bool,
 ) -> None:
-    """Wrap the forward of the model's units: working copies, compilation, gradient checkpointing.
+    """Wrap the forward of each unit to cast parameters, to compile, and to recompute layers.
 
     A unit is an embedding, a decoder layer, or another module with parameters, such as the final
     norm. The LM head is not wrapped, because it casts its own parameters.
 
     Gradient checkpointing is the outermost wrapper. A layer that is recomputed in backward
-    therefore uses working copies as in forward. This does not depend on the gradient checkpointing
-    of transformers.
+    therefore uses working copies as in forward. The gradient checkpointing of transformers is not
+    used.
 
     Args:
         packed: The model, changed in place.

@@ -1,15 +1,15 @@
 """Triton kernels for activations and their gradients. They write operands of matrix products.
 
-If the activation is gated, each row of `hidden` [T, 2 F] has the gate in its first half and up in
-its second half, and the activated values [T, F] are function(gate) * up. Otherwise `hidden` is
-[T, F] and the activated values are function(hidden). The activated values are computed in FP32 from
-BF16 inputs. Each input value is read once. The functions are SiLU, GELU and the approximation of
-GELU by tanh.
+If the activation is gated, the first half of each row of `hidden` [T, 2 F] is called gate, the
+second half is called up, and the activated values [T, F] are function(gate) * up. Otherwise
+`hidden` is [T, F] and the activated values are function(hidden). The activated values are computed
+in FP32 from BF16 inputs. Each input value is read once. The functions are SiLU, GELU and the
+approximation of GELU by tanh.
 
 Backward must read `hidden`, so it can also recompute the activated values. Only the weight gradient
 of the next linear layer reads the transpose of the activated values. Backward writes this
-transpose, so that the transpose takes no memory between forward and backward. The compiler may not
-fuse multiplications with additions, so that forward and backward compute the same bits. Backward
+transpose, so that the transpose takes no memory between forward and backward. The kernels are
+compiled without fused multiply-adds, so that forward and backward compute the same bits. Backward
 can also sum the gradient over the tokens of a tile, for the gradient of a bias.
 
 The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. Like
@@ -102,7 +102,9 @@ def _through_bf16_by_twos(values):
 
 @triton.jit
 def _function(x, function: tl.constexpr):
-    """Return the values and the derivatives of a function of `Activation` at x.
+    """Return the values and the derivatives of an activation function at x.
+
+    `function` is the name of the activation function, as in `Activation.function`.
 
     SiLU and the approximation of GELU are x s, where s is the sigmoid of an inner function of x.
     Their derivative is s + x s (1 - s) inner'. For SiLU, the inner function is x. For the
@@ -148,7 +150,10 @@ def _activate(gate, up, function: tl.constexpr, gated: tl.constexpr):
 
 @triton.jit
 def _differentiate(d_activated, gate, up, function: tl.constexpr, gated: tl.constexpr):
-    """Return the gradients of the results of `_load`. Without a gate, both are the same."""
+    """Return the gradients of both results of `_load`.
+
+    Without a gate, both gradients are the gradient of the input of the function.
+    """
     values, slope = _function(gate, function)
     d_gate = slope * d_activated
     d_up = d_gate
@@ -314,11 +319,11 @@ def activate(hidden: Tensor, kind: Activation) -> Tensor:
 def activate_backward(
     d_activated: Tensor, hidden: Tensor, kind: Activation, *, summed: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradient of `hidden`, the activated values [T, F], and a sum.
+    """Return the gradient of `hidden`, the activated values [T, F], and the summed gradient.
 
-    The third result is the sum of the gradient over tokens, FP32, or None unless `summed` is set.
-    All other tensors are BF16 and contiguous. T and F may have any size. The activated values equal
-    the result of `activate` bit for bit.
+    The summed gradient is the gradient of `hidden`, summed over tokens in FP32. It is None unless
+    `summed` is set. All other tensors are BF16 and contiguous. T and F may have any size. The
+    activated values equal the result of `activate` bit for bit.
     """
     d_hidden = torch.empty_like(hidden)
     activated = torch.empty_like(d_activated)
@@ -395,9 +400,10 @@ def quantized_activate_backward(
     *,
     summed: bool,
 ) -> tuple[Any, Any, Tensor | None]:
-    """Return the gradient of `hidden` and the recomputed activated values, both in FP8, and a sum.
+    """Return the gradient of `hidden`, the activated values, and the summed gradient.
 
-    The third result is the sum of the gradient over tokens, FP32, or None unless `summed` is set.
+    The first two results are FP8, and the activated values are recomputed. The summed gradient is
+    the gradient of `hidden`, summed over tokens in FP32. It is None unless `summed` is set.
 
     Args:
         d_activated: Gradient of the activated values, BF16 [T, F].
@@ -408,7 +414,7 @@ def quantized_activate_backward(
         activated_quantizer: Quantizer of the activated values. The result has codes by columns
             only, because only the weight gradient of the next linear layer reads these codes.
         scale: Scale of the activated values from `quantized_activate`.
-        summed: True if the third result is needed.
+        summed: True if the summed gradient is needed.
     """
     d_hidden, gradient = allocate(
         gradient_quantizer,
@@ -457,7 +463,8 @@ def write_activate_backward(
 
     The codes are written to the buffers of `d_hidden` and of `activated`. `d_activated` [T, F] and
     `hidden` are BF16. If `d_hidden` has no scale, the scale is computed first. `activated` must
-    have a scale. `sums` are the result of `_sums`, or None if no sums are needed.
+    have a scale. `sums` is a buffer from `_sums`, to which the kernel writes the sums of the
+    gradient. It is None if no sums are needed.
     """
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, kind, d_hidden.amax)

@@ -164,9 +164,9 @@ class StackedPass(LinearPass):
         self.gemm.begin(x)
 
     def quantizer(self, role: Role) -> Any | None:
-        """Return the quantizer with which a kernel can write the operand of `role` itself.
+        """Return the quantizer for a kernel that writes the quantized operand of `role`.
 
-        Return None if only `quantize` can make the operand; see `Gemm.quantizer`.
+        Return None if only the method `quantize` can create this operand; see `Gemm.quantizer`.
         """
         if self.forward_in_bf16 and role == "input":
             return None
@@ -269,18 +269,19 @@ class Arithmetic:
     implementation: Implementation = Implementation.FORMULAS
     # True if a backward may follow the current forward.
     differentiable: bool = True
-    # In layers with head norms: keep queries, keys and values for backward. If False, backward
-    # recomputes them from the output of the query-key-value product.
+    # True if forward saves queries, keys and values for backward. If False, backward recomputes
+    # them from the output of the query-key-value product. Layers without head norms ignore this
+    # field.
     keeps_rotated: bool = False
 
     def norm(
         self, x: Tensor, norm: Any, product: StackedPass
     ) -> tuple[Operand, Tensor, Tensor | None]:
-        """Return the norm of x [tokens, hidden] as the input operand of `product`, and statistics.
+        """Return the norm of x [tokens, hidden] as the input operand of `product`, rstd and mean.
 
-        `norm` is an RMSNorm or an nn.LayerNorm. The statistics are arguments of `norm_backward`:
-        the reciprocals of the standard deviations or root mean squares, and the means, both FP32.
-        The means are None for an RMSNorm.
+        `norm` is an RMSNorm or an nn.LayerNorm. rstd has the reciprocals of the standard deviations
+        or root mean squares, FP32. mean has the means, FP32, or is None for an RMSNorm. Both are
+        arguments of `norm_backward`.
         """
         weight, bias = self._parameters_of(norm)
         eps = norm.variance_epsilon if bias is None else norm.eps
@@ -311,12 +312,11 @@ class Arithmetic:
         residual: Tensor,
         summed: bool = False,
     ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
-        """Return the gradient of x plus `residual` [tokens, hidden], and sums of gradients.
+        """Return dx [tokens, hidden], the gradients of the norm's parameters, and two sums.
 
-        The second result has the gradients of the norm's parameters. With `summed`, the third
-        result has two sums over tokens, FP32 [hidden]: the sum of the first result, and the sum of
-        `residual`. Without `summed`, the third result has None instead of each sum. `dy` is the
-        gradient of the norm's output, and `rstd` and `mean` are statistics from `norm`.
+        dx is the gradient of x plus `residual`. The two sums are dx summed over tokens and
+        `residual` summed over tokens, FP32 [hidden]. Both are None unless `summed` is set. `dy` is
+        the gradient of the norm's output, and `rstd` and `mean` are results of `norm`.
         """
         weight = norm.weight.detach().to(self.context.compute_dtype)
         gradients: Sequence[Tensor]
@@ -383,12 +383,11 @@ class Arithmetic:
         norms: formulas.HeadNorms | None,
         product: StackedPass,
     ) -> tuple[Operand, Sequence[Tensor | None], list[Tensor]]:
-        """Return the gradient of `qkv` as an operand of `product`, and gradients of parameters.
+        """Return the gradients of `qkv`, of the weights of the head norms, and of the biases.
 
-        The second result has the gradients of the weights of the query norm and the key norm. Both
-        gradients are None without norms. The third result has the gradients of the biases.
-        `gradients` has the gradients of queries, keys and values. This list is emptied to free
-        memory early.
+        The gradient of `qkv` is an operand of `product`. The second result has one gradient for the
+        query norm and one for the key norm. Both are None without norms. `gradients` has the
+        gradients of queries, keys and values. This list is emptied to free memory early.
         """
         rotation = self.rotation(heads)
         quantizer = product.quantizer("grad_output")
@@ -446,12 +445,11 @@ class Arithmetic:
         gate_up: StackedPass,
         down: StackedPass,
     ) -> tuple[Operand, Operand, list[Tensor]]:
-        """Return the gradient of `hidden` and the input of `down` as operands, and bias gradients.
+        """Return the gradient of `hidden`, the input of `down`, and bias gradients of `gate_up`.
 
-        The gradient of `hidden` is the output gradient of `gate_up`. The input of `down` is needed
-        for the weight gradient of `down`. The third result has the gradients of the biases of
-        `gate_up`. `d_activated` is the gradient of the input of `down`, and `kept` is the second
-        result of `activate`.
+        The first two results are operands. The gradient of `hidden` is the output gradient of
+        `gate_up`. The input of `down` is needed for the weight gradient of `down`. `d_activated` is
+        the gradient of the input of `down`, and `kept` is the second result of `activate`.
         """
         kernels = self.kernels.activation
         quantizer = down.quantizer("input")

@@ -25,8 +25,8 @@ from pretrain.model.fused.heads import HeadNorms, Heads
 class Activation(NamedTuple):
     """The activation function of an MLP.
 
-    If it is gated, each row of its input has the gate in its first half and up in its second half,
-    and its result is function(gate) * up. Otherwise its result is function(input).
+    If it is gated, the first half of each row of its input is called gate, the second half is
+    called up, and the result is function(gate) * up. Otherwise the result is function(input).
     """
 
     function: str  # silu, gelu or gelu_tanh
@@ -38,13 +38,13 @@ class Activation(NamedTuple):
 
 
 SWIGLU = Activation("silu", gated=True)
-# Map the functions of `Activation` to functions of torch.
+# Map each name that `Activation.function` may have to a function of torch.
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-# Map the names of transformers' activation functions to names of functions of `Activation`.
+# Map names of activation functions in transformers to names for `Activation.function`.
 NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -86,11 +86,12 @@ def norm_backward(
     *,
     summed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x plus `residual`, and sums over tokens, FP32 [1, 2 or 4, width].
+    """Return dx [tokens, width], and FP32 sums over tokens [count, width].
 
-    For an RMSNorm, the sum is the gradient of `weight`. For a LayerNorm, the sums are the gradients
-    of `weight` and of the bias. For a LayerNorm with `summed`, the sums of the first result and of
-    `residual` follow.
+    dx is the gradient of x plus `residual`. For an RMSNorm, `count` is 1, and the sum is the
+    gradient of `weight`. For a LayerNorm, `count` is 2, and the sums are the gradients of `weight`
+    and of the bias. For a LayerNorm with `summed`, `count` is 4, and the other two sums are the
+    sums of dx and of `residual`.
 
     `dy` is the gradient of the norm's output, and `rstd` and `mean` are results of `norm`.
     `residual` is the gradient of x from the residual branch.
@@ -126,9 +127,10 @@ def activate(hidden: Tensor, kind: Activation) -> Tensor:
 def activate_backward(
     d_activated: Tensor, hidden: Tensor, kind: Activation, *, summed: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradient of `hidden`, the recomputed result of `activate`, and a sum.
+    """Return the gradient of `hidden`, the activated values, and the summed gradient.
 
-    The third result is the sum of the gradient over tokens, FP32, or None unless `summed` is set.
+    The activated values are the recomputed result of `activate`. The summed gradient is the
+    gradient of `hidden`, summed over tokens in FP32. It is None unless `summed` is set.
     `d_activated` [tokens, width] is the gradient of the result of `activate`.
     """
     dy = d_activated.float()
@@ -145,7 +147,10 @@ def activate_backward(
 
 
 def _values_and_slopes(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
-    """Return the values and the derivatives at x, FP32, of a function of `Activation`."""
+    """Return the values and the derivatives of an activation function at x, both FP32.
+
+    `function` is the name of the activation function, as in `Activation.function`.
+    """
     if function == "silu":
         sigmoid = x.sigmoid()
         silu = x * sigmoid
@@ -209,7 +214,7 @@ def rotate_backward(
     *,
     summed: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of `qkv` and of the weights of both norms, and a sum.
+    """Return the gradients of `qkv` and of both norm weights, and the summed gradient of `qkv`.
 
     The order of the sums over tokens depends only on shapes, so a run can be repeated bit for bit.
 
@@ -224,7 +229,7 @@ def rotate_backward(
         sin: The argument of `rotate`.
         heads: The argument of `rotate`.
         norms: The argument of `rotate`.
-        summed: True if the fourth result is needed.
+        summed: True if the summed gradient is needed.
 
     Returns:
         Four tensors: the gradient of `qkv` in the dtype of `dq`, the gradients of the weights of

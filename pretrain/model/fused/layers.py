@@ -47,10 +47,10 @@ class Names(NamedTuple):
     Attributes:
         attention: The attention module.
         norms: The norms before attention and before the MLP.
-        stacks: Map the name of each matrix product of the fused layer to the names of the linears
-            that the product computes together. The order of the four products is: queries, keys
-            and values; the output of attention; the first linears of the MLP; the last linear of
-            the MLP.
+        stacks: Map the name of each matrix product of the fused layer to the names of the linear
+            layers that the product computes together. The order of the four products is: queries,
+            keys and values; the output of attention; the first linear layers of the MLP; the last
+            linear layer of the MLP.
     """
 
     attention: str
@@ -92,9 +92,9 @@ _FUSED = {
 
 
 def stack_of(linear: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the product that computes `linear`, and the names of all its linears.
+    """Return the name of the product that computes `linear`, and the names of its linear layers.
 
-    `linear` is the full name of a linear in a fused layer, such as
+    `linear` is the full name of a linear layer in a fused decoder layer, such as
     "model.layers.0.mlp.up_proj". The results are full names too. Checkpoints store the histories of
     the product under the product's name.
     """
@@ -111,13 +111,13 @@ def stack_of(linear: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Linears, norms and head layout of a decoder layer that can be fused.
+    """Linear layers, norms and head layout of a decoder layer that can be fused.
 
     Attributes:
         attention: The attention module.
         norms: The norms before attention and before the MLP.
-        stacks: Map the name of each matrix product to a dict, which maps the name of each stacked
-            linear in the layer to the linear. See `Names.stacks` for the order.
+        stacks: Map the name of each matrix product to a dict, which maps the name of each of its
+            linear layers to the linear layer. See `Names.stacks` for the order.
         head_norms: The RMSNorms of query heads and of key heads. Empty if the layer has none.
         heads: Layout of the output of the query-key-value product.
         function: Name of the activation function in transformers.
@@ -154,7 +154,7 @@ class Parts:
 
     @property
     def activation(self) -> Activation:
-        """The activation function of the MLP. It is gated if the MLP begins with two linears."""
+        """The activation function of the MLP. It is gated if two linear layers precede it."""
         _, _, first, _ = self.stacks.values()
         return Activation(NAMES[self.function], gated=len(first) > 1)
 
@@ -178,20 +178,20 @@ def _full_name(layer: nn.Module) -> str:
 def assess_layer(
     name: str, layer: Any, decisions: Mapping[str, Decision]
 ) -> tuple[str | None, frozenset[str]]:
-    """Return the reason why a layer cannot be fused, and the names of its low-precision linears.
+    """Return the reason why a decoder layer cannot be fused, and its low-precision linear layers.
 
-    For example, a layer cannot be fused if some linears of one stacked product are in low precision
-    and others are not.
+    For example, a decoder layer cannot be fused if some linear layers of one stacked product are in
+    low precision and others are not.
 
     Args:
-        name: Name of the layer in its model.
+        name: Name of the decoder layer in its model.
         layer: The decoder layer.
-        decisions: Map the name of each linear in the model to its precision. Empty if nothing is
-            quantized.
+        decisions: Map the name of each linear layer in the model to its precision. Empty if nothing
+            is quantized.
 
     Returns:
-        A tuple of two values. The first is the reason, or None if the layer can be fused. The
-        second has the full names of the layer's low-precision linears, such as
+        A tuple of two values. The first is the reason, or None if the decoder layer can be fused.
+        The second has the full names of its low-precision linear layers, such as
         "model.layers.0.mlp.up_proj".
     """
     linears = [
@@ -275,9 +275,9 @@ class FusedLayer:
         layer: The decoder layer.
         name: Name of the layer in its model.
         arithmetic: Computes the norms, the rotation and the activation between the products.
-        low_precision: Map each engine to the full names of the linears of this layer that the
-            engine computes in low precision. All other linears are computed in the compute dtype
-            of the context.
+        low_precision: Map each engine to the full names of the linear layers of this decoder layer
+            that the engine computes in low precision. All other linear layers are computed in the
+            compute dtype of the context.
     """
 
     def __init__(
@@ -294,8 +294,8 @@ class FusedLayer:
         products = []
         for stacked_name, stack in self.parts.stacks.items():
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
-            # Under one engine, either all linears of a stack are in low precision or none is. So it
-            # suffices to look up the first linear.
+            # Under one engine, either all linear layers of a stack are in low precision or none is.
+            # So it suffices to look up the first one.
             first = next(iter(linears))
             engines = [engine for engine, low in low_precision.items() if engine and first in low]
             product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic, engines)
@@ -496,8 +496,8 @@ class OutputAndMLP(torch.autograd.Function):
         x = attended w^T + residual
         y = x + activation(norm(x) gate_up^T) down^T
 
-    A product adds its biases, if its linears have any. In an MLP without a gate, `gate_up` is the
-    first linear.
+    A product adds the biases of its linear layers, if they have any. In an MLP without a gate,
+    `gate_up` is the first linear layer.
     """
 
     @staticmethod

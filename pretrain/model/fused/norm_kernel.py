@@ -8,8 +8,8 @@
 
 These are the formulas of an RMSNorm. In a LayerNorm, x - mean(x) replaces x, the bias is added to
 y, and rstd * mean(weight * dy) is subtracted from dx. The gradient of the bias is the sum of dy
-over tokens. If biases of linears need the sums of dx and of `residual` over tokens, the kernel of a
-LayerNorm computes these sums too.
+over tokens. If biases of linear layers need the sums of dx and of `residual` over tokens, the
+kernel of a LayerNorm computes these sums too.
 
 The residual branch of the layer has the same input x as the norm. `residual` is the gradient of x
 from the residual branch. The kernels read each input value once and write each result once, so only
@@ -88,7 +88,7 @@ def _norm_backward(
     """Compute dx for the `rows` rows of a program, and sums over these rows.
 
     `count` is the number of sums: 1 for an RMSNorm (dweight), 2 for a LayerNorm (dweight and dy),
-    or 4 for a LayerNorm with the sums for biases of linears (also dx and `residual`).
+    or 4 for a LayerNorm with the sums for biases of linear layers (also dx and `residual`).
 
     `height` rows are computed at a time. `step` is `width` rounded up to a power of two.
     """

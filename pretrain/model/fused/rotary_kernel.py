@@ -61,8 +61,8 @@ _STAGES = 3
 _SUMMED_TILES = 8
 # Number of neighbouring values of a row that a thread loads: 16 bytes in BF16.
 _IN_A_THREAD = tl.constexpr(8)
-# Maximum number of heads in a tile of forward. Heads of 128 values then have 2 KB of contiguous
-# BF16 values for each token.
+# Maximum number of heads in a tile of forward. For each token, eight heads of 128 BF16 values are
+# 2 KB of contiguous memory.
 MOST_HEADS = 8
 
 
@@ -282,7 +282,11 @@ def _write_gradient(
     stages: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Write the gradient of a head for the tiles of a program, and sums over the tiles' tokens."""
+    """Write the gradient of a head for the tiles of a program.
+
+    If `weight` is given, write its gradient, summed over the tiles, to `norm_sum_at`. If `sums` is
+    given, write the gradient of the head, summed over the tokens of the tiles, to `sums`.
+    """
     half: tl.constexpr = dim // 2
     width: tl.constexpr = count * dim
     largest = tl.zeros([height], tl.float32)
@@ -342,9 +346,9 @@ def _write_gradient(
 
 @triton.jit
 def _inside(first, tokens, height: tl.constexpr, half: tl.constexpr, full: tl.constexpr):
-    """Return the mask [height, half] of a tile's values. Values of missing tokens are False.
+    """Return the mask [height, half] of a tile. It is False for rows after the last token.
 
-    If `full` is True, no token is missing.
+    `full` is True if no tile has such rows.
     """
     row = tl.arange(0, height)[:, None] + tl.zeros([height, half], tl.int32)
     return row >= 0 if full else first + row < tokens
@@ -570,9 +574,9 @@ def quantized_rotate_backward(
     *,
     summed: bool,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradient of `qkv` in FP8, the gradients of the norms' weights, and a sum.
+    """Return the gradients of `qkv` and of both norm weights, and the summed gradient of `qkv`.
 
-    The gradient of `qkv` is rounded to BF16 before it is quantized. It has codes by rows, by
+    The gradient of `qkv` is rounded to BF16 and then quantized to FP8. It has codes by rows, by
     columns or both, as `rowwise_usage` and `columnwise_usage` of `quantizer` request. The other
     results equal those of `rotate_backward` bit for bit. `gradients` has the gradients of queries,
     keys and values. The other arguments are as in `rotate_backward`.

@@ -62,8 +62,9 @@ def fused_head(
     finally:
         gemm.end()
     if is_first and gemm.engine.precision.keeps_history:
-        # The backward of the first Gemm of a forward must update the histories of delayed scaling.
-        # In this forward the head is the first Gemm, and its gradients have been computed here.
+        # The histories of delayed scaling must be updated after the backward of the Gemm that ran
+        # first in the forward. Here the Gemm of the head ran first, and the gradients of the head
+        # have been computed above.
         gemm.finish_backward()
 
 
@@ -101,8 +102,8 @@ def chunk_loss(
     logits = gemm.matmul("forward", x, weight, _BF16)
     show_result("forward", logits)
     quantizer, te = gemm.quantizer("grad_output", both=True), gemm.engine.te
-    # Under delayed scaling, the quantizer has the scale, and its `amax` is the first entry of the
-    # amax history.
+    # Under delayed scaling, the quantizer has the scale, and `quantizer.amax` is the first entry of
+    # the amax history.
     delayed = gemm.engine.precision.keeps_history
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None

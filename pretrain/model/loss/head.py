@@ -8,7 +8,7 @@ next-token distributions that are not sharp can be added.
 The logits of one microbatch (32,768 tokens x 151,936 words in BF16) take 9 GiB, so tokens are
 processed in chunks. Gradients are computed in forward, while the logits of a chunk exist. This
 needs three matrix products for each chunk. If backward recomputed the logits, four products would
-be needed. From forward to backward, the gradients of the hidden states and of the weight are kept.
+be needed. The gradients of the hidden states and of the weight are kept until backward runs.
 Softmax is in FP32, and the weight gradient is summed over chunks in FP32.
 
 `loss.kind: cce` uses the cut-cross-entropy package instead (Wijmans et al., arXiv:2411.09009). The

@@ -70,7 +70,7 @@ def _softmax_loss(
     reciprocals,  # FP32 [n], written: reciprocals of the sums of exponentials
     scales,  # FP32 [n], written: scale that maps the entry at the label to the maximum of `fp8`
     scales_inv,  # FP32 [n], written: 1 / scales
-    amax,  # FP32 [1], written: the maximum of its value and the gradient's magnitudes
+    amax,  # FP32 [1], updated: raised to the gradient's largest magnitude if it is smaller
     ignore: tl.constexpr,
     vocabulary: tl.constexpr,
     block: tl.constexpr,
