@@ -89,8 +89,8 @@ class DelayedState:
     def forward(self) -> Iterator[None]:
         """Return a context for a forward of the model.
 
-        When the context is left, the amaxes of the forward enter the histories, but only if
-        gradients are enabled.
+        If gradients are enabled, the histories and scales are updated when the context is left.
+        Otherwise the amaxes of the forward are dropped.
         """
         # Finish the previous backward if its callback did not run. The callback does not run if
         # backward failed. No callback is queued if only the LM head ran a backward, because that
@@ -128,8 +128,8 @@ class DelayedState:
         if role == "grad_output":
             # Like FSDP, queue a callback that autograd runs when the current backward ends. The
             # callback updates the scales of gradients. The LM head computes in chunks, whose
-            # backward runs inside of the forward. No callback is queued there. The callback of the
-            # model's backward also processes the amaxes of the chunks.
+            # backward runs inside of the forward. The chunks queue no callback, because the
+            # callback of the model's backward uses their amaxes too.
             self._backward_ran = True
             if not self._in_forward and not self._end_expected:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
@@ -144,8 +144,8 @@ class DelayedState:
         """Return a dict that maps names to FP32 tensors, which are views of the state.
 
         For each layer and direction, `fp8/<module>/<direction>/amax_history` is [length, slots],
-        and `fp8/<module>/<direction>/scale` is [slots]. The values change when a training forward
-        ends and when its backward ends.
+        and `fp8/<module>/<direction>/scale` is [slots]. The scales change when a training forward
+        ends and when its backward ends. Row 0 of a history changes with each recorded amax.
         """
         return {
             f"fp8/{module}/{direction}/{key}": tensor[..., number, :]

@@ -30,11 +30,11 @@ class Operand(NamedTuple):
 
     # [rows, k]: the codes, multiplied by the scales of their blocks.
     values: Tensor
-    # A scalar that the values must be multiplied by, or a factor for each row, [rows, 1]. None if
-    # the format has no tensor scale.
+    # The tensor scale: a scalar, or one scale for each row, [rows, 1]. `values` are not multiplied
+    # by it. None if the format has no tensor scale.
     scale: Tensor | None
-    # [rows or rows / block, k / block]: the scales of the blocks, for observers. None if the format
-    # has no blocks. `values` are already multiplied by these scales.
+    # The scales of the blocks, for observers: [rows, k / block], or [rows / block, k / block] if
+    # blocks are squares. None if the format has no blocks. `values` are multiplied by these scales.
     block_scale: Tensor | None = None
     # [rows, k]: the values multiplied by all scales, in BF16. None unless backward needs them
     # (`fp8_config.backward_override: dequantized`).
@@ -46,16 +46,17 @@ class Operand(NamedTuple):
 
 
 class BothWays(NamedTuple):
-    """An operand [rows, features], quantized separately for each of its two products.
+    """An operand [rows, features] in two quantized forms, one for each of its products.
 
     One product sums along the features, the other product sums along the rows. Forward quantizes an
     input only along its features. In backward, `EmulatedGemm.restore` quantizes it along its rows.
     """
 
-    # The Operand for the product along features, or None for an input in backward.
+    # The Operand for the product that sums along the features. None for an input in backward,
+    # unless `backward_override` is set.
     features: Any
-    # The Operand for the product along rows. None if only the other product is computed, and for
-    # an input in forward.
+    # The Operand for the product that sums along the rows. None for an input in forward, and for
+    # an operand that is used only in the other product.
     rows: Operand | None
     # The unquantized input. None for a weight and for a gradient.
     x: Tensor | None = None
@@ -73,8 +74,8 @@ class EmulationEngine(GemmEngine):
         self.precision = active.quantized_precision
         self.device = device
         # Multiply in BF16 on a GPU if BF16 represents all operands exactly, because tensor cores
-        # multiply BF16 fast. BF16 represents codes times powers of two or E4M3 scales exactly, but
-        # not codes times FP32 scales of blocks.
+        # multiply BF16 fast. The values of an operand are codes, multiplied by the scales of their
+        # blocks. BF16 represents them exactly unless these scales are FP32 numbers.
         is_exact = not self.precision.block_scaled or self.precision.scales.kind != "FP32"
         in_bf16 = device.type == "cuda" and is_exact
         self.operand_dtype = torch.bfloat16 if in_bf16 else torch.float32

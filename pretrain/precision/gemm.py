@@ -96,7 +96,8 @@ class Gemm(ABC):
     ) -> Operand:
         """Return the quantized weight.
 
-        matrix: returns the weight [out, in]. It is called only if the weight must be quantized.
+        matrix: function that returns the weight [out, in]. It is called only if the weight must be
+            quantized.
         refresh: quantize the weight even if a quantized weight is cached. It is set in the first
             microbatch of a step.
         differentiable: True if a backward can follow. If False, the weight is always quantized, and
@@ -186,12 +187,12 @@ class Gemm(ABC):
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """Return True in the first call of a forward of the model, and False in all later calls.
+        """Return True if this is the first call in the current forward of the model, else False.
 
-        Each Gemm calls this method exactly once in a forward, so only the Gemm that runs first
-        receives True. In backward, the same Gemm runs last. After it, all gradients have been
+        The method is called exactly once for each Gemm in a forward, so only the Gemm that runs
+        first receives True. In backward, the same Gemm runs last. After it, all gradients have been
         quantized, and `finish_backward` must be called. A class whose `finish_backward` does
-        nothing returns False in every call.
+        nothing always returns False.
         """
         return False
 

@@ -8,9 +8,9 @@ Each expert e multiplies the rows of the tokens that the router assigned to it:
 
 A token chooses several experts. `arrange` sorts the choices of all tokens by expert and drops no
 choice, so the rows of one expert are consecutive. The index of each expert's first row is a
-multiple of a number that kernels and formats require. The rows between two experts are zero and add
-nothing to a product. The total number of rows does not depend on the router's choices, so the CPU
-never waits for the GPU to learn this number.
+multiple of a number that kernels and formats require. The gaps between the rows of two experts are
+filled with zeros, which add nothing to a product. The total number of rows does not depend on the
+router's choices. So the CPU knows the number without waiting for the GPU.
 
 An operand is quantized as one matrix: an activation as [rows, in], and a weight as
 [experts x out, in]. In a format with one scale per tensor, all experts share the scale. In a format
@@ -34,8 +34,8 @@ STACKS = ("gate_up_proj", "down_proj")  # names of the parameters with the weigh
 # The number of features must be a multiple of this: torch's grouped products require that a row in
 # BF16 takes a multiple of 16 bytes.
 FEATURE_MULTIPLE = 8
-# The number of rows of an expert must be a multiple of this: kernels also read along the rows, 16
-# bytes at a time, and a value in FP8 takes one byte.
+# The number of rows of an expert must be a multiple of this. The product wgrad sums along the rows,
+# so its kernel reads 16 bytes along this axis at a time. A value in FP8 takes one byte.
 ROW_MULTIPLE = 16
 
 
@@ -78,7 +78,7 @@ def check_experts(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Groups:
-    """The rows of a grouped product. Each choice of a token has one row, sorted by expert.
+    """The rows of a grouped product. Each choice of a token has one row. Rows are sorted by expert.
 
     The choices of all tokens are numbered in the order of the tokens. Choice n is a choice of token
     n // choices, where `choices` is the number of experts that each token chooses.

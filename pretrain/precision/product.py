@@ -269,14 +269,14 @@ class LinearPass:
         if self.ends is not None:
             self.context.groups[self.gemm.name] = self.ends
         is_plain = role == "grad_output" and self.override
-        # Show a gradient that stays unquantized only during the check of products, which is the
-        # only user of `result_observers`.
+        # A gradient that stays unquantized is passed to the observers only while products are
+        # checked. Only this check sets `result_observers`.
         if self.observed.observers and (not is_plain or self.observed.result_observers):
             self.show(role, x)
         if self.forward_in_bf16 and role == "input":
-            # `forward_product` multiplies the unquantized x. For the weight's gradient, x is
-            # already quantized here, because delayed scaling records the amax of an input in
-            # forward.
+            # Keep the unquantized x for `forward_product`. The quantized x is used only in
+            # backward. It is computed now, because delayed scaling must record the amax of an
+            # input in forward.
             self._input = x
         gemm = self.backward_gemm if is_plain else self.gemm
         return gemm.quantize(role, x, both=self.differentiable and not self.override)
@@ -292,7 +292,7 @@ class LinearPass:
         """Return x w^T + bias + residual [tokens, out].
 
         x, weight: quantized operands.
-        matrix: returns the unquantized weight [out, in].
+        matrix: function that returns the unquantized weight [out, in].
         residual: the values that are added, [tokens, out]. They are not modified.
         """
         self.show_weight(weight, matrix)
@@ -410,7 +410,7 @@ class LinearPass:
         return dx, dw
 
     def for_backward(self, operand: Operand) -> Operand:
-        """Return an operand of forward for the products of backward: in BF16 with `override`."""
+        """Return a stored operand for a product of backward. With `override`, it is in BF16."""
         return self.kept_by.dequantize(operand) if self.override else operand
 
 

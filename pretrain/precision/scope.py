@@ -98,9 +98,9 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
     """Raise InputError if the settings of `active` do not suit the linear layers of `hf`.
 
     Two kinds of settings are refused. The first is a pattern of `fp8_config.keep_bf16` that matches
-    no linear layer. The second is a set of exceptions that leaves no linear layer to quantize: the
-    model would train in BF16, although the recipe sets another precision. The arguments are as in
-    `decide`.
+    no linear layer. The second is any combination of settings that leaves no linear layer to
+    quantize, because the model would train in BF16, although the recipe sets another precision. The
+    arguments are as in `decide`.
     """
     decisions = decide(hf, layers, active)
     model_class = type(hf).__name__

@@ -102,10 +102,10 @@ class Problem(NamedTuple):
     k: int
     # Three dtypes: the dtype of a, the dtype of b, and the common dtype of c and d.
     types: tuple[torch.dtype, torch.dtype, torch.dtype]
-    # Whether a is transposed, and whether b is transposed.
+    # Two flags: True if a is transposed, and True if b is transposed.
     transposed: tuple[bool, bool]
     fast_accumulation: bool
-    # True if a matrix c is added, and c is not the memory of d.
+    # True if a matrix c is added that is not d itself.
     adds: bool
     # The scale modes of a and of b, see `Factor.mode`.
     modes: tuple[int, int] = (0, 0)
@@ -241,9 +241,10 @@ def problem_of(
     *,
     fast_accumulation: bool,
 ) -> Problem | None:
-    """Return the Problem of a product, or None if its dtypes, sizes or memory are not supported.
+    """Return the Problem of a product, or None if the product is not supported.
 
-    `transposed` is the same as in `Problem`, the other arguments are the same as in `multiply`.
+    Dtypes, sizes, strides and addresses are checked. `a` and `b` are the operands. See `Problem`
+    for `transposed`, and `multiply` for the other arguments.
     """
     is_fp8 = a.scale is not None
     if is_fp8 != (b.scale is not None) or (is_fp8 and transposed != (True, False)):
@@ -479,7 +480,8 @@ _EPILOGUE_BIAS = 4
 # Values of cublasLtMatmulMatrixScale_t. The last two exist since CUDA 12.9.
 # _TENSOR: one scale per tensor.
 # _VECTORS: one scale for 1 x 128 values. An operand with r rows has FP32 scales [k / 128, r].
-# _SQUARES: one scale for 128 x 128 values, [r / 128, k / 128], with rows padded to a multiple of 4.
+# _SQUARES: one scale for 128 x 128 values. The scales are [r / 128, k / 128]. A row of scales is
+# padded to a multiple of 4 scales.
 # cublasLt cannot multiply two operands that both have scales for squares.
 _TENSOR, _VECTORS, _SQUARES = 0, 4, 5
 # A value of cublasLtMatmulPreferenceAttributes_t.
@@ -517,16 +519,16 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
     "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
-    # Handle, operation, layouts of A, B, C and D, preference, maximum number of results, results,
-    # number of results.
+    # Arguments: handle, operation, layouts of A, B, C and D, preference, maximum number of results,
+    # results, number of results.
     "cublasLtMatmulAlgoGetHeuristic": [
         *[c_void_p] * 7,
         c_int,
         POINTER(HeuristicResult),
         POINTER(c_int),
     ],
-    # Handle, operation, alpha, A, layout of A, B, layout of B, beta, C, layout of C, D, layout of
-    # D, algorithm, workspace, bytes of the workspace, stream.
+    # Arguments: handle, operation, alpha, A, layout of A, B, layout of B, beta, C, layout of C, D,
+    # layout of D, algorithm, workspace, bytes of the workspace, stream.
     "cublasLtMatmul": [*[c_void_p] * 12, POINTER(Algorithm), c_void_p, c_size_t, c_void_p],
 }
 

@@ -276,16 +276,15 @@ class LowPrecisionSettings(Settings):
     # Compute the FP32 scale of an activation for each row instead of once for the tensor. Requires
     # `disable_rht: true`.
     row_scaled_activation: bool | None = None
-    # Operands whose blocks use the better of two scales: the scale that maps the block's largest
-    # value to 4, or the scale that maps it to 6 (4over6, arXiv:2512.02010). Gradients always use
-    # the scale for 6. `activations` and `all` require `disable_rht: true`, and cannot be combined
-    # with `row_scaled_activation`.
+    # Operands that use 4over6 (arXiv:2512.02010): the scale of a block maps its largest value to 4
+    # or to 6, whichever has the smaller error. Gradients never use 4over6. `activations` and `all`
+    # require `disable_rht: true`, and cannot be combined with `row_scaled_activation`.
     nvfp4_4over6: Literal["none", "weights", "activations", "all"] | None = None
-    # Operands of 4over6 whose largest scale for 6 is 256 instead of 448. The largest scale for 4 is
-    # then 1.5 x 256 = 384, in the range of E4M3.
+    # Operands of 4over6 whose scales are at most 256 instead of 448 if they map to 6. A scale that
+    # maps to 4 is then at most 384, in the range of E4M3.
     nvfp4_4over6_e4m3_use_256: Literal["none", "weights", "activations", "all"] | None = None
-    # Error by which 4over6 selects the scale of a block. MAE: sum of absolute errors. MSE: sum of
-    # squares.
+    # Error of a block that 4over6 minimizes. MAE: sum of absolute errors. MSE: sum of squared
+    # errors.
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] | None = None
     # Quantize weights in blocks of 32 x 32 values instead of 1 x 32.
     enable_2d_quantization: bool | None = None
@@ -293,7 +292,7 @@ class LowPrecisionSettings(Settings):
     # Hopper or emulation.
     use_f32_scales: bool | None = None
     # Compute both products of backward in BF16, with an unquantized gradient. high_precision: input
-    # and weight are unquantized too. dequantized: they have the values of the forward product.
+    # and weight are unquantized too. dequantized: they are the dequantized operands of forward.
     backward_override: Literal["high_precision", "dequantized"] | None = None
 
     @property
@@ -330,10 +329,10 @@ class LowPrecisionSettings(Settings):
         on_activations = (self.row_scaled_activation, self.nvfp4_4over6 in ("activations", "all"))
         if all(on_activations) or (any(on_activations) and not self.disable_rht):
             raise InputError(
-                "`fp8_config`: for activations, Transformer Engine does not support "
-                "`row_scaled_activation: true` together with `nvfp4_4over6`, and supports neither "
-                "with the random Hadamard transform; set `disable_rht: true` and only one of them, "
-                "or set `nvfp4_4over6: weights`"
+                "`fp8_config`: for activations, Transformer Engine supports only one of "
+                "`row_scaled_activation: true`, `nvfp4_4over6` and the random Hadamard transform; "
+                "either set `disable_rht: true` and only one of the first two, or set "
+                "`row_scaled_activation: false` and `nvfp4_4over6: weights`"
             )
         if self.nvfp4_4over6 in (None, "none") and (
             self.nvfp4_4over6_err_mode == "MSE"
@@ -399,7 +398,8 @@ class ActivePrecision:
     def notice(self) -> str | None:
         """Return a message if the device cannot compute the requested precision, else None.
 
-        The message contains the reason, and the emulation or the precision that is used instead.
+        The message contains the reason, and says whether the precision is emulated or which other
+        precision is used.
         """
         if self.reason is None:
             return None

@@ -47,9 +47,9 @@ DEFAULTS_CHANGED_BY = (
     "NVTE_FP8_CURRENT_SCALING",
     "NVTE_NVFP4_",
 )
-# The attributes of Transformer Engine's block recipe with the parameters of its quantizers.
+# The attributes of Transformer Engine's block recipe that store the parameters of its quantizers.
 BLOCK_QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-# The key of fp8_meta with the position of the scales that are stored for recomputing a layer.
+# The key of fp8_meta that maps to the position of the scales for recomputing a layer.
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
 
@@ -153,8 +153,8 @@ class TransformerEngineGemm(Gemm):
         self.linear.prepare_forward(x)
         forward, backward = (self.linear.quantizers[key] for key in TE_DIRECTIONS.values())
         for quantizer in (*forward[:2], backward[0]):
-            # Return the plain storage of a quantized tensor instead of a subclass of Tensor, which
-            # autograd would track.
+            # With this flag, the quantizer returns the plain storage of a quantized tensor instead
+            # of a subclass of Tensor, which autograd would track.
             quantizer.internal = True
         for quantizer in (forward[0], backward[0]):
             quantizer.optimize_for_gemm = True
@@ -288,9 +288,9 @@ class TransformerEngineGemm(Gemm):
             scale_sizes = len(a), (experts, b.shape[2])
         scale_a = left._scale_inv.expand(scale_sizes[0]).contiguous()
         scale_b = right._scale_inv.expand(scale_sizes[1]).contiguous()
-        # Sums stay in the tensor cores (fast accumulation), for gradients too. With partial sums in
-        # FP32 registers, products of small experts run out of registers and have a third of the
-        # speed. The error that partial sums in FP32 would avoid is smaller than the error of
+        # Sum in the tensor cores alone (fast accumulation), in backward too. With partial sums in
+        # FP32 registers, the kernel runs out of registers for small experts and has a third of the
+        # speed. Partial sums in FP32 would avoid an error that is smaller than the error of
         # rounding the result to BF16 (docs/log.md).
         with watched(self.members, kind):
             y = torch._scaled_grouped_mm(
@@ -321,8 +321,8 @@ class TransformerEngineGemm(Gemm):
         if not manager.is_fp8_enabled():
             return False
         if library().distributed.in_fp8_activation_recompute_phase():
-            # Read the flag without resetting it when backward recomputes a layer, because the first
-            # Gemm of the forward is already known.
+            # Backward is recomputing a layer. The call below would reset the flag, so read the flag
+            # directly.
             return manager.quantization_state.is_first_fp8_module
         return manager.is_first_fp8_module()
 

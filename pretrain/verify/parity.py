@@ -53,9 +53,9 @@ SEVENTHS = (0, 1, 3, 5, 7)
 DOCUMENTS = 3
 # Largest number of labels of a document.
 LABELS = 341
-# Map each device type to a number of tokens. In the second microbatch, plain transformers processes
-# at most this number of tokens of a document. Eager attention stores heads x length^2 scores per
-# layer, so longer documents would need too much memory.
+# Map each device type to the largest number of tokens of a document that plain transformers
+# processes in the second microbatch. Eager attention stores heads x length^2 scores per layer, so
+# longer documents would need too much memory.
 LONGEST = {"cpu": 2048, "cuda": 4096}
 # Bytes per parameter that the reference needs: the weight, its gradient, the sum of its gradients,
 # and the run's gradient that is compared with this sum, all in FP32.
@@ -68,8 +68,8 @@ NOISE_ON_ZEROS = 0.01
 # Standard deviation to which the logits of a new model are scaled. With this value some tokens are
 # likely, but no single token is certain.
 LOGITS = 3.0
-# Allowed relative difference between the norm of a gradient over several microbatches and the norm
-# of the sum of the microbatches' own gradients.
+# Allowed relative difference between two norms of a gradient: its norm after one pass over several
+# microbatches, and the norm of the sum of gradients from one pass per microbatch.
 SUMS_APART = 0.1
 # Largest allowed ratio of the norms of the quantized and the unquantized gradient. The ratio of
 # correct FP4 runs is at most 1.3.
@@ -113,8 +113,8 @@ class Parity:
     products: Sequence[Compared] = ()
     # Comparisons of the codes of some operands with the codes of the reference quantizers.
     codes: Sequence[Compared] = ()
-    # Comparisons of the quantized gradients of a pass over all microbatches with the sum of the
-    # gradients of separate passes, one for each microbatch.
+    # Comparisons of gradients with quantization: one pass over all microbatches is compared with
+    # the sum of one pass per microbatch.
     sums: Sequence[Compared] = ()
     # Loss of the packed path with quantization.
     quantized_loss: float | None = None
@@ -332,9 +332,10 @@ def _reference(
         head_factor: Factor by which the input of the LM head is multiplied.
 
     Returns:
-        The mean loss in FP32, the root mean square of BF16's errors in the losses of the tokens,
-        the gradients in FP32 by parameter name, and the distances of the gradients in BF16 from the
-        gradients in FP32.
+        * The mean loss in FP32.
+        * The root mean square of BF16's errors in the losses of the tokens.
+        * The gradients in FP32, by parameter name.
+        * The distances of the gradients in BF16 from the gradients in FP32.
     """
     advance()
     plain = reference_model(model.hf, accelerator.device)
@@ -479,7 +480,9 @@ def _run_pass(
 def _with_choices(
     microbatches: Sequence[Sequence[Document]], choices: Sequence[Sequence[Tensor]]
 ) -> list[list[Document]]:
-    """Return copies of the documents whose `choices` are the experts that their tokens have chosen.
+    """Return copies of the documents, with the experts that their tokens have chosen.
+
+    The experts are stored in the field `choices` of a copy.
 
     Args:
         microbatches: Documents of each microbatch.
@@ -546,8 +549,8 @@ def draw_microbatch(
     documents = []
     for begin, end in spans[:1] if longest else spans[-DOCUMENTS:]:
         part = slice(begin, min(end, begin + (longest or LABELS)))
-        # The distance between labels is odd, so that labels are at every position within the blocks
-        # of a kernel.
+        # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
+        # distance, the labels take all positions in a block, one after the other.
         distance = -(-(part.stop - begin) // LABELS) | 1
         labelled = torch.arange(part.stop - 2, begin - 1, -distance)
         labels[0, labelled] = batch.labels[0, labelled]
@@ -613,8 +616,8 @@ def distances(
                 ]
             )
         )
-        # The values of a gate with one row have no independent errors, because all tokens share
-        # one direction. Such a gate is treated like a scalar.
+        # The inputs of all tokens have a common component. The errors in a gate with one row are
+        # nearly proportional to it, so such a gate is treated like a scalar.
         sizes[name] = 1 if expected.dim() > 1 and len(expected) == 1 else expected.numel()
     by_tensor = torch.stack(norms)
     total = torch.linalg.vector_norm(by_tensor, dim=0, keepdim=True)

@@ -28,11 +28,12 @@ from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
-# Largest difference between two router logits that is attributed to rounding if the compared model
-# and the reference choose different experts for a token. The unit is the standard deviation of a
-# token's logits. The two logits are the lowest logit among the experts that the reference has
-# chosen, and the lowest logit among the experts that the compared model has chosen. In most small
-# correct models the difference is at most 0.15.
+# The compared model and the reference may choose different experts for a token. If two logits of
+# the router differ by at most this number, the different choices are attributed to rounding. The
+# two logits are the lowest logit among the experts that the reference has chosen, and the lowest
+# logit among the experts that the compared model has chosen. The unit is the standard deviation of
+# a token's logits, averaged over tokens. In most small correct models the difference is at most
+# 0.15.
 NEAR = 0.25
 
 

@@ -74,7 +74,7 @@ def watching_quantizers(
     with overridden(context, observers=[*context.observers, see_operand]):
         yield compared
     for (role, _), (name, operand) in operands.items():
-        # Only the context of delayed scaling has a state.
+        # The state is empty without delayed scaling.
         scale = of_operand(before, name, role, "scale") if before else None
         for along in get_args(Along):
             share = differing_share(active, role, along, operand, scale)

@@ -38,7 +38,7 @@ class Given(NamedTuple):
     grid: Grid
     # True if a block is a square instead of a row of values.
     square: bool
-    # The scale, a Tensor, with delayed scaling. Otherwise None.
+    # The scale of delayed scaling, a Tensor. None in other precisions.
     scale: Any
     # The amax of x, a scalar, or the amaxes of its rows, [rows, 1]. None if not yet computed.
     amax: Tensor | None
@@ -54,7 +54,7 @@ class Given(NamedTuple):
 class Scaling:
     """The blocks of an operand, and the scales that a block may have. The audit checks both."""
 
-    # The numbers that a scale can be.
+    # The numbers to which scales are rounded.
     kind: Literal["FP32", "power of two", "E4M3"]
     # A lower bound for the ratio of a block's largest code to the maximum of the format. The bound
     # is 0.5 if scales are rounded to powers of two, because the rounding can halve the codes. The
@@ -85,7 +85,7 @@ class Hardware:
 
     # The lowest supported capability. None if no GPU is supported.
     capability: tuple[int, int] | None
-    # Names of supported GPUs. If no GPU is supported, the reason.
+    # The names of supported GPUs, or the reason why no GPU is supported.
     examples: str
     # The lowest capability above the range. The kernels do not support it. None: no upper limit.
     below: tuple[int, int] | None = None
@@ -320,9 +320,9 @@ class QuantizedPrecision(Precision):
     def is_stochastic(self, settings: OptionValues, role: Role) -> bool:
         """Return True if an operand is rounded stochastically.
 
-        This is the case for gradients only. A gradient is summed over many steps, and stochastic
-        rounding preserves the expectation of the sum. Stochastic rounding of activations and
-        weights would add noise to every forward.
+        Only gradients are rounded stochastically. Training adds up the gradients of many steps, and
+        stochastic rounding preserves the expectation of their sum. Stochastic rounding of
+        activations and weights would add noise to every forward.
         """
         # The option is None, and not False, in precisions that always round to the nearest value.
         return settings.disable_stochastic_rounding is False and role == "grad_output"
@@ -331,9 +331,10 @@ class QuantizedPrecision(Precision):
         """Return the quantizer of an operand for the product that sums along `along`.
 
         See `Quantize` for the arguments of the quantizer. Its result is [rows, features] if `along`
-        is "features", and [features, rows] if `along` is "rows". For rows, the quantizer ignores
-        its argument `amax` unless `serves_both` is true, because x may be transformed first. The
-        quantizer raises RuntimeError if the axis `along` is not a multiple of the block size.
+        is "features", and [features, rows] if `along` is "rows". If `along` is "rows" and
+        `serves_both` is false, the quantizer ignores its argument `amax`, because the random
+        Hadamard transform may change the amax. The quantizer raises RuntimeError if the axis
+        `along` is not a multiple of the block size.
         """
         quantize = self.along_features(settings, role)
         if along == "features":

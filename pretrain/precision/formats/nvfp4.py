@@ -19,8 +19,8 @@ def _quantize(x: Any, given: Given) -> quantizers.Quantized:
     selects = settings.nvfp4_4over6 in scopes and given.role != "grad_output"
     amax = given.amax
     if settings.row_scaled_activation and given.role == "input":
-        # `OperandStatistics` passes a sample of blocks as x, and the amax of the whole row of each
-        # block as `amax`.
+        # `OperandStatistics` passes sampled blocks as the rows of x. `amax` is then the amax of the
+        # complete row that each block comes from.
         amax = amax if amax is not None and amax.dim() else x.abs().amax(-1, keepdim=True)
     return quantizers.blocks.quantize_nvfp4(
         x,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """A binary floating-point format with a sign and subnormals, as the set of its values."""
+    """The set of values of a binary floating-point format, with a sign and subnormals."""
 
     name: str
     mantissa_bits: int

@@ -4,8 +4,8 @@ This file also contains the Hadamard transform, which FP4 formats apply before t
 
 torch.compile compiles a quantizer to a single loop, which reads a block, computes its amax, and
 writes the operand. Two loops could take twice the time on a GPU. A single loop requires two things.
-A split tensor must keep its block dimensions until the last operation, which reshapes it to the
-shape of the operand. And the last dimension of a transposed tensor must not be split.
+First, a tensor that is split into blocks must keep the dimensions of the blocks until the last
+operation, which reshapes it. Second, the last dimension of a transposed tensor must not be split.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HADAMARD_BLOCK = 16
 SMALLEST, LARGEST = 0, 254
 # The bits of 2^-127 in FP32. It is a subnormal, half of the smallest normal value.
 HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)
-# The signs that Transformer Engine multiplies a block of values by before the Hadamard transform.
-# Bit i is set if the sign of value i is negative: + + + - + - - - - - - + - + - -
+# Transformer Engine multiplies a block of values by these signs before the Hadamard transform. Bit
+# i is set if the sign of value i is negative: + + + - + - - - - - - + - + - -
 NEGATIVE = 0b1101_0111_1110_1000
 
 
@@ -135,8 +135,8 @@ class BlockQuantized(Quantized):
     split_codes: Tensor
     # One scale for each block, broadcastable to `split_codes`.
     split_scale: Tensor
-    # The product of the scale of each block and the tensor scale in the shape of `split_scale`,
-    # rounded as in Transformer Engine's kernel that dequantizes.
+    # The scale of each block times the tensor scale, in the shape of `split_scale`. The product is
+    # rounded as in Transformer Engine's dequantization kernel.
     split_factors: Tensor
 
     @property
@@ -166,8 +166,8 @@ def quantize_fp8(
     """Quantize x [rows, columns] to FP8 with one scale per block.
 
     A block has 1 row and 128 columns, or 128 rows and 128 columns if `two_dimensional`. x has any
-    float dtype and strides. Raise RuntimeError if the number of columns, or for squares also the
-    number of rows, is not a multiple of 128.
+    float dtype and strides. Raise RuntimeError if a dimension that is split into blocks is not a
+    multiple of 128.
 
     This is Transformer Engine's block scaling. DeepSeek-V3 was trained with the same blocks
     (arXiv:2412.19437, section 3.3). The values of a block are multiplied by a factor that maps the
@@ -256,8 +256,8 @@ def quantize_nvfp4(
         codes are rounded to the nearest value, ties to even.
     amax: the largest absolute value of x, a scalar. If it is [rows, 1], each row of a matrix x has
         a tensor scale of its own. If None, the largest absolute value is computed.
-    error: the error by which 4over6 selects the scale of a block. If None, the scale maps the
-        largest value of the block to 6.
+    error: the error that 4over6 minimizes when it selects the scale of a block. If None, 4over6 is
+        not used, and the scale maps the largest value of the block to 6.
     largest_scale: the largest block scale.
 
     Raise RuntimeError if a dimension that is split into blocks is not a multiple of 16.
@@ -284,7 +284,8 @@ def quantize_nvfp4(
         exact_scale = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
         block_scale, scaled = _divided_by_scale(split, exact_scale, tensor_encode)
     else:
-        # On a GPU, division by a number would multiply by its reciprocal, which is not exact.
+        # Divide by a tensor. On a GPU, torch would replace a division by a Python number by a
+        # multiplication by its reciprocal, which is not exact.
         exact_scale = block_amax / torch.full_like(block_amax, E2M1.maximum) * tensor_encode
         candidates = [
             _divided_by_scale(split, exact_scale * factor, tensor_encode) for factor in (1.5, 1.0)
@@ -311,7 +312,10 @@ def quantize_nvfp4(
 def _divided_by_scale(
     split: Tensor, exact_scale: Tensor, tensor_encode: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return two FP32 tensors: block scales, rounded to E4M3, and `split` divided by all scales.
+    """Return the block scales and the scaled values, two FP32 tensors.
+
+    The block scales are rounded to E4M3. The scaled values are `split` divided by the block scales
+    and by the tensor scale.
 
     exact_scale: the scale of each block before it is rounded.
     tensor_encode: the reciprocal of the tensor scale.
@@ -322,7 +326,7 @@ def _divided_by_scale(
     # Clamp an infinite scale to the largest FP32 number, because zero times infinity would be NaN.
     encode_scale = decode_scale(block_scale * decode_scale(tensor_encode)).clamp(max=FP32_MAX)
     scaled = split.float() * encode_scale
-    # Replace -0.0 by 0.0. Other values that are rounded to zero keep their sign.
+    # Replace -0.0 by 0.0. Small values that are rounded to zero later keep their sign.
     return block_scale, torch.where(scaled == 0, 0.0, scaled)
 
 

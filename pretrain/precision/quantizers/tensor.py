@@ -4,8 +4,8 @@ Rounded values are returned in FP32. Values are not cast to torch's float8 dtype
 result of such a cast for values beyond the maximum changed between versions of torch.
 
 Between two neighbouring powers of two, the values of a format have a constant distance, the
-quantum. The quantum is a power of two, which can be computed from the exponent bits of x. Below the
-smallest normal value, for subnormals, the quantum stays constant.
+quantum. The quantum is a power of two, which can be computed from the exponent bits of x. All
+subnormals have the quantum of the smallest normal value.
 
 Divisions are computed in FP64 and rounded to FP32. For two FP32 operands, the result has the same
 bits as an FP32 division that rounds to nearest, because FP64 has more than twice as many mantissa
@@ -146,10 +146,11 @@ def update_scale(
     algorithm: the rule for the amax of a column: its largest value (`max`) or its value in row 0
         (`most_recent`).
 
-    In the returned history, the old row 0 is the last row, each other old row i is row i - 1, and
-    then row 0 is set to zero. The returned scale is maximum / 2**margin / amax, or the old scale if
-    the amax is zero or not finite. A column with a zero in row 0 belongs to a tensor that was not
-    quantized in the microbatch. Its history and its scale are returned unchanged.
+    In the returned history, the old row 0 is the last row. The old row 1 is dropped, and each later
+    row i moves to row i - 1. The new row 0 is zero. The returned scale is maximum / 2**margin /
+    amax, or the old scale if the amax is zero or not finite. A column with a zero in row 0 belongs
+    to a tensor that was not quantized in the microbatch. Its history and its scale are returned
+    unchanged.
 
     The fused kernel in TE's common/recipe/delayed_scaling.cu follows the same rules. In contrast,
     TE's fallback in Python also moves the rows of tensors that were not quantized.

@@ -236,7 +236,7 @@ def test_the_recipe_overrides_the_accelerate_file_key_by_key(environment: Any) -
         ({"nvfp4_4over6": "all"}, "set `disable_rht: true`"),
         (
             {"nvfp4_4over6": "activations", "row_scaled_activation": True, "disable_rht": True},
-            "only one of them",
+            "only one of the first two",
         ),
         ({"nvfp4_4over6_err_mode": "MSE"}, "no effect without 4over6"),
         ({"nvfp4_4over6_e4m3_use_256": "none"}, "no effect without 4over6"),
