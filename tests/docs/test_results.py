@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections import defaultdict
@@ -111,9 +112,9 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
     served = Endpoint.of({name: Scale.read(name) for name in names}, served_loss)
     rows = readmes_answers()
     for row, scale, cell in (
-        (2, "111m", "delayed_branch"),
-        (4, "14m", "mxfp8_branch"),
-        (5, "14m", "nvfp4_kept_branch"),
+        (3, "111m", "delayed_branch"),
+        (5, "14m", "mxfp8_branch"),
+        (6, "14m", "nvfp4_kept_branch"),
     ):
         difference = served.differences[scale, cell]
         percent = 100 / difference.baseline
@@ -122,7 +123,7 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
         loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
         loss = loss.replace("-0.0", "0").replace("-", "−")
         assert rows[row][3].startswith(loss), (rows[row], loss)
-    assert rows[3][3] == "FP8: no measurable difference"
+    assert rows[4][3] == "FP8: no measurable difference"
     assert served.verdict("14m", "delayed_branch") == EQUIVALENT
 
 
@@ -153,10 +154,44 @@ def test_readmes_speeds_are_those_of_the_result_files(monkeypatch: pytest.Monkey
     for run in map(json.loads, lines):
         speeds[run.get("cell")].append(run.get("tokens_per_second"))
     faster = statistics.median(speeds["delayed_branch"]) / statistics.median(speeds["bf16"])
-    assert rows[2][2] == f"{faster:.1f} times"
+    assert rows[3][2] == f"{faster:.1f} times"
     answers = json.loads((RESULTS / "loss/which.json").read_text(encoding="utf-8"))
-    assert rows[3][1:3] == ["BF16", "FP8: 1.0 times"]
+    assert rows[4][1:3] == ["BF16", "FP8: 1.0 times"]
     assert "delayed: equivalent, not worth it" in answers["dense_delayed"]["answer"]
+
+
+def test_figures_of_gpt2_are_those_of_its_rounds():
+    runs = json.loads((RESULTS / "loss/h100_which_gpt2.json").read_text(encoding="utf-8"))["runs"]
+    rounds = {
+        (run["precision"], run["seed"]): run
+        for run in runs
+        if run["part"] == "rounds" and run["seed"] <= 3
+    }
+    page = (ROOT / "docs/which.md").read_text(encoding="utf-8")
+    intervals = {}
+    for name, label in (
+        ("delayed", "FP8 delayed"),
+        ("delayed+head", "FP8 delayed, head in FP8"),
+        ("block", "FP8 block"),
+    ):
+        pairs = [(rounds[name, seed], rounds["bf16", seed]) for seed in (1, 2, 3)]
+        speedup = statistics.mean(
+            run["tokens_per_second"] / base["tokens_per_second"] for run, base in pairs
+        )
+        cells = [label, f"{speedup:.2f} ×"]
+        for key in ("held_out_loss", "loss_at_end"):
+            percents = [100 * (run[key] / base[key] - 1) for run, base in pairs]
+            # The 97.5 % quantile of Student's t distribution with two degrees of freedom is 4.303.
+            half = 4.303 * statistics.stdev(percents) / math.sqrt(3)
+            intervals[name, key] = (statistics.mean(percents), half)
+            cells.append(f"+{statistics.mean(percents):.2f} ± {half:.2f} %")
+        assert f"| {' | '.join(cells)} |" in page
+    mean, half = intervals["delayed", "held_out_loss"]
+    row = readmes_answers()[2]
+    assert row[2:] == [
+        "1.2 times",
+        f"about {mean:.1f} % higher ({mean - half:.1f} to {mean + half:.1f} %)",
+    ]
 
 
 def readmes_answers() -> list[list[str]]:

@@ -496,7 +496,7 @@ def test_a_phase_in_bf16_is_refused_and_the_phase_before_is_exported(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"fp8_config": {"on_unsupported": "emulate", "scope": "linear+head"}}, "tied"),
+        ({"fp8_config": {"on_unsupported": "emulate", "scope": "linear+head"}}, "shares its weight"),
         ({"precision": [{"use": "current", "forward": "bf16"}]}, "current_bf16_forward"),
     ],
 )
