@@ -142,7 +142,7 @@ def figures_of(comparison: RunComparison) -> list[Column]:
     # The loss at the end is a mean over steps. If the averaged steps differ between the runs, the
     # suffix of the loss shows the averaged steps. If some runs are longer than others, one more
     # column has the loss at the last step that all runs have. Runs that branch from a checkpoint
-    # have only the later steps. So there may be no step that all runs have, and no such column.
+    # have only the later steps. If no step is in all runs, this column is omitted.
     ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in comparison.runs}
     shared_step = min(last for last, _ in ends)
     first_step = max(run.steps[0]["step"] for run in comparison.runs)

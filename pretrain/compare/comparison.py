@@ -119,7 +119,8 @@ class ComparedRun:
         if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
             return None
         steps, differences = loss_differences(self.base, self.run, "held_out_loss")
-        # Without this check, the result might be the difference of two earlier evaluations.
+        # Check that `steps` ends with the last evaluation of each run. Otherwise `differences[-1]`
+        # is the difference of two earlier evaluations.
         last_steps = {run.last_evaluation.get("step") for run in (self.base, self.run)}
         return float(differences[-1]) if last_steps == set(steps[-1:]) else None
 
@@ -254,9 +255,10 @@ def by_verdict(verdicts: Mapping[str, str]) -> str:
 
 
 def hardware_speed(run: RunRecord) -> float | None:
-    """Return the median speed of a run in tokens/s, if it is the speed of the hardware.
+    """Return the median speed of a run in tokens/s.
 
-    Return None if the precision was emulated, or if the run shared its machine with other runs.
+    Return None if the precision was emulated, or if the run shared its machine with other runs,
+    because such a speed says nothing about the hardware.
     """
     if run.side_by_side or run.emulated:
         return None

@@ -203,7 +203,9 @@ class SeedDifference:
         return t_quantile(number - 1, confidence) * error
 
     def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str:
-        """Return the verdict for a number of seeds that was fixed before the first result.
+        """Return the verdict.
+
+        The verdict is valid only if the number of seeds was fixed before the first result.
 
         The verdict depends on two confidence intervals of the mean. The interval with confidence
         EQUIVALENCE is compared with the margin. The interval with confidence CONFIDENCE, which has

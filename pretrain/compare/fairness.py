@@ -52,7 +52,8 @@ def settings_of(run: RunRecord) -> dict[str, Any]:
 
     The result also has the keys in the config.json of `model.source` and the fingerprint of the
     data. If a setting was changed when the run was resumed (`--accept-changes`), the value is a
-    text with all values of the setting in order, for example "42 to step 6, then 7".
+    text with all values of the setting in order. For example, "42 to step 6, then 7" means that the
+    value was 42 up to step 6, and is 7 since then.
     """
     return run.settings | run.changed_settings
 
@@ -223,11 +224,11 @@ def _common_steps(
 
 
 def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
-    """Return the number of steps that the rollbacks of a run have discarded.
+    """Count the steps that the rollbacks of a run have discarded.
 
-    The keys of the result are `first_step` and the step of each later rollback. Each value is the
-    total number of steps that were discarded until then. The packs of these steps are not used
-    again.
+    Return a dict. Its keys are `first_step` and the step of each later rollback. Its values are the
+    total numbers of steps that all rollbacks until this step have discarded. The packs of discarded
+    steps are not used again.
     """
     skipped = {first_step: run.past["left_out"]}
     for record in run.metrics:

@@ -62,7 +62,7 @@ CELL = "cell"
 # Keys that are omitted in the names of cells: `bf16` instead of `precision=bf16`.
 _WITHOUT_KEY = (CELL, "precision", "weights", "fp8_config.scope")
 # Keys, and prefixes of keys, that have no effect on the training, its speed or its evaluation. If
-# only these keys have changed, a finished run in the run folder is still the run of the cell.
+# only these keys have changed, a finished run in the run folder is accepted as the run of the cell.
 _WITHOUT_EFFECT = (
     "name",
     "run_dir",
@@ -161,7 +161,7 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """Return the path of the log file. Each start of the cell appends its output."""
+        """Return the path of the log file. If the cell is started again, its output is appended."""
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     @property
@@ -176,7 +176,8 @@ class Cell:
     @property
     def settings(self) -> Values:
         """Return the settings that affect the training, its data, its evaluation or its speed."""
-        # If the run prepares its packs, their path is determined by other settings.
+        # If the run prepares its packs, `data.packs` is omitted, because it follows from other
+        # settings.
         packs = ("data.packs",) if self.recipe.data.prepares else ()
         return settings_without(self.recipe, _WITHOUT_EFFECT + packs)
 
@@ -242,7 +243,8 @@ class Matrix:
     processes: int
     # True if the Accelerate configuration sets `use_cpu`.
     on_cpu: bool
-    # True if each cell has one process, whatever the number of visible GPUs. Cells are then forked.
+    # True if each cell has one process, for any number of visible GPUs. Then all cells are forked
+    # from one server process (matrix_run.py).
     is_forked: bool
 
     @property
@@ -264,7 +266,7 @@ class Matrix:
         return Path(os.path.commonpath([cell.run_dir.parent for cell in self.cells]))
 
     def only(self, filters: Sequence[str]) -> list[Cell]:
-        """Return the cells that `filters`, a list of key=value arguments, selects.
+        """Return the cells that the key=value arguments in `filters` select.
 
         A key may occur several times, with different values. A cell is selected if, for every key
         in `filters`, the value of the cell is one of the values that `filters` lists for the key.
@@ -345,7 +347,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             cell = _make_cell(
                 settings, environment, name, values, [*common, *as_overrides(cell_settings)]
             )
-            # Check that the keys in braces in `train.begin_with` exist.
+            # Check that each key in braces in `train.begin_with` is a key of the recipe.
             branch_checkpoint(cell.recipe)
             check_launch(cell.recipe, processes)
             for other in cells:
@@ -402,7 +404,7 @@ def _make_cell(
     values: Values,
     overrides: Sequence[str],
 ) -> Cell:
-    """Return a cell.
+    """Load the recipe of the cell `name`, and return the cell.
 
     Raises InputError for a mistake in the settings of the cell.
 
@@ -498,7 +500,7 @@ def as_overrides(values: Values) -> list[str]:
 
 
 def _text(key: str, value: Any) -> str:
-    """Return the text that sets `key` to `value` on the command line, without the key.
+    """Return `value` as the text that follows `key=` on the command line.
 
     A string is returned unchanged if the command line reads it as the same string. Any other value
     is returned as JSON.

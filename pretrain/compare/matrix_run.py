@@ -5,8 +5,8 @@ launcher (foundation/fork_server.py). Otherwise `accelerate launch` starts each 
 
 The processes of each cell form a separate session, so the terminal delivers Ctrl-C only to the
 matrix process. The matrix process passes the signal on, and each cell receives the signal once. If
-the matrix process is killed, the processes of the cells continue. The next start of the command
-waits until they have ended.
+the matrix process is killed, the processes of the cells continue. If the command is run again, it
+first waits until they have ended.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class StartedCell:
     # Index of the group of GPUs that the processes use. None if cells are not distributed over
     # GPUs.
     slot: int | None
-    # Position in the log at which the output of this start begins. The log may contain the output
-    # of earlier starts.
+    # Position in the log at which the output of these processes begins. If the cell was started
+    # before, the log also contains earlier output.
     log_begins: int
-    # Value of time.monotonic() at the start.
+    # Value of time.monotonic() when the cell was started.
     started: float
 
     def signal(self, number: int) -> None:
@@ -176,7 +176,7 @@ def wait_for_earlier_start(cells: Sequence[Cell], stop: StopRequest) -> None:
     # A training process locks its log.
     names = [cell.name for cell in cells if is_locked(cell.log, without_locks=False)]
     if names:
-        say(f"waiting for processes that an earlier start has left: {', '.join(names)}")
+        say(f"waiting for cells that an earlier command is still training: {', '.join(names)}")
     while any(is_locked(cell.log, without_locks=False) for cell in cells) and not stop.requested:
         time.sleep(POLL_SECONDS)
 
@@ -254,8 +254,8 @@ def start(
     """
     check_ours(cell.run_dir)
     used = [started.slot for started in running]
-    # If several groups of GPUs have equally few cells, the seed decides which group is used. So the
-    # cells that a slow GPU slows down differ between seeds.
+    # If several groups of GPUs have equally few cells, the seed decides which group is used.
+    # Otherwise a slow GPU might slow down the same settings with every seed.
     slots = range(cell.recipe.seed, cell.recipe.seed + (matrix.slots or 0))
     slot = min((number % len(slots) for number in slots), key=used.count, default=None)
     devices = devices_of(matrix, slot)
@@ -355,14 +355,14 @@ def devices_of(matrix: Matrix, slot: int | None) -> dict[str, str]:
 def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     """Write the cell's mark into its run folder.
 
-    The mark is a JSON file with the name of the matrix, the values of the cell and its settings. It
-    also records whether the run has shared its devices with other runs, after this start or after
-    an earlier one. The speed of such a run is too low, so reports omit the speed.
+    The mark is a JSON file with the name of the matrix, the values of the cell and its settings.
+    Its key `side_by_side` is true if the run shares its devices with other runs, or did so when the
+    cell was started before. The speed of such a run is too low, so reports omit the speed.
 
     Args:
         matrix: Name of the matrix.
         cell: The cell.
-        side_by_side: True if the cell shares its devices with other runs after this start.
+        side_by_side: True if the cell now shares its devices with other runs.
     """
     was_shared = cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"]
     write_json(

@@ -40,9 +40,8 @@ WRITTEN_BY = "written by python -m pretrain"
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Number of layers whose gradients are compared with BF16 in a curve: the layers with the lowest
-# cosine between the gradient and the BF16 gradient. The cosine of the complete gradient also has a
-# curve.
+# Number of layers with a separate curve. It shows the cosine between the layer's gradient and its
+# BF16 gradient. The layers with the lowest cosines are chosen.
 WORST_LAYERS = 3
 # Prefix of the keys in metrics.jsonl for the cosine of one layer. The name of the layer follows.
 LAYER = "gap/cosine/"
@@ -187,9 +186,9 @@ def pictures(comparison: RunComparison) -> dict[str, Figure]:
 def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
     """Return the curves of a run. The key of a curve is (title of the panel, name of the layer).
 
-    Only the cosine of a single layer has a layer name. For all other curves, the name is "". Of all
-    layers, only the WORST_LAYERS layers with the lowest cosine at the last measurement have a
-    curve. Curves without a finite value are omitted.
+    Only the cosine of a single layer has a layer name. For all other curves, the name is "". Only
+    the WORST_LAYERS layers whose cosine is lowest at the last measurement have a curve. Curves
+    without a finite value are omitted.
     """
     run = compared.run
     curves = {(panel, ""): run.curve(key) for panel, key in PANELS.items() if key}
@@ -327,9 +326,9 @@ def heat_maps(path: Path) -> HeatMaps:
 
 
 def losses_beside_normal(compared: ComparedRun) -> str:
-    """Return a line with a run's largest underflow and saturation, and their normal limits.
+    """Return a line that compares a run's underflow and saturation with their normal limits.
 
-    The values are the largest of any operand at the last measurement of the run. A measurement in
+    Both values are the largest of any operand at the last measurement of the run. A measurement in
     the first step is ignored, because delayed scaling computes scales from earlier steps. If the
     run has several quantized precisions, the limits of the last one are used. Return "" if the run
     has no measurement after its first step, or no quantized precision.

@@ -34,16 +34,16 @@ from pretrain.optimizer import schedule
 
 # Maximum number of rounds. Each round has one seed, so this is also the maximum number of seeds.
 MOST_SEEDS = 20
-# Upper limit for the natural logarithm of the factor by which the training tokens must grow for
-# equal loss. A larger factor would not be reliable, because the loss hardly falls in this case.
+# Upper limit of the estimated growth of the training tokens for equal loss, as a natural logarithm.
+# A larger estimate would not be reliable, because it means that the baseline's loss hardly falls.
 MOST_FOLD = math.log(1000)
 # Exponents that are tried when a power law is fitted to a loss curve.
 POWERS = np.arange(0.05, 1.5, 0.05)
 # Entry of the baseline in the table's column "verdict".
 BASELINE = "baseline"
-# Advice about the recommended candidate, and about a candidate without a gain.
+# Advice about the recommended candidate, and about a candidate that may not be faster.
 USE = "use this"
-NO_GAIN = "no gain at equal loss is shown"
+NO_GAIN = "not shown to be faster at equal loss"
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Rounds:
     # One dict per trained round, which maps the baseline and the round's candidates to their runs.
     # All runs of a round have the same seed.
     runs: list[dict[str, RunRecord]] = field(default_factory=list)
-    # Map each name to the seconds that its most recent run took.
+    # Map the baseline and each candidate to the seconds that its most recent finished run took.
     took: dict[str, float] = field(default_factory=dict)
     # Number of trainings that run at the same time, on different GPUs.
     at_once: int = 1
@@ -224,9 +224,12 @@ class Rounds:
                 )
             return "its speed is not known, because the precision is emulated"
         if verdict in eligible:
-            return USE if verdict is eligible[0] else f"pays less than {eligible[0].name}"
+            return USE if verdict is eligible[0] else f"smaller gain than {eligible[0].name}"
         if verdict.is_faster_at_equal_loss:
-            return f"pays at {verdict.tokens:.2f} × the tokens"
+            return (
+                f"faster than {self.protocol.base} at equal loss, with {verdict.tokens:.2f} × the "
+                "tokens"
+            )
         return NO_GAIN
 
     def verdict(self, name: str) -> Verdict:
@@ -249,7 +252,8 @@ class Rounds:
             verdict.tokens_per_second = statistics.median(speeds)
             verdict.speedup = speedups.mean
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
-        # SeedDifference computes the mean and the interval of the slopes. Its `baseline` is unused.
+        # SeedDifference only computes the mean and the interval of the slopes here. Neither depends
+        # on its field `baseline`.
         slopes = {index: loss_slope(base) for index, (base, _) in enumerate(pairs)}
         self._add_gain(verdict, speedups, SeedDifference(slopes, 0.0))
         return verdict

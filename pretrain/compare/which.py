@@ -158,11 +158,11 @@ def has_gpu() -> bool:
 
 
 def load_protocol(question: Question, options: argparse.Namespace) -> Protocol | None:
-    """Return the protocol that an earlier start of the command has written.
+    """Read the protocol from the folder of the runs. Return None if there is no protocol yet.
 
-    Return None if there is no protocol yet. Raises InputError if the options differ from the
-    protocol, or if the settings of the recipe differ from the settings of the trials. For example,
-    a verdict would be worthless if the user could change the margin after seeing the results.
+    Raises InputError if the options differ from the protocol, or if the settings of the recipe
+    differ from the settings of the trials. Otherwise a user could change the margin after seeing
+    the results, and the verdicts would be worthless.
     """
     file = question.folder / PROTOCOL_FILE
     if not file.exists():
@@ -183,7 +183,7 @@ def load_protocol(question: Question, options: argparse.Namespace) -> Protocol |
     differences |= question.trial([protocol.base]).baseline.differences
     if differences:
         raise InputError(
-            f"{file}: an earlier start of this command had different settings (current value and "
+            f"{file}: this command was started with other settings before (current value and "
             f"earlier value): {in_words(differences)}; either set the earlier values again, or use "
             "another --run_dir"
         )
@@ -231,23 +231,24 @@ def new_protocol(
         in_an_epoch=steps_in_an_epoch(question.recipe),
         at_once=matrix.slots or 1,
     )
-    # Raise InputError before the trials if --hours is too small even for runs of usual duration.
+    # Check before the trials that --hours is enough for runs whose steps take the usual time. If it
+    # is not, `fit` raises InputError.
     fit(protocol, seconds_left=deadline - time.monotonic() - trials)
     say(
         f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
         f"{', '.join(protocol.seconds)}"
     )
     for cell in matrix.cells:
-        # Delete a trial with other settings, so that the trial runs again. No result depends on the
-        # deleted trial, because the protocol, which uses the trials, has not been written.
+        # Delete a trial that was run with other settings, so that it runs again. No result depends
+        # on the deleted trial, because no protocol has been written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
     cells = train(matrix, stop, may_fail=True)
     runs = distinct_runs(cells)
     if len(runs) < 2:
         raise InputError(
-            "there is nothing to compare: no other precision finished its trial with matrix "
-            f"products that differ from those of {names[0]}; read the logs in "
+            "there is nothing to compare: every other precision failed in its trial, or computed "
+            f"each matrix product in the same precision as {names[0]}; read the logs in "
             f"{question.folder}/trial, or set other --precisions"
         )
     seconds = {
@@ -444,7 +445,7 @@ def next_round(
     The round has the next seed, the baseline, and all candidates whose verdict is open. Return None
     if there is no such candidate, if MOST_SEEDS rounds are trained, or if the round would not end
     within the time limit. The time limit is ignored for the first round, and for a round whose runs
-    have all ended in an earlier start of the command.
+    had all ended before the command was started again.
 
     Args:
         question: The recipe and the folder of the runs.
@@ -476,7 +477,10 @@ def train_round(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
 
 
 def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
-    """Write verdict.json, and return the table, the answer and its limits as text to print."""
+    """Write verdict.json, and return the text to print.
+
+    The text has the table, the answer, and the conditions for the answer to be valid.
+    """
     protocol = rounds.protocol
     text = answer(question, protocol, verdicts)
     write_json(

@@ -54,7 +54,7 @@ DEFAULT_SETTINGS: Values = {
 
 @dataclass(frozen=True)
 class Question:
-    """The recipe for which `which` searches the best precision.
+    """The recipe for which the command `which` finds the fastest precision at equal loss.
 
     The methods return the trials and the rounds as matrices.
     """
@@ -69,8 +69,8 @@ class Question:
     accelerate: Path
     # Folder that contains the run folders of all runs.
     folder: Path
-    # Number of GPUs over which the trainings of a round are distributed. None to train one after
-    # another on the GPUs of the accelerate configuration.
+    # Number of GPUs over which the trainings of a round are distributed. If it is None, the
+    # trainings run one after another on the GPUs of the Accelerate configuration.
     gpus: int | None = None
 
     def trial(self, names: Sequence[str]) -> Matrix:
@@ -92,7 +92,8 @@ class Question:
         for name in names:
             extended = cells | {name: self.values_of(name)}
             try:
-                # Train one after another even with several GPUs, so that no trial slows another.
+                # Run the trials one after another, even if there are several GPUs, so that no trial
+                # slows down another trial.
                 matrix = self._matrix("trial", short, extended, at_once=1)
             except InputError as error:
                 if not cells:
@@ -123,12 +124,12 @@ class Question:
             # deleted. An interrupted run saves additional checkpoints.
             "checkpoint.keep": protocol.steps,
             "log.fp8_statistics": None,
-            # Parity was already checked in the trial.
+            # The trial has already run the parity check.
             "parity": False,
         }
         if protocol.begin_with:
             # `schedule.decay` is a share of all steps, but the runs only train the steps after the
-            # checkpoint. Reduce it, so that the decay has the recipe's share of the trained steps.
+            # checkpoint. Reduce it, so that the recipe's value is the share of the trained steps.
             common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
         return self._matrix("rounds", common, cells, seed=[seed])
 
@@ -249,10 +250,10 @@ def check_gpu_is_free(matrix: Matrix) -> None:
 def seconds_of(cell: Cell) -> float:
     """Return the number of seconds that the run of a finished cell took.
 
-    Each start of the cell writes matrix.json, and a finished run writes summary.json last. So the
-    difference between the times of these two files is the duration since the last start. If the run
-    was interrupted and continued, this duration is too short. In this case, return the total time
-    of its steps, which is longer.
+    matrix.json is written whenever the cell is started, and summary.json is written last when its
+    run finishes. So the difference between the times of these two files is the duration since the
+    cell was last started. If the run was interrupted and continued, this duration is too short. In
+    this case, return the total time of its steps, which is longer.
     """
     summary_time = (cell.run_dir / SUMMARY_FILE).stat().st_mtime
     since_last_start = summary_time - cell.mark.stat().st_mtime

@@ -3,9 +3,10 @@
 Low precision can fail silently. A library may skip one of several equal layers, enter its
 low-precision context in forward but not in recomputation, or never enter the context. Then training
 continues in BF16 and is only a little slower. Therefore one pack runs through the model before the
-first step, and all its products are observed (`audit_products`). In training, products are observed
-in every new step (`Step.is_new`) and every `log.fp8_statistics` steps (`ProductAudit`). The run
-stops if a product does not compute in the requested precision.
+first step, and all its products are observed (`audit_products`). In training, `ProductAudit`
+observes products in the first two steps after a start, a rollback or a change of the precision
+(`Step.is_new`), and every `log.fp8_statistics` steps. The run stops if a product does not compute
+in the requested precision.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ EXAMINED_AGAIN = 13
 # ── Before the first step ─────────────────────────────────────────────────────────────────────────
 
 
-# (module, weight, all_three): a module, its weight matrix, and a flag. The flag is True if the
-# products run inside another module (fused layers, experts). Then forward, dgrad and wgrad must all
-# be observed under the name of the matrix.
+# (module, weight, all_three): a module, its weight matrix, and a flag. The flag is True for the
+# matrices of fused layers and of grouped experts. The audit requires that forward, dgrad and wgrad
+# of such a matrix have all run.
 _Matrix = tuple[nn.Module, Tensor, bool]
 
 
@@ -83,9 +84,9 @@ def audit_products(
         for name, decision in decisions.items()
         if active.precision.quantized and decision.requested == active.precision.name
     }
-    # Observe the whole forward of each module, because a low-precision linear must compute no other
-    # product than its low-precision product. A low-precision LM head is an exception: its forward
-    # may also multiply operands of its backward by a Hadamard matrix.
+    # Observe the whole forward of each module, to find products that should not be there: a
+    # low-precision linear must compute only its low-precision product. A low-precision LM head is
+    # an exception, because its forward may also multiply operands by a Hadamard matrix.
     watched = {
         name: module
         for name, (module, _, _) in matrices.items()
@@ -184,9 +185,9 @@ class ProductAudit(Observer):
     """Check that the products of training match the audit that ran before the first step.
 
     Each linear is observed in one microbatch of a step. The linears are divided among the
-    microbatches. In the next step each linear is observed in another microbatch. In a step with
-    `Step.is_new` the operands of all linears are examined. In a statistics step
-    (`log.fp8_statistics`) the operands of only EXAMINED_AGAIN linears are examined. The first
+    microbatches. In the next step each linear is observed in another microbatch. If `Step.is_new`
+    is set, the operands of all linears are examined. In all other statistics steps
+    (`log.fp8_statistics`), the operands of only EXAMINED_AGAIN linears are examined. The first
     microbatch must add exactly one entry to every history of delayed scaling. Raises InputError
     before the step's update if a product or a history is wrong.
 
@@ -200,7 +201,7 @@ class ProductAudit(Observer):
     write: Callable[[], None]
 
     def due(self, step: Step) -> bool:
-        """Return True if products are quantized and the step is new or a statistics step."""
+        """Return True in a quantized step that sets `Step.is_new` or is a statistics step."""
         return step.is_quantized and (step.is_new or step.measures_operands(self.every))
 
     @contextmanager
@@ -208,8 +209,8 @@ class ProductAudit(Observer):
         """Raise InputError unless the step computes the products that the audit has recorded.
 
         The number of the step seeds the choice of the examined linears and blocks, and shifts the
-        microbatch in which each linear is observed. If the step is new, record in audit.json that
-        the step has passed the check.
+        microbatch in which each linear is observed. If `Step.is_new` is set, record in audit.json
+        that the step has passed the check.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
@@ -275,11 +276,12 @@ def describe(
 
 
 def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
-    """Return two rows of several lines that summarise the audit on the console.
+    """Return two texts of several lines that summarise the audit on the console.
 
-    "layers" has a line for each combination of precision, backend, weight dtype and reason. The
-    line starts with the number of layers. "settings" has one line for each of: the attention, the
-    dtype of gradient sums, fused kernels, torch.compile, and deterministic mode if it is on.
+    The keys of the texts are "layers" and "settings". "layers" has a line for each combination of
+    precision, backend, weight dtype and reason. The line starts with the number of layers.
+    "settings" has one line for each of: the attention, the dtype of gradient sums, fused kernels,
+    torch.compile, and deterministic mode if it is on.
 
     audited: the contents of audit.json.
     """
@@ -386,7 +388,7 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
 
 
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError if training does not reach a parameter.
+    """Raise InputError if training would not update a parameter.
 
     There are two checks:
 

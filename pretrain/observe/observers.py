@@ -76,7 +76,7 @@ class Observer:
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
         """Enclose forward and backward of all microbatches.
 
-        place: the position in the order of packs at which the step's packs must begin.
+        place: the position, in the order of packs, of the first pack that the step must use.
         """
         yield
 

@@ -8,8 +8,8 @@ A warning is printed if an operand loses a larger share of its values than is us
 precision. The warning names the worst operand and a remedy. Values can be lost in two ways: they
 become zero, or they are too large for the format. Each of the two warnings is printed once in a
 process, and once more after a rollback or a change of precision. The run continues, because no
-threshold can show whether a restart is worth its cost. docs/verification.md has the limits and the
-measurements behind them.
+threshold can show whether a restart is worth its cost. docs/verification.md lists the limits and
+explains how they were derived.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OperandWatch(Observer):
     warned: set[str] = field(default_factory=set, init=False)
 
     def due(self, step: Step) -> bool:
-        """Return True in every n-th step and in the first step of each precision."""
+        """Return True if `step` is a statistics step (`Step.measures_operands`)."""
         return step.measures_operands(self.every)
 
     @contextmanager
@@ -295,9 +295,12 @@ def summary(records: Sequence[Record]) -> dict[str, float]:
 
     records: the result of `OperandStatistics.records`.
 
-    fp8/fwd_scale, fp8/bwd_scale: the geometric mean of the scales of inputs and weights, and of
-        output gradients. Operands that contain only zeros are ignored.
-    fp8/underflow, fp8/saturation: the largest share of lost values among all operands.
+    fp8/fwd_scale: the geometric mean of the scales of inputs and weights.
+    fp8/bwd_scale: the geometric mean of the scales of output gradients.
+    fp8/underflow: the largest share of values that become zero, among all operands.
+    fp8/saturation: the largest share of values that are too large, among all operands.
+
+    The scales of operands that contain only zeros are ignored.
     """
     result = {}
     for key, roles in (("fp8/fwd_scale", ("input", "weight")), ("fp8/bwd_scale", ("grad_output",))):

@@ -1,11 +1,11 @@
 """Compare the low-precision products of a microbatch with exact products and with our quantizers.
 
-A sample of each product's result, some rows and some columns, is computed in two more ways: exactly
-from the unquantized operands, and from the same operands after our own plain quantizer. The error
-of a result is its difference from the exact result. The run's error must have about the same norm
-and direction as our quantizer's error (docs/verification.md). The run's error must also stay below
-an absolute bound, which is computed from the mantissa bits of the format. Without the bound, the
-check would miss a mistake in a quantizer that the run and the check share.
+Some rows and columns of each product's result are computed in two more ways: exactly, from the
+unquantized operands, and from the same operands after our plain quantizer has quantized them. The
+error of a result is its difference from the exact result. The run's error must have about the same
+norm and direction as our quantizer's error (docs/verification.md). The run's error must also stay
+below an absolute bound, which is computed from the mantissa bits of the format. Without the bound,
+the check would miss a mistake in a quantizer that the run and the check share.
 
 Under delayed scaling, the amax histories must contain the observed amaxes, and the next scales must
 be computed from these histories.
@@ -52,10 +52,11 @@ BOUND_LEEWAY = 1.1
 # than our results.
 ORDER_OF_SUMS = 2.0**-10
 # The cosine of the run's error and our quantizer's error must reach this value. It is 0.8 or more
-# if both used the same scales, and about zero otherwise.
+# if both used the same scales, and about zero otherwise. If the quantizer rounds stochastically,
+# the cosine is first divided by the cosine of two errors of our quantizer.
 LEAST_LIKENESS = 0.5
-# The cosine is not judged if two stochastic roundings of the same operands by our quantizer give
-# errors whose cosine is below this value.
+# If the quantizer rounds stochastically, it quantizes the same operands several times. The run's
+# cosine is not judged if the mean cosine of two of these errors is at most this value.
 KNOWN_LIKENESS = 0.1
 # Relative tolerance of an amax. A library may compute it from the output of a normalization before
 # this output is rounded to BF16.
@@ -122,9 +123,9 @@ def watching_products(
 ) -> Iterator[tuple[list[Compared], list[str]]]:
     """Check the products of the microbatch that runs in the caller's `with` statement.
 
-    All ranks must call this function. Yields two lists, which are filled when the caller's
-    `with` statement ends: a comparison for each product, with the largest excess first, and the
-    operands with wrong histories (see `watching_histories`).
+    All ranks must call this function. Yields two lists, which are filled when the caller's `with`
+    statement ends. The first list has a comparison for each product, the largest excess first. The
+    second list has the operands with wrong histories (see `watching_histories`).
     """
     check = _ProductCheck(packed, active)
     context = packed.context
@@ -141,14 +142,16 @@ class _Sample(NamedTuple):
     """Some rows of an operand, as [rows, k]. The product sums over the last axis, k."""
 
     values: Tensor
-    # `values` after the precision's transform (for example a Hadamard transform), or `values` if
-    # the precision has no transform. If backward multiplies dequantized values of the forward
-    # operand (`backward_override: dequantized`), these dequantized values.
+    # The input of our plain quantizer: `values` after the precision's transform (for example a
+    # Hadamard transform), or `values` if the precision has no transform. If backward multiplies
+    # dequantized values of the forward operand (`backward_override: dequantized`), the input is
+    # these dequantized values.
     to_quantize: Tensor
-    # The largest magnitude in the whole operand, an FP32 scalar.
+    # The largest magnitude in the whole operand, an FP32 scalar. If a transformed operand has a
+    # tensor scale, it is the largest magnitude after the transform.
     amax: Tensor
-    # Indices of the sampled rows of the operand. If the sample was taken from the transposed
-    # operand, indices of the operand's columns.
+    # Indices of the operand's rows in the sample. If the sample was taken from the transposed
+    # operand, they are indices of the operand's columns.
     rows: Tensor | slice
 
 
@@ -208,7 +211,10 @@ class _ProductCheck:
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
-        """Compare a sample of a product's result. If `bias` is given, `result` includes it."""
+        """Compare a sample of a product's result with the exact and the plain result.
+
+        If `bias` is not None, `result` includes the bias.
+        """
         roles = OPERANDS[gemm]
         keys = [(name, *key) for key in zip(roles, ALONG[gemm], strict=True)]
         is_repeated = name != self._head and (name, gemm) in self.products
@@ -338,8 +344,8 @@ def _token_rows(tensor: Tensor) -> Tensor:
     Rows of zeros are chosen only if there are too few other rows. The gradients of tokens with a
     masked label are such rows.
     """
-    # Give each row a scattered number below 2^31, add 2^31 if the row is not zero, and choose the
-    # rows with the largest numbers.
+    # Compute a hash below 2^31 from the index of each row. Add 2^31 if the row is not zero. Choose
+    # the rows with the largest results.
     scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
     return (scattered + (tensor != 0).any(dim=1) * 2**31).topk(min(ROWS, len(tensor))).indices
 

@@ -1,10 +1,11 @@
 """Check the token counts and gradients of a step, and compare its update with torch.optim.AdamW.
 
-Parity checks forward and backward, and the audit checks matrix products. This check covers the rest
-of a step. It runs in the first two steps of a process and in every n-th step
-(`log.fp8_statistics`). AdamW updates each value independently of all others, so it is enough to
-check a sample of the values. Only clipping depends on all gradients: their norm is recomputed from
-all values. docs/verification.md lists everything that is checked.
+The parity check covers forward and backward, and the audit covers matrix products. This check
+covers the rest of a step. It runs in the first two steps after a start, a rollback or a change of
+the precision (`Step.is_new`), and every `log.fp8_statistics` steps. AdamW updates each value
+independently of all others, so it is enough to check a sample of the values. Only clipping depends
+on all gradients: their norm is recomputed from all values. docs/verification.md lists everything
+that is checked.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class StepCheck(Observer):
 
         All ranks must call this method.
 
-        place: the position in the order of packs at which the step's packs must begin.
+        place: the position, in the order of packs, of the first pack that the step must use.
         """
         # For each microbatch whose backward has begun, FP64 [2]: the number of labels, and the
         # factor by which the summed loss is multiplied before backward.

@@ -329,9 +329,9 @@ def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
     }
     assert words_and_advice == {
         "delayed": ("equivalent", "use"),
-        "current": ("equivalent", "no"),
-        "delayed+head": ("worse, within the margin", "pays"),
-        "nvfp4": ("worse by more than the margin", "pays"),
+        "current": ("equivalent", "not"),
+        "delayed+head": ("worse, within the margin", "smaller"),
+        "nvfp4": ("worse by more than the margin", "faster"),
         "mxfp8": ("cannot tell", "about"),
     }
     assert candidates["nvfp4"]["tokens"] == pytest.approx(np.exp(0.05 / 0.2))
@@ -354,7 +354,7 @@ def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
 ) -> None:
     assert trained_question.ask() == 1
     output = capsys.readouterr().out
-    assert "pays at 1.28 × the tokens" in output
+    assert "faster than bf16 at equal loss, with 1.28 × the tokens" in output
     low = trained_question.candidates()["delayed"]["gain_interval"][0]
     assert f"Train in delayed: 1.30 times ({low:.2f} to " in output
     assert f"train_accelerate.py {trained_question.file} precision=delayed" in output
