@@ -189,7 +189,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
 
     With `overwrite`, replace the values of `total`, even if they are NaN. `left` must be the
     transpose of a contiguous tensor, as dy^T is in the weight's gradient dy^T x. One kernel both
-    multiplies and adds, except on a CPU with operands in another dtype than `total`.
+    multiplies and adds. The exception is a CPU if the operands have another dtype than `total`: the
+    product is first rounded to their dtype.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right, beta=0 if overwrite else 1)
