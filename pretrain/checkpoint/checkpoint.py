@@ -155,7 +155,7 @@ class Checkpoints:
         self.wait()
         if final == self._complete:
             if self.rank == 0:
-                # Delete old checkpoints again, because `spared` may have changed.
+                # `spared` may have changed since the save, so other checkpoints may be deleted now.
                 self._prune(final, spared)
             return final
         partial = on_disk.partial_folder(final)
@@ -496,8 +496,8 @@ def free_memory() -> int:
             with suppress(OSError, ValueError):  # the group does not exist or has no limit
                 lines = (folder / "memory.stat").read_text().splitlines()
                 statistics = dict(line.split() for line in lines)
-                # The memory of cached files is free, because the kernel drops cached files before
-                # it kills a process.
+                # Memory that caches files counts as free, because the kernel drops cached files
+                # before it kills a process.
                 cached = int(statistics["active_file"]) + int(statistics["inactive_file"])
                 used = int((folder / "memory.current").read_text()) - cached
                 free = min(free, int((folder / "memory.max").read_text()) - used)
@@ -511,7 +511,7 @@ def _rounded(count: int) -> int:
 
 @dataclass
 class PendingSave:
-    """A save that a thread is writing."""
+    """A checkpoint that a thread is writing."""
 
     # Folder of the checkpoint when it is complete.
     final: Path
@@ -540,13 +540,13 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
 def checksums(tensors: Tensors) -> dict[str, int]:
     """Return the checksum of each tensor by name.
 
-    All ranks must call this function. The checksum is the sum of `sum_of_bits` over the distinct
-    blocks of the tensor, modulo 2^64. It does not depend on the number of shards of the first
-    dimension. Replicas of a block are added once if their bits are equal. If their bits differ,
-    both are added, so the checksum changes.
+    All ranks must call this function. The checksum is the sum of `sum_of_bits` over the blocks of
+    the tensor, modulo 2^64. It is the same for any number of shards along the first dimension. If
+    several ranks hold the same block, the block is added once. But if its bits differ between the
+    ranks, each version is added, so the checksum changes.
     """
     # For each rank, a dict that maps each tensor to the offset of the rank's block and the sum of
-    # the block's bits. Blocks with different offsets are different blocks.
+    # the block's bits. The offset is needed because two blocks may have the same sum.
     ranks = from_all_ranks(
         {
             name: (on_disk.block_of(tensor).offset, sum_of_bits(tensor))

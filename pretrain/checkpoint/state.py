@@ -1,4 +1,4 @@
-"""Counters of a run, comparison of its settings with a checkpoint's, and random seeds of steps."""
+"""Counters of a run, changes of its settings since a checkpoint, and random seeds of its steps."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class TrainState:
 
     @property
     def data_steps(self) -> tuple[int, int]:
-        """Return (first, end) of the steps that are still to be trained. `end` is excluded.
+        """Return the range (first, end) of the steps that are still to be trained, without `end`.
 
-        The two numbers count steps in the stream of packs. They include `left_out`, because the
-        packs of discarded steps are not used again.
+        The steps are counted in the stream of packs. So both numbers include `left_out`, because
+        the packs of discarded steps are not used again.
         """
         return self.step + self.left_out, self.steps + self.left_out
 
@@ -66,10 +66,10 @@ class TrainState:
         self.place = place
 
 
-# Differences between the history of a run and its recipe, in the format of checkpoints and of
-# environment.json. This value is for a run without differences. `changed` has an entry
+# Facts about the history of a run that its recipe and metrics.jsonl do not contain, in the format
+# of checkpoints and of environment.json. This is the value for a new run. `changed` has an entry
 # {"step": 100, "was": {key: old value}} for each resume that has changed settings after this step.
-# `left_out` is the number of steps whose packs were skipped before the run folder's first step.
+# `left_out` is the number of steps that rollbacks discarded before the run folder's first step.
 NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 
 

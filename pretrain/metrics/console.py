@@ -63,8 +63,8 @@ class Console:
 
         Args:
             record: Metrics of the step.
-            show: True to print a line. A step without a line is still part of the means in the next
-                line, and of the estimate of the time left.
+            show: True to print a line. If False, the step is included in the means of the next
+                printed line, and in the estimate of the time left.
         """
         self._first_end = self._first_end or (record["step"], time.monotonic())
         self._since_line.append(record)

@@ -1,9 +1,9 @@
 """Exact training FLOPs, and the formulas behind the MFU of other projects.
 
-The FLOPs of products with weights are computed from the number of weights. The FLOPs of attention
-are computed from the lengths of the documents in each step. Only matrix products are counted, with
-two operations per multiply-add. A product that gradient checkpointing computes twice is counted
-once.
+Only matrix products are counted, with two operations per multiply-add. The FLOPs of linear layers
+and experts are computed from the number of their weights. The FLOPs of attention are computed from
+the lengths of the documents in each step. A product that gradient checkpointing computes twice is
+counted once.
 
 The end of this file has the formulas of other projects, so that their MFU can be compared with
 ours. The formulas of other projects treat each sequence as one document of T tokens.
@@ -105,8 +105,8 @@ class ModelFlops:
     # Number of weights of the LM head. Weights that are tied to the embedding are included, because
     # the head multiplies by them. The embedding lookup is no matrix product and is not counted.
     head_weights: int
-    # Names of weights that belong neither to a recognized product nor to an embedding. Their FLOPs
-    # are missing. The tuple is empty if all FLOPs are counted.
+    # Names of weights whose FLOPs are not counted, because the weights belong to no embedding and
+    # to no module whose matrix products are known. Empty if all FLOPs are counted.
     uncounted: tuple[str, ...]
     # Number of parameters. Tied weights are counted once.
     parameters: int
@@ -282,7 +282,7 @@ def nanogpt(model: ModelFlops, length: int) -> float:
 
 
 def combined_formula(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by the second version of the project llm_TII (docs/planning.md).
+    """Return the FLOPs by the formula in version 2 of the project llm_TII (docs/planning.md).
 
     The formula for the attention of S tokens is 2 S H^2 (2 + 2/G) + 4 S^2 H, with the hidden size H
     and G query heads per KV head. If the model has no learned positions, the FLOPs of the rotary
@@ -292,9 +292,9 @@ def combined_formula(model: ModelFlops, length: int) -> float:
 
 
 def component_summation_v2025(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by the third version of the project llm_TII (docs/planning.md).
+    """Return the FLOPs by the formula in version 3 of the project llm_TII (docs/planning.md).
 
-    This version sums the FLOPs of all products, without the rotary embedding.
+    This formula sums the FLOPs of all products, without the rotary embedding.
     """
     return _components(model, length)
 
@@ -322,7 +322,7 @@ FORMULAS: dict[str, Callable[[ModelFlops, int], float]] = {
 
 
 def attention_to_ffn_ratio(model: ModelFlops, length: int) -> float:
-    """Return attention FLOPs divided by MLP FLOPs, both by the third version of llm_TII.
+    """Return attention FLOPs divided by MLP FLOPs, both by the formula in version 3 of llm_TII.
 
     Attention includes the projections of queries, keys, values and output.
     """
@@ -348,8 +348,8 @@ def _attention(model: ModelFlops, length: int) -> float:
     hidden = model.shape.hidden
     query = 2 * hidden**2
     key = query / (model.shape.heads / model.shape.kv_heads)
-    # The output projection has the FLOPs of the query projection, and the value projection has the
-    # FLOPs of the key projection.
+    # The projections of queries and output have equal FLOPs, and the projections of keys and values
+    # have equal FLOPs.
     return query + 2 * key + query + 4 * length * hidden
 
 

@@ -29,8 +29,8 @@ WINDOW = 100
 FEWEST_LOSSES = 20
 # A spike exceeds the median loss by more than this number of robust standard deviations.
 SPIKE_DEVIATIONS = 6.0
-# A spike also exceeds the median loss by more than this number of nats. Late in a run the loss is
-# so smooth that changes of six standard deviations are small and frequent.
+# A spike also exceeds the median loss by more than this number of nats. Late in a run the standard
+# deviation is small, so harmless changes of the loss often exceed six standard deviations.
 SPIKE_NATS = 0.3
 # Maximum number of skipped steps in a row. If the next step is bad too, the run stops.
 CONSECUTIVE_SKIPS = 10
@@ -40,7 +40,8 @@ MOST_ROLLBACKS = 3
 # Ratio of the standard deviation to the median absolute deviation of a normal distribution,
 # 1 / Phi^-1(3/4).
 MAD_TO_SD = 1.4826
-# Weight of the current step in the moving averages of gradient positions (`distance_from_usual`).
+# Weight of the current step in the moving average of a gradient's position. The function
+# `distance_from_usual` explains this position.
 GAP_AVERAGE_WEIGHT = 0.25
 # The run warns if rounding loses more than this share of all updates.
 FROZEN_SHARE = 0.05
@@ -83,7 +84,7 @@ def distance_from_usual(position: Sequence[float], usual: Sequence[float]) -> fl
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Decision about a step, made after its backward. `judge_overflow` decides after the update."""
+    """Decision about a step after its backward, or after its update (`judge_overflow`)."""
 
     action: Literal["update", "skip", "rollback", "stop"] = "update"
     # Reason for the decision, which is shown to the user. With the action "update" it is a warning,
@@ -112,8 +113,8 @@ class HealthState:
     consecutive_skips: int = 0
     # Number of rollbacks of the run. The function that rolls back increments it.
     rollbacks: int = 0
-    # Moving averages of gradient positions (`position` in `distance_from_usual`). The outer key is
-    # the name of the precision, and the inner key is the name of the matrix.
+    # Moving average of the position of each matrix's gradient (see `distance_from_usual`). The
+    # outer key is the name of the precision, and the inner key is the name of the matrix.
     usual_gap: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     # The last step in low precision if `health.on_gap: switch` has switched the run to BF16, else
     # None.
@@ -245,14 +246,14 @@ class Health:
             names: Names of the weights with infinity or NaN.
             can_go_back: True if there is a checkpoint to roll back to.
         """
-        reason = f"the update has overflowed the weights {some_of(names)}"
+        reason = f"the update has written infinity or NaN into {some_of(names)}"
         rolls_back = self.settings.on_nan == "rollback"
         obstacle = self._obstacle("rollback", can_go_back) if rolls_back else ""
         if rolls_back and not obstacle:
             return StepDecision("rollback", reason)
         return StepDecision(
             "stop",
-            f"{reason}{obstacle}. This step is not saved, because its weights hold infinity or NaN",
+            f"{reason}{obstacle}. The weights of this step are not saved",
             "Lower `optimizer.learning_rate`. Then either resume from an earlier checkpoint, or "
             "start a new run",
         )

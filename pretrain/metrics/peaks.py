@@ -25,8 +25,8 @@ class Peak:
     it.
     """
 
-    # Regular expression that matches the whole name of the device. The name is the driver's, in
-    # lower case and without "NVIDIA", "GeForce" and "Tesla".
+    # Regular expression that matches the whole name of the device. The driver reports this name. It
+    # is matched in lower case and without "NVIDIA", "GeForce" and "Tesla".
     pattern: str
     # Memory in GiB that CUDA reports. It is up to 8 % less than the GB of the data sheet. The value
     # of the H200 was measured, and the H200 NVL has the same value. The values of other devices
@@ -97,9 +97,10 @@ PEAKS = (
     Peak("rtx a6000", memory=47.4, bf16=154.8, fp32=38.7),
     Peak("rtx 6000 ada generation", memory=47.4, bf16=364.2, fp8=728.5, fp32=91.1),
     # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 is 4,000 sparse for the Server Edition and the
-    # Workstation Edition, and 3,511 sparse for the Max-Q. FP32 is 120, 125 and 110. FP8 has half
-    # the throughput of FP4, and BF16 has half the throughput of FP8. Unlike GeForce cards, these
-    # cards do not halve the throughput for FP32 accumulation.
+    # Workstation Edition, and 3,511 sparse for the Max-Q. FP32 is 120 for the Server Edition, 125
+    # for the Workstation Edition, and 110 for the Max-Q. FP8 has half the throughput of FP4, and
+    # BF16 has half the throughput of FP8. Unlike GeForce cards, these cards do not halve the
+    # throughput for FP32 accumulation.
     Peak(
         "rtx pro 6000 blackwell server edition",
         memory=94.9,

@@ -111,7 +111,7 @@ def check_free(path: Path) -> None:
 
 
 def check_ours(path: Path) -> None:
-    """Raise InputError if `path` is not writable or contains files that are not of a run.
+    """Raise InputError if `path` is not writable or contains files that belong to no run.
 
     A missing folder and an empty folder are accepted. A folder with other files is accepted only if
     it has the config.yaml of a run, so that no foreign file is overwritten. Hidden files and files

@@ -251,7 +251,8 @@ class RunRecord:
     def audits(self) -> dict[str, Any]:
         """Map the name of each precision of the run to its audit. The order is that of the phases.
 
-        If the run has not written its audit yet, the only precision has an empty audit.
+        If audit.json does not exist yet, the dict has one entry: the requested precision with an
+        empty audit.
         """
         only_precision = self.audit.get("effective", self.precision)
         return self.audit.get("precisions", {only_precision: self.audit})
@@ -322,8 +323,8 @@ class NoStepYet(InputError):
 def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
     """Read the files in the run folder `run_dir`.
 
-    Lines of metrics.jsonl after step `last_step` are ignored, also in the summary. Raises NoStepYet
-    if `run_dir` is not a run folder, or if the run has no step yet.
+    Lines of metrics.jsonl after step `last_step` are ignored. The summary is computed without these
+    lines. Raises NoStepYet if `run_dir` is not a run folder, or if the run has no step yet.
     """
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
@@ -345,7 +346,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
 
 
 def read_finished(run_dir: Path) -> RunRecord | None:
-    """Return the run in `run_dir` if it is finished, else None. `is_finished` defines the term."""
+    """Return the run in `run_dir`, or None if it is not finished (`RunRecord.is_finished`)."""
     with suppress(InputError):
         run = read_run(run_dir)
         if run.is_finished:
@@ -394,8 +395,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     """Return the content of `summary.json`, computed from the lines of metrics.jsonl.
 
     Losses are in nats per token. Medians and `data_wait_share` exclude the first two steps. `hours`
-    is the total duration of all steps, without the time for evaluations, saves and the start. The
-    held-out loss is the loss of the last evaluation. An evaluation before the first step is not
+    is the total duration of all steps. Starting the process, evaluating and saving do not count.
+    The held-out loss is the loss of the last evaluation. An evaluation before the first step is not
     used. Keys without a value are absent, for example the held-out loss of a run without an
     evaluation, and the MFU on a device whose peak is unknown.
     """
@@ -443,7 +444,10 @@ def _finite(records: Iterable[Record], key: str) -> list[float]:
 def _statistic(
     function: Callable[[list[float]], float], records: Iterable[Record], key: str
 ) -> float | None:
-    """Return `function` of the finite values of `key`, or None if no value is finite."""
+    """Apply `function` to the list of finite values of `key`. Return None if no value is finite.
+
+    `function` returns one number for the list, such as the mean.
+    """
     values = _finite(records, key)
     return function(values) if values else None
 

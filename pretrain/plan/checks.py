@@ -120,8 +120,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     if stream := data.stream:
         _require(
             recipe.train.epochs is None,
-            f"`train.epochs: {recipe.train.epochs}` counts packs, but the number of packs of "
-            "`data.streaming` is not known; set `train.steps` or `train.tokens`",
+            f"`train.epochs: {recipe.train.epochs}` needs the number of packs, which is not known "
+            "with `data.streaming`; set `train.steps` or `train.tokens`",
         )
         # The disk must hold four parts: the part that is read, the parts before and after it, and
         # the first part of the stream, which is never deleted.
@@ -174,7 +174,7 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """Check that the model reads only text, has layers, and has a position for each token.
+    """Check that the model reads only text, has layers, and has enough positions for a pack.
 
     model: the configuration of the model.
     """

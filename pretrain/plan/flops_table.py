@@ -17,11 +17,11 @@ from pretrain.settings.recipe import ModelSettings
 
 # Map each formula to its meaning in one line. docs/planning.md derives the formulas.
 MEANINGS = {
-    "ours": "all matrix products, attention as causal (the MFU of a run's metrics)",
+    "ours": "all matrix products, with causal attention (the MFU of runs uses this)",
     "palm": "6N + 12LHQT, N: parameters without embeddings and a tied head",
     "nanogpt": "6N + 12LHQT, N: all parameters except learned positions",
-    "combined_formula": "parts of a layer as llm_TII adds them, with rotary embedding",
-    "component_summation_v2025": "the same parts without the rotary embedding",
+    "combined_formula": "layers, norms and head as in llm_TII, with rotary embedding",
+    "component_summation_v2025": "layers, norms and head as in llm_TII, without rotary embedding",
     "megatron": "the formula of Megatron-LM: all matrix products of a dense model",
 }
 # Sequence lengths in tokens if the command line has neither a recipe nor --length.

@@ -1,12 +1,12 @@
-"""Estimate the memory of one device, exactly for fused layers, approximately for compiled layers.
+"""Estimate the memory that a training step needs on one device.
 
 Memory has its peak either at the loss, while the activations of all layers are kept, or in the
 backward of one layer, after the following layers have freed their activations. The estimate is the
 larger of the two.
 
-A fused layer keeps for backward the tensors that the autograd functions in
-`pretrain.model.fused.layers` save. The following table lists them. The first column is the number
-of values per token.
+The activations of a fused layer are known exactly. The autograd functions in
+`pretrain.model.fused.layers` save the following tensors for backward. The first column is the
+number of values per token.
 
     2 · hidden               in the compute dtype      the input of the layer, and the sum of this
                                                        input and the attention's output
@@ -67,15 +67,15 @@ from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}  # bytes per value
-# Settings that need less memory, in descending order of the memory that they save in a run in which
-# none of them is set.
+# Settings that lower the memory of a run. The setting that saves the most comes first. This order
+# holds for a run without such settings.
 TAKES_LESS = (
     "a smaller batch.microbatch, model.gradient_checkpointing=full, optimizer.offload=moments, "
     "weights=bf16_exact, optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "
     "(accelerate_configs/zero.yaml; fsdp2.yaml needs even less)"
 )
-# A layer with low-precision products is compiled in several pieces. This is the measured memory of
-# its activations, divided by the memory of the activations if the layer is compiled in one piece.
+# A layer with low-precision products is compiled in several pieces. This
+# increases the memory of its activations by this factor, as measured.
 IN_PIECES = 1.15
 
 
@@ -124,8 +124,8 @@ class LayerMemory:
     # True for a fused layer. A fused layer keeps its weight copies for the whole step, even if it
     # is recomputed.
     fused: bool
-    # Map each reason why experts stay unquantized to the number of weights of these experts,
-    # divided by the number of weights of all experts.
+    # Map each reason why experts stay unquantized to a share: the number of expert weights that
+    # stay unquantized for this reason, divided by the number of all expert weights.
     experts_left_out: Mapping[str, float] = field(default_factory=dict)
     # Bytes per token of queries, keys and values after rotation. They can be kept in addition to
     # queries, keys and values before rotation, which are part of `kept`.
@@ -231,17 +231,17 @@ def _as_recomputed(
 
 
 def _values_with_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int, int]:
-    """Return three numbers of values that a device stores in addition to its shards.
+    """Return three counts of values that a device stores in addition to its shards.
 
-    1. The number of gathered weights. If weights are gathered only once a step, these are all
-       weights. If weights are gathered for each use of a layer, these are the weights of the
-       current layer, two copies of the weights of the next layer, and the weights of the LM head,
-       which stay gathered from forward to backward.
-    2. The number of gradients in FP32 that are stored for gathered weights until these gradients
-       are summed over the devices.
-    3. The number of gradients in FP32 that are being sent to the other devices.
+    1. Gathered weights. If weights are gathered only once a step, these are all weights. If weights
+       are gathered for each use of a layer, these are the weights of the current layer, two copies
+       of the weights of the next layer, and the weights of the LM head, which stay gathered from
+       forward to backward.
+    2. FP32 values of the gradients of gathered weights. They are stored until the gradients are
+       summed over the devices.
+    3. FP32 values of the gradients that are being sent to the other devices.
 
-    All three numbers are 0 if the model is not sharded.
+    All three counts are 0 if the model is not sharded.
 
     head: number of weights of the LM head.
     """
@@ -268,9 +268,10 @@ def _bytes_at_loss(
     The loss is computed in chunks of tokens. It needs memory for
 
     * the gradient of the LM head's weight in FP32, to which each chunk adds its gradient,
-    * a second tensor with the shape of this weight. If the head is not quantized, this is the
-      working copy of the weight, if there is one. If the head is quantized, this is the weight
-      gradient of one chunk, unless the matrix product adds it to the sum over the chunks directly,
+    * a second tensor with the shape of this weight. If the head is not quantized, it is the working
+      copy of the weight, and exists only with `has_copies`. If the head is quantized, it is the
+      weight gradient of one chunk. The second tensor is not needed if the matrix product adds this
+      gradient to the sum over the chunks directly,
     * the last hidden state of each token, the output of the final norm, and the gradient of this
       output,
     * the logits of one chunk, which are overwritten with their gradient, and
@@ -295,9 +296,9 @@ def _bytes_at_loss(
 
 
 def _largest_backward(layers: Sequence[LayerMemory]) -> int:
-    """Return the bytes per token that backward needs at its peak beyond all kept activations.
+    """Return the bytes per token that backward needs at its peak, besides the kept activations.
 
-    When the backward of a layer runs, the layers after it have freed their kept activations. The
+    When the backward of a layer runs, the layers after it have freed their kept activations. So the
     freed bytes are subtracted from the workspace of the layer.
     """
     freed = most = 0
@@ -407,8 +408,8 @@ def fused_layer(
         number * query + 4 * parts.heads.query,
         # The output of attention as a quantized operand.
         operands[1] * query * output.quantized,
-        # Unless the attention is ROTATED_ATTENTION, the norms of heads keep their inputs, and
-        # attention keeps the outputs of these norms.
+        # The norms of heads keep their inputs, and attention keeps the outputs of these norms.
+        # ROTATED_ATTENTION keeps the outputs only if memory suffices (`rotated` below).
         rotated * (attention != ROTATED_ATTENTION),
         # The inputs of the activation function.
         number * gate_and_up,
@@ -440,10 +441,10 @@ def fused_layer(
 def _experts_left_out(
     model: PreTrainedModel, decisions: Mapping[str, Decision]
 ) -> dict[str, float]:
-    """Map each reason why experts stay unquantized to a share of the weights of all experts.
+    """Map each reason why experts stay unquantized to a share of the expert weights.
 
-    The share is the number of weights of these experts, divided by the number of weights of all
-    experts.
+    The share is the number of expert weights that stay unquantized for this reason, divided by the
+    number of all expert weights.
     """
     sizes = {
         f"{name}.{key}": getattr(experts, key).numel()

@@ -120,9 +120,10 @@ class Plan:
         """Return the microbatch sizes in packs that `batch.microbatch: auto` may choose, ascending.
 
         For each number of microbatches in a step, the smallest size that leads to this number is a
-        candidate. If all devices have the same number of packs, candidates that do not divide this
-        number are removed. If the devices have different numbers of packs, no size fills all
-        microbatches, and no candidate is removed. With `auto:16`, candidates above 16 are removed.
+        candidate. If all devices have the same number of packs, a candidate that does not divide
+        the number of packs of a device is removed. If the devices have different numbers of packs,
+        no size fills all microbatches, and no candidate is removed. With `auto:16`, candidates
+        above 16 are removed.
         """
         is_uneven = self.packs_per_step % self.devices.count > 0
         most = self.packs_per_rank
@@ -212,10 +213,10 @@ class Plan:
         return 1 / (in_bf16 / bf16 + (1 - in_bf16) / fastest) if in_bf16 else fastest
 
     def experts_left_out(self, active: ActivePrecision) -> dict[str, float]:
-        """Return the share of the FLOPs of experts that stay unquantized, grouped by the reason.
+        """Map each reason why experts stay unquantized to a share of the training FLOPs.
 
-        Map each reason to a share of the training FLOPs: the FLOPs of the experts that stay
-        unquantized for this reason in the precision `active`, divided by the FLOPs of the model.
+        The share is the FLOPs of the experts that stay unquantized for this reason in the precision
+        `active`, divided by the FLOPs of the model.
         The result is empty if `active` is not quantized, or if the model has no experts.
         """
         layers = self.layers.get(active.precision.name)
@@ -272,8 +273,8 @@ class Plan:
     def checkpoints_at_once(self) -> int:
         """Return the largest number of checkpoints that exist on the disk at the same time.
 
-        These are the checkpoints that are kept, and the checkpoint that is being written. In a
-        short run, they are limited by the number of checkpoints that the run writes.
+        These are the checkpoints that are kept, and the checkpoint that is being written. A short
+        run may write fewer checkpoints. Then only the written checkpoints are counted.
         """
         settings = self.recipe.checkpoint
         decay = self.before_decay

@@ -30,8 +30,8 @@ from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import config_values, load_config
 from pretrain.settings.recipe import ModelSettings
 
-# The vocabulary size of a model from scratch is rounded up to a multiple of this number. With such
-# a size, every precision can compute the matrix products of the LM head, and they are fastest.
+# The vocabulary size of a model from scratch is rounded up to a multiple of this number. Every
+# precision supports an LM head of such a size, and its matrix products are fastest.
 VOCABULARY_MULTIPLE = 128
 # Map the prefix of each special token's key in configurations, such as "eos" in "eos_token_id", to
 # the name of the token in messages.
@@ -49,7 +49,7 @@ PROBES = (
 
 
 class Data(Protocol):
-    """The part of `pretrain.run.data.Data`, the open packs of a run, that this file uses."""
+    """Interface of `pretrain.run.data.Data` (the open packs of a run) that this file uses."""
 
     @property
     def tokenizer(self) -> Mapping[str, Any]:
@@ -113,9 +113,10 @@ def tokens_of(
 ) -> dict[str, Any]:
     """Return `given` and the values of the vocabulary keys that the tokenizer determines.
 
-    If the tokenizer does not have a special token, the value of its key is null. Some configuration
-    classes do not accept null, for example the class of cwm for BOS. In this case the value is the
-    id of the EOS token. Raise InputError if `given` contradicts the tokenizer.
+    If the tokenizer does not have a special token, the value of its key is null. If the class of
+    `config` does not accept null, the value is the id of the EOS token. For example, the class for
+    `model_type: cwm` does not accept null for BOS. Raise InputError if `given` contradicts the
+    tokenizer.
 
     tokenizer: the description that `TextTokenizer.describe` returns.
     given: the recipe's values of `model.config`, which have precedence.
@@ -251,7 +252,7 @@ def _check_export(
     location: str,
     config: PretrainedConfig,
 ) -> None:
-    """Raise InputError if an exported tokenizer encodes text in another way than in the packs.
+    """Raise InputError if the exported tokenizer does not encode text as the packs' tokenizer.
 
     For some model types, AutoTokenizer loads a class that ignores parts of tokenizer.json.
 
@@ -276,8 +277,8 @@ def _check_export(
             kind = type(exported).__name__
             raise InputError(
                 f"{what}: it loads a {kind}, which encodes {probe!r} differently; {remedy}, or "
-                "create a tokenizer that encodes in the same way by "
-                f'transformers.{kind}.from_pretrained("{location}").save_pretrained(NEW) '
+                "use a tokenizer of this class: write it to a folder NEW by "
+                f'transformers.{kind}.from_pretrained("{location}").save_pretrained(NEW), '
                 "and prepare packs with `data.tokenizer: NEW`"
             )
 

@@ -133,8 +133,8 @@ def doctor(add: Callable) -> None:
     A model of one layer is trained in each precision for a few steps. Before the first step, its
     loss and gradients are compared with plain transformers.
 
-        python -m pretrain doctor --card b200.json      measure this GPU (about 15 minutes)
-        python -m pretrain doctor --check b200.json     repeat the trainings of a card
+        python -m pretrain doctor --card b200.json      write a card of this GPU (15 minutes)
+        python -m pretrain doctor --check b200.json     compare this machine with a card
     """
     add(
         "--precisions",
@@ -149,15 +149,15 @@ def doctor(add: Callable) -> None:
         const=Path("card.json"),
         metavar="FILE",
         help="write a card of this machine, a JSON file, instead of printing the table; for each "
-        "precision, the card has the speed as a share of the machine's limits, the losses of 50 "
-        "steps with audit and parity, and a comparison of the hardware's quantized operands with "
-        "our emulation; default of FILE: %(const)s",
+        "precision, the card has the speed as a share of the machine's limits, the losses of a "
+        "training of 50 steps, the results of its audit and its parity check, and a comparison of "
+        "the hardware's quantized operands with our emulation; default of FILE: %(const)s",
     )
     add(
         "--check",
         type=Path,
         metavar="CARD",
-        help="train the 50 steps of a card again, and compare the losses",
+        help="repeat the trainings of 50 steps in CARD, and compare the losses",
     )
 
 
@@ -194,14 +194,14 @@ def export(add: Callable) -> None:
     add(
         "--precision",
         choices=["trained"],
-        help="trained: export the codes and scales that the forward products of training multiply, "
-        "in the layout that servers read (docs/serving.md)",
+        help="trained: export quantized weights, with the codes and scales of the forward pass in "
+        "training, in the layout that servers read (docs/serving.md)",
     )
     add(
         "--merge",
         type=count,
         metavar="N",
-        help="export the mean weights of the last N checkpoints, summed in FP64",
+        help="export the mean of the weights in the last N checkpoints, computed in FP64",
     )
     add(
         "--push",
@@ -223,7 +223,7 @@ def sample(add: Callable) -> None:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="text that the model continues; '' generates a text from its beginning",
+        help="text that the model continues; '' generates text without a prompt",
     )
     add(
         "--prompt",

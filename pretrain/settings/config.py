@@ -79,8 +79,8 @@ _NOT_IDENTITY = (
     "data.on_bad_line",
 )
 
-# Keys whose values have another unit in other programs. `LaunchParser.suggest` does not repeat the
-# value that the user has given for such a key.
+# Keys whose values have another unit in other programs. `LaunchParser.suggest` suggests such a key
+# without the user's value, because this value may be in the other unit.
 _CONVERTED = ("batch.tokens", "optimizer.betas", "schedule.min_lr_ratio")
 # Prefix of the keys of `identity_of` for the values in the config.json of `model.source`.
 SOURCE = "model.source."

@@ -179,9 +179,9 @@ def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> 
     if inherited.fp8_format == filled_in != default:
         raise InputError(
             f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` may be Accelerate's default for a "
-            f"missing key; for {default}, the default of `{precision.name}`, set `fp8_format: "
-            f"{default}` in the file; for {filled_in}, set `fp8_config.fp8_format={filled_in}` on "
-            "the command line"
+            f"missing key; to use {default}, the default of `{precision.name}`, set `fp8_format: "
+            f"{default}` in the file; to use {filled_in}, set `fp8_config.fp8_format={filled_in}` "
+            "on the command line"
         )
 
 
@@ -265,7 +265,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
                 f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
                 "contradict each other; remove one of them"
             )
-        # Ignore the format that Accelerate inserts if the file has no format.
+        # Accelerate inserts this format if the file has none, so ignore it.
         if values.get("fp8_format") == _ACCELERATE_DEFAULTS["fp8_format"]:
             del values["fp8_format"]
             if os.environ.get("RANK", "0") == "0":

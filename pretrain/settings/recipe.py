@@ -145,9 +145,9 @@ class OptimizerSettings(Settings):
     # Dtype of AdamW's moments. null: bf16 if the recipe sets `weights: bf16`, as in torch, and fp32
     # otherwise.
     moments: Literal["fp32", "bf16"] | None = None
-    # Part of AdamW's state in pinned host memory instead of GPU memory. moments: both moments.
-    # state: also the 16 bits per weight of `weights: bf16_exact`. none: nothing. Each update copies
-    # this part to the GPU and back, with the same results. No effect on a CPU.
+    # Part of AdamW's state that is in pinned host memory. none: nothing. moments: both moments.
+    # state: both moments, and the 16 bits per weight of `weights: bf16_exact`. Each update copies
+    # this part to the GPU and back, which changes no result. No effect on a CPU.
     offload: Literal["none", "moments", "state"] = "none"
     # Dtype in which the gradients of the microbatches are accumulated. null: bf16 if the recipe
     # sets `weights: bf16`, and fp32 otherwise. Gradients of several processes are always summed in
@@ -167,8 +167,8 @@ class ScheduleSettings(Settings):
     # Length of the decay at the end of training, as a share of all steps. It has an effect only
     # with `kind: wsd`.
     decay: Fraction = 0.2
-    # Curve of the decay, as the decay_type of transformers.get_wsd_schedule, whose default is
-    # cosine. It has an effect only with `kind: wsd`.
+    # Curve of the decay. transformers.get_wsd_schedule calls it decay_type, with default cosine.
+    # It has an effect only with `kind: wsd`.
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     # Learning rate at the end of training, as a share of `optimizer.learning_rate`. It has no
     # effect with `kind: constant`.
@@ -404,8 +404,8 @@ class Recipe(Settings):
         """Return the dtype in which gradients are accumulated over microbatches and stored.
 
         There is one exception: if FSDP2 gathers the weights once per step, gradients are
-        accumulated over microbatches in FP32. Only their sum over all ranks is stored in this
-        dtype.
+        accumulated over microbatches in FP32. Then only the sum of the gradients over all ranks is
+        stored in the returned dtype.
         """
         return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")
 

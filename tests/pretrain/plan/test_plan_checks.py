@@ -38,7 +38,7 @@ def test_a_stream_needs_steps_or_tokens_and_disk_for_four_parts() -> None:
     check_settings(recipe(data=data, train={"tokens": 1e12}), "bf16", 1)
     with pytest.raises(
         InputError,
-        match=r"`train\.epochs: 4.0` counts packs.*set `train\.steps` or `train\.tokens`",
+        match=r"`train\.epochs: 4.0` needs the number of .*set `train\.steps` or `train\.tokens`",
     ):
         check_settings(recipe(data=data), "bf16", 1)
     small = data | {"streaming": {"disk_gb": 0.5, "window": 64e6}}
