@@ -114,8 +114,8 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
     if floors:
         named = ", ".join(f"{name} {speed:,.0f}" for name, speed in floors.items())
         parts.append(
-            "Limits of this machine, if a step had only GEMMs with their measured speeds, "
-            f"in tokens/s: {named}."
+            "Limits of this machine in tokens/s, for a step that has only GEMMs, at their measured "
+            f"speeds: {named}."
         )
     # Show a note that was added to the result file by hand.
     if note := result.get("note"):

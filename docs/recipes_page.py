@@ -16,15 +16,15 @@ HEAD = """\
 # Recipes
 
 This page lists the recipes of this repository. `make docs` writes it from `recipes/`. The comment
-at the top of each file describes how to start the training, and the source of its figures.
+at the top of each file has the command that starts the training, and the source of the settings.
 
 * `base: other.yaml` at the top of a recipe includes another recipe, whose keys the recipe can
   override ([settings.md](settings.md)).
 * `--plan` at the end of the command predicts time and memory ([planning.md](planning.md)).
-* `source` is the title of the published document whose figures the recipe uses. If a figure in the
-  document is wrong, the comment of the recipe gives the correct figure.
-* Tests load each recipe, and train a tiny model of each kind. We have trained only `smoke` and
-  `tinyshakespeare` to their end. Most other recipes need datasets or models from the hub.
+* `source` is the title of the published document whose settings the recipe uses. If a number in the
+  document is wrong, the comment of the recipe gives the correct number.
+* Tests load each recipe, and train a tiny model of each architecture. We have trained only `smoke`
+  and `tinyshakespeare` to their end. Most other recipes need datasets or models from the hub.
 * Gated models, such as Llama, need `hf auth login` and their licence.
 """
 SUBFOLDERS = {
