@@ -126,7 +126,8 @@ def launch(arguments: argparse.Namespace) -> int:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
-    # The model can be freed now, because the objects of the run went out of scope in `carry_out`.
+    # Call this after `carry_out` has returned. Only then can the model be freed, which must happen
+    # before the process group ends.
     distributed.end_processes(accelerator)
     # Return 128 plus the signal's number, as shells do if a signal has ended a process.
     return 128 + stopped_by if stopped_by else 0

@@ -264,8 +264,8 @@ def _update(
     (arXiv:1711.05101). The operations and their order are those of
     `torch.optim.adam._single_tensor_adam`, and all operations are computed in FP32. FP32 masters
     are therefore bit for bit equal to the weights of `torch.optim.AdamW`. BF16 moments and BF16
-    weights without remainder are rounded once, when they are stored. The Triton kernel rounds the
-    results of the same operations.
+    weights without remainder are rounded once, when they are stored. The Triton kernel
+    computes the same operations and rounds at the same places.
     """
     weight = tensors.weight
     remainder = tensors.remainder
@@ -403,9 +403,10 @@ def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_updates_done(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Set the number of past updates of all parameters, from which the bias correction is computed.
+    """Set the number of past updates of all parameters.
 
-    `updates` is the number of training steps minus the number of skipped steps.
+    The next update computes its bias correction from this number. `updates` is the number of
+    training steps minus the number of skipped steps.
     """
     for state in optimizer.state.values():
         state["step"].fill_(updates)

@@ -1,16 +1,17 @@
 """AdamW as a Triton kernel. One launch updates all parameters that have the same dtypes.
 
-Each value is read once and written once. A launch reads the addresses of its tensors from a table,
-because separate launches would be slow: with one launch for each of the 310 parameters of
-Qwen3-1.7B, an H200 would wait for the host for about 15 ms per step, 0.9 % of a step in FP8.
+Each value is read once and written once. A separate launch for each parameter would be slow: with
+the 310 parameters of Qwen3-1.7B, an H200 would wait for the host for about 15 ms per step, 0.9 % of
+a step in FP8. So one launch updates many parameters, and reads the addresses of their tensors from
+a table.
 
 All roundings are explicit in the code, and the compiler is not allowed to fuse operations. FP32
 weights and BF16 weights with remainders are updated by the same code, so their masters are equal
-bit for bit. The kernel rounds the results of the same operations as torch on a CPU. `lerp_` and
-`addcmul_` of torch use fused multiply-adds, so the kernel computes them by `tl.fma`. There are two
-differences from torch. For a beta1 of 0.5 or less, `lerp_` uses another formula. And the square
-root of the kernel is correctly rounded, while the square root of torch on a CPU may be wrong in the
-last place.
+bit for bit. The kernel computes the same operations as torch on a CPU, and rounds at the same
+places. `lerp_` and `addcmul_` of torch use fused multiply-adds, so the kernel computes them by
+`tl.fma`. There are two differences from torch. For a beta1 of 0.5 or less, `lerp_` uses another
+formula. And the square root of the kernel is correctly rounded, while the square root of torch on a
+CPU may be wrong in the last place.
 """
 
 # Kernel arguments without annotations are allowed in this file, because Triton reads annotations

@@ -41,7 +41,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the FP32 masters of BF16 weights and int16 remainders. This is the inverse of `split`.
 
-    If `split` has not produced the two tensors, the result is computed by the same formula.
+    The two tensors may have any values, including pairs of values that `split` never returns.
     """
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 

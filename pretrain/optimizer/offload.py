@@ -44,8 +44,8 @@ def pinned_zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     memory.
     """
     part = local_part(parameter)
-    # Allocate separate pages for this tensor, because CUDA pins a page only once. New pages contain
-    # zeros.
+    # Allocate memory pages for this tensor alone. CUDA refuses to pin a page twice, so two tensors
+    # must not share a page. New pages contain zeros.
     pages = mmap.mmap(-1, part.numel() * dtype.itemsize)
     zeros = torch.frombuffer(pages, dtype=dtype).view(part.shape)
     if not pin(zeros):

@@ -5,8 +5,8 @@ scheduler. In this file the first step has the number 0. In settings, logs and m
 number 1.
 
 No step has a learning rate of zero, because such a step would not change the weights. Warm-up
-starts at 1 / warmup of the peak. Decay would reach its end at step `total_steps`, but the last step
-that is trained has the number `total_steps` - 1. After warm-up the values equal those of
+starts at 1 / warmup of the peak. Decay reaches its end at step `total_steps`, which is not trained:
+the last trained step has the number `total_steps` - 1. After warm-up the values equal those of
 `transformers.get_wsd_schedule` and of torch's CosineAnnealingLR and LinearLR.
 """
 
@@ -115,7 +115,8 @@ def shorten(
 
     Warm-up and decay are shortened in proportion. At least one step comes after the warm-up.
 
-    keep_warmup: shorten only the decay, if at least one step comes after the warm-up.
+    keep_warmup: True to shorten only the decay. A warm-up of `total_steps` steps or more is
+        shortened in any case.
     """
     decay = decay_steps(settings, total_steps)
     needed = settings.warmup + max(decay, 1)

@@ -45,12 +45,13 @@ from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.run.job import Job, cuda_graphs
 
 # The number of packs from which delayed scaling fills its histories before the first step. At least
-# two packs are needed to record the gradients of all linears (see `rehearse`). The more packs run,
-# the closer is the largest recorded amax to the amax of a microbatch. After one pack, the first
+# two packs are needed to record the gradients of all linears (see `rehearse`). With more packs, the
+# largest recorded amax comes closer to the amax of a microbatch. After only one pack, the first
 # gradient of a 1.7 B model was saturated so much that its norm was 82 % of the correct norm.
 REHEARSALS = 8
-# The number of tokens in the audit's microbatch if nothing is quantized or fused. This number is
-# enough to observe every linear. A whole pack may not fit into memory without torch.compile.
+# The number of tokens in the audit's microbatch if nothing is quantized or fused. The audit
+# observes every linear even with so few tokens. A whole pack may not fit into memory without
+# torch.compile.
 UNQUANTIZED_TOKENS = 128
 
 
@@ -197,9 +198,9 @@ def _fuse(
 
     The first value is None if no layer was fused. In this case the text contains the reason.
     """
-    # Sort quantized precisions first. The arithmetic of the first precision is used for all
-    # precisions. If several precisions do not support fusing, the reason of the first such
-    # precision is returned.
+    # Sort quantized precisions first. In all precisions, the fused layers use the arithmetic that
+    # is chosen for the first precision of this list. If several precisions do not support fusing,
+    # return the reason of the first one.
     quantized_first = sorted(
         job.plan.precisions, key=lambda active: active.precision.quantized, reverse=True
     )
@@ -244,8 +245,8 @@ def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers 
     """
     stored_in = job.recipe.gradients_kept_in
     other_dtype = WEIGHT_DTYPES[stored_in] != WEIGHT_DTYPES[job.recipe.weights]
-    # `plan.emulated` is True if any phase is emulated, even a phase that does not run in this
-    # process. So a run sums gradients in the same way, at whichever step it is resumed.
+    # `plan.emulated` is True if any phase of the run is emulated, even if this process does not
+    # train that phase. So a run that is resumed in another phase sums gradients in the same way.
     emulates = job.plan.emulated and stored_in == "fp32"
     return other_dtype or emulates or fused is not None or accelerator.num_processes > 1
 
@@ -285,9 +286,9 @@ def audit_precisions(
     precision.
     """
     precision = assembly.precision
-    # Audit the present precision last. If a second phase has the same precision with
-    # `forward: bf16`, the two phases share their histories of delayed scaling. The last audit fills
-    # the shared histories, which must be filled in the present precision.
+    # Audit the present precision last. Two phases share their histories of delayed scaling if
+    # they differ only in `forward: bf16`. The last audit fills the shared histories, which must be
+    # filled in the present precision.
     for entry in sorted(precision.in_model.values(), key=lambda entry: entry is precision.current):
         with precision.using(entry.name):
             if entry.backend is not None:

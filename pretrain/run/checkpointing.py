@@ -37,11 +37,11 @@ from pretrain.run.startup import make_observers
 from pretrain.run.streaming import continue_stream
 from pretrain.settings.config import resolved
 
-# The stop code of a failure. All ranks use the largest code of any rank, so this code exceeds every
-# signal number.
+# The stop code of a failure. It exceeds every signal number, because all ranks use the largest code
+# of any rank, and a failure has priority over a signal.
 FAILED = 999
-# Beginnings of the keys of settings that determine the scales of gradients under delayed scaling:
-# the divisor of the loss, the loss function, and the number format.
+# The scales of gradients under delayed scaling depend on the settings whose keys start with one of
+# these texts: the divisor of the loss, the loss function, and the number format.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
 
 # ── Save ──────────────────────────────────────────────────────────────────────────────────────────
@@ -246,8 +246,8 @@ def load_weights(
             name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")
         }
         # Load the lower 16 bits of exact BF16 weights only if the run has FP32 weights. A run with
-        # `bf16` uses the stored BF16 weights, which may differ from the exact values rounded to
-        # BF16.
+        # `bf16` uses the stored BF16 weights. They differ from FP32 weights that hardware rounds to
+        # BF16 only if an FP32 weight is exactly between two BF16 values.
         if (saved, mode) == ("bf16_exact", "fp32"):
             targets |= {
                 f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
@@ -327,11 +327,10 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
     """Return whether the histories of the present precision must be filled again after loading.
 
     This is necessary if the saved histories belong to other products, or to gradients of another
-    size. If True is returned, the caller must load the weights and call
-    `Assembly.start_precision`. Without this call, the run would continue with histories of the
-    initial weights, which the assembly has recorded. The gradients of initial weights are many
-    times as large as those of trained weights. Return False if the present precision has no
-    histories.
+    size. If True is returned, the caller must load the weights and call `Assembly.start_precision`.
+    Without this call, the run would continue with the histories that the assembly has recorded with
+    the initial weights. The gradients of initial weights are many times as large as those of
+    trained weights. Return False if the present precision has no histories.
     """
     if not assembly.context.state():
         return False

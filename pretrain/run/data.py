@@ -30,12 +30,12 @@ from packing.store import check_model, open_packs, unprepared
 from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
-# The number of packs of each source from which the attention cost is estimated. If `check_tokens`
-# reads packs, it also reads this number of packs at the beginning of each source.
+# Two functions read at most this number of packs from a source. `Data.mean_squared` reads evenly
+# spaced packs to estimate the attention cost. `check_tokens` reads the first packs.
 _SAMPLED_PACKS = 1000
-# The largest number of evenly spaced packs of a source that `check_tokens` reads. With 4,096 tokens
-# per pack, these packs have 1 GiB of token ids. Reading the packs takes less than a second, because
-# the files are in the page cache after their hashes were checked.
+# `check_tokens` also reads at most this number of evenly spaced packs from a source. With 4,096
+# tokens per pack, these packs have 1 GiB of token ids. Reading the packs takes less than a second,
+# because the files are in the page cache after their hashes were checked.
 _SCANNED_PACKS = 2**16
 
 
@@ -87,7 +87,7 @@ class Data:
 
     @cached_property
     def has_masks(self) -> bool:
-        """Return True if the packs of a source store a mask of the tokens to train on."""
+        """Return True if at least one source has packs with a mask of the tokens to train on."""
         return any(packs[0].trained is not None for packs in parts_of(self.train).values())
 
     @property
@@ -206,7 +206,7 @@ def evaluated_parts(packs: Packs | None, limit: int | None) -> dict[str, tuple[P
         source, but at least one pack.
     """
     parts = parts_of(packs)
-    # The sum is 0 if the split is stored, but has no packs.
+    # The held-out split may be empty. Then avoid a division by zero below.
     total = sum(map(len, parts.values())) or 1
     wanted = total if limit is None else limit
     return {

@@ -3,7 +3,7 @@
 A library may report that a device supports a precision although the products of this precision fail
 on the device. So the doctor trains a model of one layer for a few steps in each precision (a
 trial). Each trial runs in a separate process, because a CUDA error may end the process. Before the
-first step of a trial, parity compares the model with plain transformers.
+first step of a trial, the parity check compares the model with plain transformers.
 """
 
 from __future__ import annotations
@@ -64,10 +64,9 @@ HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardw
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a table of precisions. Return 1 if one of the precisions works nowhere, else 0.
+    """Print a table of precisions. Return 1 if the trial of any precision fails, else 0.
 
-    A precision works nowhere if its trial fails. The trial runs on the hardware if the hardware
-    supports the precision, otherwise in emulation.
+    If the hardware does not support a precision, its trial emulates the precision.
 
     With --card or --check there is no table: `run_card` replaces this process. Raises InputError
     for an unknown name in --precisions.

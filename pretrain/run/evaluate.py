@@ -74,8 +74,8 @@ def evaluate_once(run: Run) -> None:
 def measure_of(run: Run) -> dict[str, Any]:
     """Return the measure of an evaluation: a dict that identifies its held-out packs and precision.
 
-    These keys are part of the evaluation's line in metrics.jsonl. Only evaluations with the same
-    measure can be compared. Return {} if no packs are held out.
+    The items of this dict are part of the evaluation's line in metrics.jsonl. Only evaluations with
+    the same measure can be compared. Return {} if no packs are held out.
     """
     job = run.job
     if job.data.held_out is None:

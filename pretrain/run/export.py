@@ -134,7 +134,7 @@ def write_export(
     The remark is empty if the folder has a tokenizer. Otherwise the remark has the reason why there
     is no tokenizer.
 
-    facts: map titles of further rows of the card's table to their texts.
+    facts: additional rows for the card's table. Keys are titles of rows, values are their texts.
     """
     tokenizer, why_not = tokenizer_of(recipe, run_dir)
     further_files = {}
@@ -325,7 +325,7 @@ def all_tensors(hf: PreTrainedModel, read: Callable[[str], Tensor]) -> Iterable[
 
 
 def forward_scales(checkpoint: Path) -> dict[str, Tensor]:
-    """Return the scales of inputs and weights under delayed scaling, as a checkpoint names them.
+    """Return the scales of inputs and weights under delayed scaling, by names in the checkpoint.
 
     The dict is empty if the run does not use delayed scaling.
     """
@@ -404,7 +404,7 @@ def model_card(
     run: the record of the run. It has all facts on the card except the size of the model.
     hf: the model, on any device.
     has_tokenizer: True if the folder contains a tokenizer. The card's example then uses it.
-    facts: map titles of further rows of the card's table to their texts.
+    facts: additional rows for the card's table. Keys are titles of rows, values are their texts.
     """
     recipe = run.config
     source = recipe["model"].get("source")

@@ -74,7 +74,7 @@ class Job:
     model_config: PretrainedConfig
     # The model on the meta device, with modules but without weights.
     shapes: PreTrainedModel
-    # The packs. None in a plan for other machines if the packs are not prepared, because such a
+    # The packs. The value is None only in a plan for other machines without prepared packs. Such a
     # plan does not use this attribute.
     data: Data
     tokenizer: PreTrainedTokenizerBase | None
@@ -86,7 +86,7 @@ class Job:
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe. Each `auto` is replaced by its result as soon as that is known."""
+        """Return the recipe. An `auto` is replaced by its result as soon as the result is known."""
         return self.plan.recipe
 
     @property
@@ -110,7 +110,7 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the identity: the settings that determine which training this is.
+        """Return the identity: the settings that are equal if two runs are the same training.
 
         The identity maps dotted keys to values. When a run resumes, its identity is compared with
         the identity in the checkpoint. If the machine lacks a precision of the recipe, the identity

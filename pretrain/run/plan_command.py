@@ -32,8 +32,7 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
-# A step of a model with fewer parameters than this spends more time on kernel launches than on
-# matrix products.
+# A model with fewer parameters spends more time on kernel launches than on matrix products.
 SMALL = 50_000_000
 # The precision of `python -m pretrain plan` if neither the recipe nor the command line sets a
 # precision. It is the precision of a launch on GPUs, where bf16.yaml or ddp.yaml sets it.
@@ -75,7 +74,7 @@ def main(options: argparse.Namespace) -> int:
     shares = sorted(options.mfu or ASSUMED_SHARES)
     print(
         markdown(
-            ["on", "microbatch", "takes", "of each", "tokens/s", "time"],
+            ["on", "microbatch", "needs", "available", "tokens/s", "time"],
             [_row(target, planned, shares) for target, planned in plans],
         )
     )
@@ -167,7 +166,7 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
     """Return the row of a target in the table.
 
     plan: the plan of the recipe on this target.
-    shares: the assumed shares of the peak, ascending.
+    shares: the MFUs for which the table has times, ascending.
     """
     if target.obstacle(plan):
         return [str(target), *[UNKNOWN] * 5]

@@ -80,9 +80,9 @@ class ResumePoint:
         return job.data.stream is not None and fingerprint != job.identity["data.fingerprint"]
 
     def place(self, job: Job) -> int:
-        """Return the position in the order of packs after the checkpoint's last pack.
+        """Return the position in the order of packs at which the run continues.
 
-        The position is a number of packs with the job's `data.length`. If the checkpoint was made
+        The position is counted in packs of the job's `data.length`. If the checkpoint was made
         with another `data.length`, its position is converted and rounded up.
         """
         if self.is_of_another_stream(job):
@@ -103,7 +103,7 @@ class ResumePoint:
 
     @property
     def _data_steps(self) -> int:
-        """The number of steps whose packs were trained on or were skipped by rollbacks."""
+        """Return the number of steps whose packs were trained on or were skipped by rollbacks."""
         return self.record["progress"]["step"] + self.record["progress"]["left_out"]
 
 
@@ -138,8 +138,9 @@ def where_to_resume(
             schedule=job.plan.schedule.switched_to_bf16_after(source.health.switched_after)
         )
         if job.recipe.loss.chunk == "auto":
-            # Keep the chunk of the checkpoint, because it determines the order of a sum. So the
-            # resumed run has the same bits as an uninterrupted run.
+            # Keep the chunk of the checkpoint, because it determines the order in which the loss
+            # and its gradients are summed. So the resumed run repeats the uninterrupted run bit for
+            # bit.
             chunk = source.record["loss_chunk"]
     return job.with_settings("loss", chunk=chunk), checkpoints, source
 

@@ -2,7 +2,7 @@
 
 The precision schedule alone determines at which step the precision changes. A run that is resumed
 at such a step repeats the change. A run that is resumed later loads the histories of delayed
-scaling from its checkpoint. In both cases the run has the same bits as an uninterrupted run.
+scaling from its checkpoint. In both cases the run repeats the uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class Run:
         self.trackers.start(settings)
 
     def _take_over_parity(self) -> None:
-        """Copy the results of parity into the audit from the audit.json in the run folder.
+        """Copy the results of the parity check from audit.json in the run folder into the audit.
 
-        An earlier process of this run has written the file. A resumed run does not repeat parity,
-        because parity compares only the run's first step.
+        An earlier process of this run has written the file. A resumed run does not repeat the
+        parity check, because the check compares only the run's first step.
         """
         if self.is_new or not self.folder.audit.is_file():
             return
@@ -209,7 +209,7 @@ class Run:
         }
         # Omit the keys above that do not apply to this run or this step.
         record = {key: value for key, value in record.items() if value is not None}
-        # If no token of the step has a label, losses are null, except a `loss` that is not finite.
+        # The losses of a step without labels are null. But a `loss` that is not finite is logged.
         reported: dict[str, float | None] = dict(losses if is_labelled else dict.fromkeys(losses))
         if not math.isfinite(loss):
             reported["loss"] = loss

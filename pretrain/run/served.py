@@ -1,6 +1,6 @@
 """Quantize the weights of a checkpoint as training does, in the layouts that servers read.
 
-A served weight has the codes and scales that the forward products of training multiply. The formats
+A served weight has the same codes and scales as in the forward products of training. The formats
 of `pretrain.precision.formats` compute the codes and scales. This file only packs them into the
 tensors of a layout, and describes the layout in the config.json of the export.
 """
@@ -42,7 +42,8 @@ _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Layout:
     """A layout of quantized weights in a model folder, and its description in config.json."""
 
-    # Map a quantized weight [out, in] to its tensors. A key is the last part of a tensor's name.
+    # Return the tensors that store a quantized weight [out, in]. Each key is the last part of a
+    # tensor's name.
     tensors: Callable[[Quantized], dict[str, Tensor]]
     # The value of `quantization_config` without the names of the linears that stay in BF16.
     config: dict[str, Any]
@@ -204,7 +205,8 @@ def served_weights(
     * The value of `quantization_config` in config.json.
     * Facts about the export, by title, for the console and the model card.
 
-    run_dir: the run folder. Its audit.json has the linears that training quantizes and stacks.
+    run_dir: the run folder. Its audit.json lists the linears that are quantized in training, and
+        the linears whose weights are stacked for one product.
     precision_name: the precision in which the checkpoint was saved.
     settings: `fp8_config` of the run.
     hf: the model on the meta device, in BF16.
@@ -245,12 +247,12 @@ def served_weights(
         tensors |= {f"{name}.{key}": tensor for key, tensor in packed.items()}
         values += weight.codes.numel()
         moved += _moved(weight, packed)
-    facts = {"weights exact in": f"{precision_name} ({values:,}); all others are in BF16"}
+    facts = {"quantized weights": f"{values:,} in {precision_name}; all others are in BF16"}
     facts |= _facts_about(layout, moved)
     if all(name == stack for name, (stack, _) in stacks.items()) and precision.tensor_scaled:
         facts["tensor scales"] = (
-            "one for each linear, as in training; a server that takes one for q, k and v, or for "
-            "gate and up, computes other products"
+            "one for each linear, as in training; a server that uses one scale for q, k and v, or "
+            "one for gate and up, computes different products"
         )
     kept = [name for name in linears if name not in stacks]
     return tensors, layout.config | {layout.kept_key: kept}, facts
@@ -259,7 +261,7 @@ def served_weights(
 def _facts_about(layout: Layout, moved: int) -> dict[str, str]:
     """Return facts about the layout of an export, by title.
 
-    moved: the sum of the results of `_moved` over all quantized weights.
+    moved: the number of weights that a server decodes to another BF16 number than training does.
     """
     kind = layout.config.get("format", "blocks of 128 x 128")
     facts = {
@@ -277,7 +279,8 @@ def _facts_about(layout: Layout, moved: int) -> dict[str, str]:
 def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, Collection[str]]]:
     """Map each quantized linear to (name of its product, names of the linears in this product).
 
-    A product of a fused layer has several linears. Their stacked weights share one tensor scale.
+    A fused layer computes several linears in one product. Their stacked weights share one tensor
+    scale.
     Raises InputError if audit.json has no record of the precision.
     """
     audit = load_object(run_dir / "audit.json", "start the run again to write it")
@@ -285,8 +288,8 @@ def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, 
     if audit["effective"] != precision_name:
         raise InputError(
             f"{run_dir / 'audit.json'}: the run was last started in {audit['effective']}, but the "
-            f"checkpoint was saved in {precision_name}; choose a checkpoint that was saved after "
-            "the last start"
+            f"checkpoint was saved earlier, in {precision_name}; choose a checkpoint that was "
+            "saved after the run was last started"
         )
     return {
         entry["name"]: stack_of(entry["name"])
@@ -319,7 +322,7 @@ def _check_supported(
 
 
 def _moved(weight: Quantized, packed: Mapping[str, Tensor]) -> int:
-    """Return the number of weights that become another BF16 number when a server decodes them.
+    """Return the number of weights that a server decodes to another BF16 number than training does.
 
     packed: the tensors of `weight` in a layout.
     """

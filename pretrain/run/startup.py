@@ -42,8 +42,9 @@ from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 # Share of a device's memory that stays free, for fragmentation, communication buffers and
 # evaluation.
 RESERVE = 0.04
-# The largest number of packs in a microbatch of parity if nothing is compiled. Otherwise parity
-# uses the microbatch of training, because torch.compile would compile again for another shape.
+# The largest number of packs in a microbatch of the parity check if nothing is compiled. Otherwise
+# the check uses the microbatch of training, because torch.compile would compile again for another
+# shape.
 PARITY_MICROBATCH = 2
 # An error is about full memory if its message contains one of these texts. Error classes are not
 # enough: some libraries allocate memory without torch, and torch has no class for host memory.
@@ -64,8 +65,8 @@ def make_observers(run: Run) -> Observers:
     if run.profile:
         observers.append(run.profile)
     if recipe.log.gap:
-        # The GapMeter must be entered before the other observers of the passes. Otherwise these
-        # observers would also observe the additional pass of the GapMeter in BF16.
+        # The GapMeter must come before the observers below. Otherwise they would also observe the
+        # additional pass of the GapMeter in BF16.
         observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
         ProductAudit(model, run.precision, every, run.write_audit),
@@ -354,7 +355,7 @@ def _compare_first_step(run: Run) -> Parity | str:
     model, accelerator = run.assembly.model, run.accelerator
     if run.state.step:
         return (
-            "parity compares only step 0, but this run starts with the weights of step "
+            "the check compares only step 0, but this run starts with the weights of step "
             f"{run.state.step:,}"
         )
     if largest_over_ranks(accelerator, int(not _fits(run.job, model, accelerator.device))):

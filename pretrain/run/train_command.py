@@ -1,7 +1,7 @@
 """`python -m pretrain train`: choose an Accelerate configuration and train with accelerate launch.
 
-This module does not import torch. accelerate's launcher imports torch when the command line, the
-recipe and the configuration have been checked. A training in one process runs in the process of
+This module does not import torch. accelerate's launcher imports torch only after the command line,
+the recipe and the configuration have been checked. A training in one process runs in the process of
 this command, so that torch and accelerate are imported only once.
 """
 
@@ -115,7 +115,7 @@ def count_gpus() -> int:
     """Return the number of GPUs that processes of this environment can use.
 
     NVIDIA's management library (NVML) counts the GPUs, which takes milliseconds. The result is 0 if
-    torch was built for CPUs, and if ACCELERATE_USE_CPU is set.
+    torch was built for CPUs, or if ACCELERATE_USE_CPU is set.
     """
     if is_true(os.environ, "ACCELERATE_USE_CPU") or "+cpu" in version("torch"):
         return 0
@@ -164,7 +164,8 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     gc.enable()
     for name in ("accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.api"):
         logging.getLogger(name).addFilter(lambda line: not str(line.msg).startswith(_OMITTED))
-    # The options with which accelerate would start a single process.
+    # If accelerate wants to start a single process, its options are stored here. The training then
+    # runs in this process.
     single: list[argparse.Namespace] = []
     simple_launcher = launch.simple_launcher
 
@@ -216,7 +217,7 @@ def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
 
 @contextmanager
 def _passing_on_signals() -> Iterator[None]:
-    """Pass on signals to the training processes in the caller's `with` statement."""
+    """Pass on signals to the training processes while the caller's `with` block runs."""
     before = {
         number: signal.signal(number, _pass_on)
         for number in PASSED_ON

@@ -285,7 +285,7 @@ def test_the_card_names_the_precision_of_the_weights_and_what_servers_do(
     exported: Callable[..., Exported],
 ) -> None:
     card = (exported("delayed").folder / "README.md").read_text()
-    assert "| weights exact in | delayed (327,680); all others are in BF16 |" in card
+    assert "| quantized weights | 327,680 in delayed; all others are in BF16 |" in card
     assert "| layout | compressed-tensors (float-quantized), quantized as in the training" in card
     assert "| activations | quantized with the scales in the checkpoint" in card
     assert (
@@ -498,7 +498,7 @@ def test_a_phase_in_bf16_is_refused_and_the_phase_before_is_exported(
     [
         (
             {"fp8_config": {"on_unsupported": "emulate", "scope": "linear+head"}},
-            "shares its weight",
+            "shares its weight with the embedding",
         ),
         ({"precision": [{"use": "current", "forward": "bf16"}]}, "current_bf16_forward"),
     ],

@@ -82,7 +82,7 @@ def test_qwen2_5_14b_fits_where_its_recipe_says(
     _, out, err = plan(*values, "--on", on)
     shown = row(out, on.replace("x", " x "))
     assert err == "" and ("does not fit" not in shown["microbatch"]) == fits
-    assert shown["takes"].endswith(" + 110.0 GiB host") == ("offload" in settings)
+    assert shown["needs"].endswith(" + 110.0 GiB host") == ("offload" in settings)
 
 
 def test_a_plan_that_does_not_fit_shows_no_speed(plan: RunPlan) -> None:
@@ -91,7 +91,7 @@ def test_a_plan_that_does_not_fit_shows_no_speed(plan: RunPlan) -> None:
     small = row(out, "1 x RTX 4090")
     large = row(out, "1 x H200")
     assert err == "" and small["microbatch"].endswith("does not fit")
-    assert small["of each"] == "23.5 GiB"
+    assert small["available"] == "23.5 GiB"
     assert small["tokens/s"] == small["time"] == "–" != large["time"]
     assert "fit" not in large["microbatch"]
 
