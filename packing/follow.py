@@ -212,7 +212,10 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
 
 
 def _tokenize_window(maker: PackMaker, place: Place) -> Tokens:
-    """Return the tokens from `place` on, up to the size of a part or the end of the source."""
+    """Return the tokens from `place` on.
+
+    Read whole chunks until there are enough tokens for a part, or until the source ends.
+    """
     window = maker.settings.streamed.window
     chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
     results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), place)]

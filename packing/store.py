@@ -101,7 +101,10 @@ def all_parts(settings: DataSettings) -> list[DataSettings]:
 
 
 def folder_of(part: DataSettings) -> Path:
-    """Return the folder with the packs of a source, or with the first part of a stream."""
+    """Return the folder with the packs of a source.
+
+    If the source is a stream, return the folder with the packs from the beginning of the stream.
+    """
     return part.packs / FIRST if part.stream else part.packs
 
 

@@ -114,7 +114,7 @@ def read_part(folder: Path, start: PartStart) -> Part | None:
 
 
 def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Return the position at which the last run has read the stream in `folder`.
+    """Return the position up to which the last run has read the stream in `folder`.
 
     See `StreamedPacks.position`. If no run has read these `sources`, return the stream's start.
     """

@@ -170,13 +170,15 @@ def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tenso
 def _launch(
     parameters: Sequence[Sequence[int]], hyper: Any, kind: Sequence[Any], coefficient: Tensor
 ) -> Tensor:
-    """Update parameters of one kind in one launch and return the number of lost updates.
+    """Update parameters of one kind in one launch, and return the number of lost updates.
+
+    `ExactAdamW.frozen_counts` defines lost updates.
 
     Args:
         parameters: For each parameter, the addresses of its five tensors and its number of values.
         hyper: `Hyperparameters` of all these parameters.
-        kind: Arguments of the kernel: the dtypes of weights, gradients and moments, True if the
-            weights are exact, and True if all tensors are aligned.
+        kind: Arguments of the kernel: the dtypes of weights, gradients and moments, True for
+            `weights: bf16_exact`, and True if all tensors are aligned.
         coefficient: FP32 scalar, a factor of the gradients.
     """
     rows = []

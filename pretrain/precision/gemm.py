@@ -207,7 +207,7 @@ class TorchGemm(Gemm):
     quantizes = False
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
-        """Return x. On a GPU, the result is contiguous, unless x is a weight."""
+        """Return x unquantized. On a GPU, return a contiguous x, unless x is a weight."""
         return x.contiguous() if x.is_cuda and role != "weight" else x
 
     def matmul(

@@ -30,9 +30,10 @@ from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 
-STACKS = ("gate_up_proj", "down_proj")  # names of the parameters with the weights of all experts
-# The number of features must be a multiple of this: torch's grouped products require that a row in
-# BF16 takes a multiple of 16 bytes.
+# Names of the parameters with the weights of all experts.
+STACKS = ("gate_up_proj", "down_proj")
+# The number of features must be a multiple of 8, because torch's grouped products require that a
+# row in BF16 takes a multiple of 16 bytes.
 FEATURE_MULTIPLE = 8
 # The number of rows of an expert must be a multiple of this. The product wgrad sums along the rows,
 # so its kernel reads 16 bytes along this axis at a time. A value in FP8 takes one byte.

@@ -208,9 +208,9 @@ def evaluated_parts(packs: Packs | None, limit: int | None) -> dict[str, tuple[P
     parts = parts_of(packs)
     # The held-out split may be empty. Then avoid a division by zero below.
     total = sum(map(len, parts.values())) or 1
-    wanted = total if limit is None else limit
+    evaluated = total if limit is None else limit
     return {
-        name: (part, min(len(part), max(1, round(wanted * len(part) / total))))
+        name: (part, min(len(part), max(1, round(evaluated * len(part) / total))))
         for name, part in parts.items()
     }
 

@@ -37,15 +37,10 @@ def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def count(text: str) -> int:
-    """Parse a whole number of at least 1.
-
-    Raises ValueError for any other text. argparse converts this error to the message `invalid count
-    value`.
-    """
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    """Parse a whole number of at least 1. Raises ArgumentTypeError for any other text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def train(add: Callable) -> None:

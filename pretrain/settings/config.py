@@ -262,10 +262,7 @@ class LaunchParser(CommandParser):
     An override is key=value or --key=value. W&B sweeps use the second form.
     """
 
-    remedy = (
-        "write settings as key=value or --key=value; --help lists the options; to evaluate a "
-        "checkpoint, use `python -m pretrain evaluate`"
-    )
+    remedy = "write settings as key=value or --key=value; --help lists the options"
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description)
@@ -309,6 +306,8 @@ class LaunchParser(CommandParser):
 
 class TrainingParser(LaunchParser):
     """Parser of train_accelerate.py and of the command `train`, with their common options."""
+
+    remedy = f"{LaunchParser.remedy}; to evaluate a checkpoint, use `python -m pretrain evaluate`"
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description)

@@ -533,11 +533,11 @@ def draw_microbatch(
         shapes: Microbatch whose number of packs and pack length are used.
         vocabulary: Number of tokens in the vocabulary.
         generator: Generator of the random tokens.
-        longest: Number of tokens of a long document that the reference evaluates, or None.
-            If None, each pack has four documents. The last three documents of the microbatch have
-            labels, for at most their first LABELS tokens. If it is a number, each pack is one
-            document. Only the first document has labels, for at most LABELS tokens, which are
-            evenly spaced among its first `longest` tokens.
+        longest: None, or the number of tokens at the beginning of a long document that the
+            reference evaluates. If `longest` is None, each pack has four documents. The last three
+            documents of the microbatch have labels, for at most their first LABELS tokens. If
+            `longest` is a number, each pack is one document. Only the first document has labels,
+            for at most LABELS tokens, which are evenly spaced among its first `longest` tokens.
     """
     size = shapes.input_ids.shape[1]
     length = shapes.max_seqlen

@@ -170,7 +170,7 @@ COMMANDS = {
     ),
     **dict.fromkeys(("export {here} out", "report {here}"), "{here}"),
     "sample nowhere one --tokens 0": (
-        "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'"
+        "--tokens/--max-new-tokens/--max_new_tokens: 0 is not a whole number of at least 1"
     ),
     "sample nowhere one --top-p 2": "--top-p",
     "report": "RUN",
