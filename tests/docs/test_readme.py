@@ -68,7 +68,7 @@ def test_readme_has_9_kilobytes_or_less():
     assert len(README.encode()) <= 9_000
 
 
-def test_the_list_of_pages_names_every_page_once_in_the_order_of_a_users_task():
+def test_the_list_of_pages_names_every_page_once_in_task_order():
     text = (ROOT / "docs/README.md").read_text(encoding="utf-8").partition("## Terms")[0]
     listed = re.findall(r"\| \[\w+\.md\]\((\w+\.md)\)", text)
     assert sorted(listed) == sorted({path.name for path in ROOT.glob("docs/*.md")} - {"README.md"})

@@ -80,7 +80,7 @@ def test_the_gate_fails_for_a_higher_loss_and_passes_for_a_lower_one(tmp_path, c
     assert re.search(message, capsys.readouterr().out)
 
 
-def test_an_unfinished_or_failed_run_fails_the_gate_and_cannot_be_its_baseline(tmp_path, capsys):
+def test_an_unfinished_run_fails_the_gate_and_is_no_baseline(tmp_path, capsys):
     base = make_run(tmp_path / "base", noisy(3.0, 1), "train.steps=400")
     short = make_run(tmp_path / "short", noisy(3.0, 1)[:100], "train.steps=400")
     halted = make_run(tmp_path / "halted", noisy(3.0, 1)[:2], "train.steps=400")
