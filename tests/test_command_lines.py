@@ -55,6 +55,28 @@ def test_an_unknown_option_is_answered_with_ours(
     assert message.endswith(f"; {UNKNOWN[line]}\n")
 
 
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("plan my.yaml --mfu nan", "--mfu: nan is not a number above 0; "),
+        ("plan my.yaml --mfu 0", "--mfu: 0 is not a number above 0; "),
+        ("flops my.yaml --tokens-per-second=-1", "-1 is not a number above 0; "),
+        ("report runs/a --margin=-1", "--margin: -1 is not a number above 0; "),
+        ("report runs/a --out a.html --watch=-3", "--watch: -3 is not a number above 0; "),
+        ("which my.yaml --hours 0", "--hours: 0 is not a number above 0; "),
+        ("which my.yaml --margin x", "--margin: invalid positive value: 'x'; "),
+        ("matrix", "required: matrix; "),
+        ("phases", "required: phases; "),
+        ("sample", "required: FOLDER; "),
+    ],
+)
+def test_a_mistake_in_a_value_is_found_before_files_are_read(
+    line: str, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    assert end in capsys.readouterr().err
+
+
 def test_arguments_after_two_dashes_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", "nowhere", "--", "--prompts-like-this"]) == 2
     assert "nowhere" in capsys.readouterr().err

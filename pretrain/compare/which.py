@@ -67,6 +67,7 @@ VERDICT_FILE = "verdict.json"
 # Keys that the user cannot override, because this command sets them.
 RESERVED = {
     "precision",
+    "fp8_config.scope",
     "seed",
     "run_dir",
     "train.steps",
@@ -112,14 +113,13 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
     No check needs the result of a trial.
     """
     names = options.precisions or list(PRECISIONS)
-    is_known = all(name.removesuffix(HEAD) in PRECISIONS for name in names)
-    if not is_known or len(names) < 2 or len(set(names)) < len(names):
+    unknown = [name for name in names if name.removesuffix(HEAD) not in PRECISIONS]
+    if unknown or len(names) < 2 or len(set(names)) < len(names):
         raise InputError(
             f"--precisions {','.join(names)}: set at least two different precisions; choose them "
             f"from {', '.join(PRECISIONS)}"
+            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
-    if not (options.margin > 0 and options.hours > 0):
-        raise InputError("command line: --margin and --hours must be above 0")
     if reserved := sorted(RESERVED & dict(parse_overrides(options.overrides)).keys()):
         raise InputError(
             f"command line: `{reserved[0]}` is set by this command; remove it (--help lists the "

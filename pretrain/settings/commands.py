@@ -43,6 +43,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def positive(text: str) -> float:
+    """Parse a number above 0. Raises ArgumentTypeError for any other text."""
+    # An invalid number raises ValueError, which argparse reports too. NaN is not above 0.
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return float(text)
+
+
 def train(add: Callable) -> None:
     """Train a recipe on the devices of this machine, or resume its training.
 
@@ -91,7 +99,7 @@ def plan(add: Callable) -> None:
         "--mfu",
         action="append",
         default=[],
-        type=float,
+        type=positive,
         metavar="SHARE",
         help="assumed model FLOPs utilization, for example 0.4; repeat the option to get a range",
     )
@@ -217,6 +225,7 @@ def sample(add: Callable) -> None:
     add(
         "prompts",
         nargs="*",
+        default=[],
         metavar="PROMPT",
         help="text that the model continues; '' generates text without a prompt",
     )
@@ -276,7 +285,7 @@ def flops(add: Callable) -> None:
     )
     add(
         "--tokens-per-second",
-        type=float,
+        type=positive,
         metavar="N",
         help="speed of all devices together, from which the MFU is computed",
     )
@@ -301,6 +310,7 @@ def matrix(add: Callable) -> None:
     add(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="settings that override the recipe in every cell",
     )
@@ -361,7 +371,7 @@ def which(add: Callable) -> None:
     """
     add(
         "--hours",
-        type=float,
+        type=positive,
         default=4.0,
         metavar="H",
         help="time limit in hours; a round is only started if it is expected to end within this "
@@ -369,7 +379,7 @@ def which(add: Callable) -> None:
     )
     add(
         "--margin",
-        type=float,
+        type=positive,
         default=0.3,
         metavar="PERCENT",
         help="largest loss difference that counts as equivalent, in percent of the baseline's "
@@ -449,6 +459,7 @@ def phases(add: Callable) -> None:
     add(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="settings that override the recipe in every cell",
     )
@@ -496,7 +507,7 @@ def report(add: Callable) -> None:
     add(
         "--watch",
         nargs="?",
-        type=float,
+        type=positive,
         const=10.0,
         metavar="SECONDS",
         help="rewrite the page every SECONDS seconds until all runs have ended; --watch without a "
@@ -504,7 +515,7 @@ def report(add: Callable) -> None:
     )
     add(
         "--margin",
-        type=float,
+        type=positive,
         default=0.3,
         metavar="PERCENT",
         help="largest difference that counts as equivalent in a comparison over seeds, in percent "

@@ -78,6 +78,8 @@ def test_too_few_hours_are_refused_before_the_trials(
     ("arguments", "train", "message"),
     [
         (["--precisions", "fp32"], {}, "--precisions"),
+        (["--precisions", "fp32,delayd"], {}, "; unknown: delayd$"),
+        (["fp8_config.scope=linear+head"], {}, "fp8_config.scope"),
         (["train.steps=9"], {}, "train.steps"),
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
         (["--from", "nowhere"], {}, "--from"),
@@ -141,7 +143,7 @@ def test_rounds_use_several_gpus_and_trials_only_one(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     file = write_recipe(small_recipe, tmp_path)
-    question = Question(load_recipe(file), file, (), commands.ON_CPU, tmp_path / "which", gpus=2)
+    question = Question(load_recipe(file), file, (), commands.ON_GPU, tmp_path / "which", gpus=2)
     assert question.trial(["fp32", "bf16"]).at_once == 1
     protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
     assert question.round(protocol, 42, ["bf16"]).at_once == 2
