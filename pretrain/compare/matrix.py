@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
     )
     cells = matrix.only(options.only)
     if options.cell is not None:
-        if options.cell >= len(cells):
+        if not 0 <= options.cell < len(cells):
             raise InputError(
                 f"command line: --cell {options.cell}: there is no such cell; choose a number from "
                 f"0 to {len(cells) - 1}"

@@ -272,12 +272,14 @@ class Matrix:
         in `filters`, the value of the cell is one of the values that `filters` lists for the key.
         Raises InputError if no cell is selected.
         """
-        keys = {key_of(text) for text in filters}
+        # Compare values instead of text, because 4e-3 and 0.004 are the same value.
+        wanted = parse_overrides(filters)
         # A cell is selected if every key in `filters` has a filter that matches the cell's value.
         chosen = [
             cell
             for cell in self.cells
-            if keys == {key_of(text) for text in as_overrides(cell.values) if text in filters}
+            if dict(wanted).keys()
+            == {key for key, value in wanted if (key, value) in cell.values.items()}
         ]
         if not chosen:
             names = ", ".join(cell.name for cell in self.cells)
@@ -330,13 +332,18 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             f"each process needs one GPU; either set `processes` to {settings.gpus} or less, or "
             f"set `gpus` to {processes} or more"
         )
+    if settings.gpus and accelerate.get("use_cpu"):
+        raise InputError(
+            f"{path}: `gpus: {settings.gpus}` has no effect on a CPU, and {settings.accelerate} "
+            "trains on a CPU; either remove `gpus` (--gpus), or choose another Accelerate file"
+        )
     combinations = _combinations(settings)
     varied = {key for values, _ in combinations for key in values}
     for key in sorted(varied & dict(parse_overrides(overrides)).keys()):
         raise InputError(
             f"{path}: the cells differ in `{key}`, so `{key}` cannot be overridden on the "
-            f"command line; to run only the cells with one value, use `--only {key}=VALUE`; to "
-            "run the cells with several values, repeat this option"
+            f"command line; either change its values in the file, or run some cells of a matrix "
+            f"with `--only {key}=VALUE`, which may be repeated"
         )
     environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]

@@ -15,6 +15,7 @@ from foundation.fork_server import ForkServer
 from pretrain.__main__ import main
 from pretrain.compare.matrix import write_report
 from pretrain.compare.matrix_run import StartedCell, command_of, devices_of, mark, next_of, start
+from pretrain.settings.commands import ON_GPU
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
 
@@ -44,7 +45,7 @@ def test_a_cell_has_ended_when_its_process_group_has_ended(matrix):
 
 
 def test_a_cell_sees_the_visible_gpus_of_its_slot(matrix, monkeypatch: pytest.MonkeyPatch):
-    loaded = matrix(axes={"weights": ["fp32"]}, gpus=3)
+    loaded = matrix(axes={"weights": ["fp32"]}, accelerate=str(ROOT / ON_GPU), gpus=3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     devices = [devices_of(loaded, slot) for slot in (None, 0, 1)]
     assert devices == [{}, {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
@@ -75,7 +76,8 @@ def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPat
         "fork",
         lambda server, command, environment, arguments, variables, log: gpus.append(variables),
     )
-    loaded = matrix(axes={"seed": [3, 4], "weights": ["fp32", "bf16"]}, gpus=2)
+    axes = {"seed": [3, 4], "weights": ["fp32", "bf16"]}
+    loaded = matrix(axes=axes, accelerate=str(ROOT / ON_GPU), gpus=2)
     running: list[StartedCell] = []
     for cell in loaded.cells:
         running = [*running[-1:], start(loaded, cell, running[-1:], side_by_side=False)]
@@ -111,6 +113,12 @@ def test_no_cell_starts_if_one_lacks_its_data(data, matrix, tmp_path, capsys, mo
     matrix(overrides={f"data.{key}": value for key, value in data.items()})
     assert main(["matrix", "m.yaml"]) == 2
     assert "nowhere" in capsys.readouterr().err and not list(tmp_path.glob("runs/*.log"))
+
+
+def test_cells_are_counted_from_zero(matrix, tmp_path, capsys):
+    matrix()
+    assert main(["matrix", str(tmp_path / "m.yaml"), "--cell", "-1"]) == 2
+    assert "--cell -1: there is no such cell" in capsys.readouterr().err
 
 
 # ── The report ────────────────────────────────────────────────────────────────────────────────────

@@ -83,6 +83,9 @@ def test_only_selects_cells_that_match_every_key(matrix):
     assert loaded.only([]) == list(loaded.cells)
     cells = loaded.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])
     assert [cell.name for cell in cells] == ["bf16-bf16", "mxfp8-bf16"]
+    rates = matrix(axes={"optimizer.learning_rate": [1e-3, 4e-3]})
+    [cell] = rates.only(["optimizer.learning_rate=4.0e-3"])
+    assert cell.name == "learning_rate=0.004", "values are compared, not texts"
     with pytest.raises(InputError, match=r"--only precison=bf16"):
         loaded.only(["precison=bf16"])
     with pytest.raises(InputError, match=r"selects none of the cells bf16-fp32"):
@@ -157,6 +160,7 @@ def test_cells_of_a_group_are_combined_with_its_axes_in_order(matrix):
             {"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1},
             r"`gpus: 1` is less than the 2 processes",
         ),
+        ({"gpus": 2}, r"m\.yaml: `gpus: 2` has no effect on a CPU"),
     ],
 )
 def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
