@@ -273,13 +273,13 @@ class Matrix:
         Raises InputError if no cell is selected.
         """
         # Compare values instead of text, because 4e-3 and 0.004 are the same value.
-        wanted = parse_overrides(filters)
+        required = parse_overrides(filters)
         # A cell is selected if every key in `filters` has a filter that matches the cell's value.
         chosen = [
             cell
             for cell in self.cells
-            if dict(wanted).keys()
-            == {key for key, value in wanted if (key, value) in cell.values.items()}
+            if dict(required).keys()
+            == {key for key, value in required if (key, value) in cell.values.items()}
         ]
         if not chosen:
             names = ", ".join(cell.name for cell in self.cells)
