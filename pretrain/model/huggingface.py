@@ -193,6 +193,8 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
                 f"`model.source`: {settings.source} requires Python code that is stored with the "
                 "model, but such code is never run here; choose another model"
             )
+        # The weights of a model from scratch are not quantized.
+        stored = _without("quantization_config", stored) if settings.from_scratch else stored
         with _as_input_error(
             f"`model.source`: {settings.source}: transformers rejects its config.json"
         ):
@@ -511,6 +513,11 @@ def build(
         "either download the source again, or remove the keys of `model.config` that change shapes"
     )
     source = f"`model.source`: {settings.source}"
+    if getattr(config, "quantization_config", None):
+        raise InputError(
+            f"{source}: the source has quantized weights (`quantization_config` in config.json); "
+            "choose a source with BF16 or FP32 weights"
+        )
     with _as_input_error(f"{source}: weights cannot be loaded", remedy):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(settings.repository),

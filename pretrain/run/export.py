@@ -355,7 +355,8 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
         return None, (
             f"the tokenizer of {recipe.data.packs} has changed since the training; restore it"
         )
-    return tokenizer, "" if tokenizer else "the packs have no tokenizer"
+    no_file = f"neither `data.tokenizer` nor {recipe.data.packs} has a tokenizer.json"
+    return tokenizer, "" if tokenizer else no_file
 
 
 # ── The end of a run ──────────────────────────────────────────────────────────────────────────────
