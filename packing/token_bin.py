@@ -1,9 +1,9 @@
 """Read flat token files, as nanoGPT and llm.c write them.
 
-A .bin file has token ids one after another, as uint16 or uint32. It does not mark where documents
-or packs start. Files of llm.c have a header of 256 int32 before the ids. The first number
-identifies the dtype, and the third is the number of tokens. A folder has `train.bin`, and possibly
-`val.bin`.
+A .bin file has token ids one after another, as uint16, uint32 or int64 (the default of numpy). It
+does not mark where documents or packs start. Files of llm.c have a header of 256 int32 before the
+ids. The first number identifies the dtype, and the third is the number of tokens. A folder has
+`train.bin`, and possibly `val.bin`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packing.arrow import Pack, Packs, checked_index
 _SAMPLED_TOKENS = 2**20
 # If a file has fewer values, uint16 is assumed, because every second value may be small by chance.
 _FEWEST_TOKENS = 64
-# The upper 16 bits of every uint32 id below 2^20 are less than this number.
+# Bits 16 to 31 of every id below 2^20 are less than this number.
 _HIGH_WORD_LIMIT = 16
 # Size of llm.c's header in bytes.
 _HEADER_BYTES = 1024
@@ -75,16 +75,18 @@ class TokenBin(Packs):
 
 
 def _dtype_of(path: Path) -> str:
-    """Return "uint32" or "uint16", the dtype that a token file without a header probably has.
+    """Return "uint16", "uint32" or "int64", the probable dtype of a token file without a header.
 
-    The beginning of the file is read as uint16 values. In a uint32 file, the second value of each
-    pair has the upper 16 bits of an id. So the dtype is "uint32" if the second values of all pairs
-    are below _HIGH_WORD_LIMIT, and a first value is not.
+    The beginning of the file is read as uint16 values. In a uint32 or int64 file, the second value
+    of each pair has upper bits of an id. So the ids are wider than 16 bits if the second values of
+    all pairs are below _HIGH_WORD_LIMIT, and a first value is not. In an int64 file, the first
+    value of every second pair is 0 too.
     """
     sample = np.fromfile(path, "<u2", _SAMPLED_TOKENS)
     if len(sample) < _FEWEST_TOKENS:
         return "uint16"
     low_words = sample[0::2]
     high_words = sample[1::2]
-    is_wide = high_words.max() < _HIGH_WORD_LIMIT <= low_words.max()
-    return "uint32" if is_wide else "uint16"
+    if not high_words.max() < _HIGH_WORD_LIMIT <= low_words.max():
+        return "uint16"
+    return "uint32" if low_words[1::2].any() else "int64"

@@ -37,6 +37,11 @@ CONSECUTIVE_SKIPS = 10
 # Maximum number of rollbacks of a run, including the rollbacks before a resume. If another rollback
 # is needed, the run stops.
 MOST_ROLLBACKS = 3
+# Reactions to a bad step that a stopped run suggests, with their effects.
+_REACTIONS = [
+    ("skip", "to skip such steps"),
+    ("rollback", "to return to the last checkpoint"),
+]
 # Ratio of the standard deviation to the median absolute deviation of a normal distribution,
 # 1 / Phi^-1(3/4).
 MAD_TO_SD = 1.4826
@@ -331,11 +336,13 @@ class Health:
                 "`optimizer.clip`"
             )
         unchanged = _unchanged(step - 1 - state.consecutive_skips)
+        alternatives = ", or ".join(
+            f"`health.{key}: {other}` {effect}" for other, effect in _REACTIONS if other != action
+        )
         return StepDecision(
             "stop",
             f"{reason}{obstacle}. {unchanged}",
-            f"{remedy}. Alternatively, set `health.{key}: skip` to skip such steps, or "
-            f"`health.{key}: rollback` to return to the last checkpoint",
+            f"{remedy}. Alternatively, set {alternatives}",
         )
 
     def _obstacle(self, action: str, can_go_back: bool) -> str:

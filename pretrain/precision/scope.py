@@ -57,8 +57,16 @@ def decide(
     first, last = active.kept_layers(len(layers))
     is_default = settings.keep_bf16_layers.last is None and last > 0
     default = f", by default the last {last} of {len(layers)}" if is_default else ""
-    kept_layers = [*layers[:first], *layers[max(0, len(layers) - last) :]]
-    kept = {module for layer in kept_layers for module in layer.modules()}
+    # Map each module of a kept layer to the reason.
+    kept = {
+        module: reason
+        for reason, kept_layers in [
+            ("keep_bf16_layers", layers[:first]),
+            (f"keep_bf16_layers{default}", layers[max(0, len(layers) - last) :]),
+        ]
+        for layer in kept_layers
+        for module in layer.modules()
+    }
     linears = {
         name: (module, features_of(module))
         for name, module in hf.named_modules()
@@ -84,7 +92,7 @@ def decide(
         reasons: dict[str | None, Any] = {
             "scope linear excludes the LM head": module is head and settings.scope == "linear",
             "routers are not quantized": any(is_called(name, pattern) for pattern in _ROUTERS),
-            f"keep_bf16_layers{default}": module in kept,
+            kept.get(module, "keep_bf16_layers"): module in kept,
             **{f"keep_bf16: {pattern}": is_called(name, pattern) for pattern in settings.keep_bf16},
             **{f"{size} is not a multiple of {multiple}": size % multiple for size in features},
             no_groups: name in stacks,

@@ -280,6 +280,10 @@ def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
         return False
     is_complete = folder.final.exists() or not job.recipe.checkpoint.at_end
     if is_complete:
+        console.notice(
+            "this run is already finished, so nothing is trained; for another run, set another "
+            "`name` or `run_dir`"
+        )
         console.panel(*last_screen(finished, folder))
     return is_complete
 

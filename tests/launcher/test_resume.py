@@ -274,7 +274,7 @@ def test_a_finished_run_started_again_changes_nothing(
     before = outcome(alone)
     folder = Path(recipe["run_dir"]).parent
     repeated = start_here(recipe, folder)
-    assert repeated.status == 0, repeated.output
+    assert repeated.status == 0 and "already finished" in repeated.output, repeated.output
     assert outcome(repeated) == before
     in_tokens = start_here(recipe, folder, f"train.tokens={STEPS * recipe['batch']['tokens']}")
     assert in_tokens.status == 0, in_tokens.output

@@ -63,7 +63,14 @@ def test_documents_end_with_the_tokenizers_eos_token(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab_size"), [("uint16", 60), ("uint16", 50_257), ("uint32", 151_936)]
+    ("dtype", "vocab_size"),
+    [
+        ("uint16", 60),
+        ("uint16", 50_257),
+        ("uint32", 151_936),
+        ("int64", 50_257),
+        ("int64", 151_936),
+    ],
 )
 def test_the_dtype_is_inferred_from_the_file(tmp_path, dtype, vocab_size):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)

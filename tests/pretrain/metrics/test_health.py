@@ -69,6 +69,8 @@ def test_skipped_losses_are_not_recorded_and_skips_in_a_row_are_limited(key, bad
     assert actions == ["skip"] * CONSECUTIVE_SKIPS + ["stop"]
     assert "weights are those of step 100" in decisions[-1].reason
     assert checked.state.losses == before
+    remedy = decisions[-1].remedy
+    assert f"{key}: rollback" in remedy and f"{key}: skip" not in remedy, "skip is already set"
 
 
 @given(
