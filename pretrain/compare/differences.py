@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.metrics.run_record import FEWEST_STEPS
+from pretrain.settings.commands import MARGIN_PERCENT
 
 # Confidence of every reported interval.
 CONFIDENCE = 0.95
@@ -27,7 +28,7 @@ CONFIDENCE = 0.95
 # wide as with three seeds.
 FEWEST_SEEDS = 3
 # Default margin, as a share of the baseline's loss. A smaller difference counts as equivalent.
-MARGIN = 0.003
+MARGIN = MARGIN_PERCENT / 100
 # Confidence of the interval for the verdict "equivalent". If this interval lies within the margin,
 # two one-sided tests at 5 % each show that the difference is smaller than the margin.
 EQUIVALENCE = 0.90

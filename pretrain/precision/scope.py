@@ -58,15 +58,11 @@ def decide(
     is_default = settings.keep_bf16_layers.last is None and last > 0
     default = f", by default the last {last} of {len(layers)}" if is_default else ""
     # Map each module of a kept layer to the reason.
-    kept = {
-        module: reason
-        for reason, kept_layers in [
-            ("keep_bf16_layers", layers[:first]),
-            (f"keep_bf16_layers{default}", layers[max(0, len(layers) - last) :]),
-        ]
-        for layer in kept_layers
-        for module in layer.modules()
-    }
+    kept: dict[nn.Module, str] = {}
+    for layer in layers[:first]:
+        kept |= dict.fromkeys(layer.modules(), "keep_bf16_layers")
+    for layer in layers[max(0, len(layers) - last) :]:
+        kept |= dict.fromkeys(layer.modules(), f"keep_bf16_layers{default}")
     linears = {
         name: (module, features_of(module))
         for name, module in hf.named_modules()

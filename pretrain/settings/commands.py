@@ -17,6 +17,8 @@ from pretrain.settings.config import LaunchParser, TrainingParser
 # Default Accelerate configurations of the command `which` with and without a GPU.
 ON_GPU = Path("accelerate_configs/bf16.yaml")
 ON_CPU = Path("accelerate_configs/cpu.yaml")
+# Default of --margin in percent of the baseline's loss, for `which` and `report`.
+MARGIN_PERCENT = 0.3
 # Devices of the command `plan` if --on is not set.
 USUAL = ("H100", "H200", "B200", "8xB200")
 # Defaults of the command `sample`: at most 64 new tokens, temperature 0.8 and top-p 0.95.
@@ -297,6 +299,17 @@ def flops(add: Callable) -> None:
     )
 
 
+def add_overrides_of_cells(add: Callable) -> None:
+    """Add the argument `overrides` of the commands that run cells."""
+    add(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings that override the recipe in every cell",
+    )
+
+
 def matrix(add: Callable) -> None:
     """Run all cells of an experiment and compare them.
 
@@ -307,13 +320,7 @@ def matrix(add: Callable) -> None:
         type=Path,
         help="YAML file that describes the experiment; examples are in recipes/matrices/",
     )
-    add(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="settings that override the recipe in every cell",
-    )
+    add_overrides_of_cells(add)
     add(
         "--only",
         action="append",
@@ -380,10 +387,10 @@ def which(add: Callable) -> None:
     add(
         "--margin",
         type=positive,
-        default=0.3,
+        default=MARGIN_PERCENT,
         metavar="PERCENT",
         help="largest loss difference that counts as equivalent, in percent of the baseline's "
-        "loss; default: 0.3",
+        f"loss; default: {MARGIN_PERCENT}",
     )
     add(
         "--precisions",
@@ -456,13 +463,7 @@ def phases(add: Callable) -> None:
         type=Path,
         help="YAML file that describes the phases in order; examples are in recipes/phases/",
     )
-    add(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="settings that override the recipe in every cell",
-    )
+    add_overrides_of_cells(add)
     add(
         "--gpus",
         type=int,
@@ -516,10 +517,10 @@ def report(add: Callable) -> None:
     add(
         "--margin",
         type=positive,
-        default=0.3,
+        default=MARGIN_PERCENT,
         metavar="PERCENT",
         help="largest difference that counts as equivalent in a comparison over seeds, in percent "
-        "of the baseline's loss; default: 0.3",
+        f"of the baseline's loss; default: {MARGIN_PERCENT}",
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +153,7 @@ class Parts:
             getattr(config, "activation_function", None) or config.hidden_act,
         )
 
-    @property
+    @cached_property
     def activation(self) -> Activation:
         """The activation function of the MLP. It is gated if two linear layers precede it."""
         _, _, first, _ = self.stacks.values()
