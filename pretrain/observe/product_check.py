@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +83,7 @@ class Compared:
 
 
 def judge_product(
-    name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor], bound: float
+    name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor], bound: Tensor
 ) -> Compared | None:
     """Compare the error of the run's product with the error of our plain quantizer.
 
@@ -92,9 +92,9 @@ def judge_product(
     error: the run's result minus `exact`, of the same shape.
     plain: the errors of the plain quantizer, each of the same shape. There are several errors if
         the quantizer rounds stochastically, otherwise one.
-    bound: the largest norm that the format's rounding error can have.
+    bound: the largest norm that the format's rounding error can have, a scalar.
 
-    Returns None if `exact` and `error` are zero.
+    Waits for the device. Returns None if `exact` and `error` are zero.
     """
     norm = exact.norm(dtype=torch.float64)
     if norm == 0 and not error.any():
@@ -102,7 +102,7 @@ def judge_product(
     error, *plain = (values.double().flatten() / norm for values in (error, *plain))
     size = error.norm().item()
     sizes = [values.norm().item() for values in plain]
-    allowed = min(LEEWAY * max(sizes), BOUND_LEEWAY * bound / norm.item()) if norm else 0.0
+    allowed = min(LEEWAY * max(sizes), BOUND_LEEWAY * bound.item() / norm.item()) if norm else 0.0
     excess = size / (allowed + ORDER_OF_SUMS)
     # Judge the direction only if quantization errors are much larger than ORDER_OF_SUMS. Otherwise
     # differences in the order of sums make the directions differ.
@@ -134,7 +134,8 @@ def watching_products(
         observers = [*context.observers, check.see_operand]
         with overridden(context, observers=observers, result_observers=[check.see_result]):
             yield worst_first, wrong_histories
-    compared = filter(None, check.products.values())
+    # Judge the results after the passes, so that the host does not wait for each product.
+    compared = filter(None, (judge() for judge in check.products.values()))
     worst_first += sorted(compared, key=lambda product: product.excess, reverse=True)
 
 
@@ -159,8 +160,8 @@ class _ProductCheck:
     """Sample the operands and results of one microbatch, and compare each result."""
 
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
-        # Map (name of the linear, gemm) to the comparison, or to None if everything was zero.
-        self.products: dict[tuple[str, str], Compared | None] = {}
+        # Map (name of the linear, gemm) to a call of `judge_product`.
+        self.products: dict[tuple[str, str], Callable[[], Compared | None]] = {}
         self._precision = active.quantized_precision
         self._settings = active.settings
         self._groups = packed.context.groups
@@ -185,7 +186,8 @@ class _ProductCheck:
             # labels are at the end of a microbatch. An input is always sampled again, because a
             # forward may call a layer several times, and backward starts with the last call.
             return
-        amax = tensor.abs().amax().float()
+        # The infinity norm is the largest magnitude. It makes no copy of the tensor.
+        amax = torch.linalg.vector_norm(tensor, math.inf).float()
         is_weight = role == "weight"
         part = _of_largest_expert(tensor, self._groups.get(name), is_weight=is_weight)
         rows = _sampled(name, len(part)) if is_weight else _token_rows(part)
@@ -211,7 +213,7 @@ class _ProductCheck:
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
-        """Compare a sample of a product's result with the exact and the plain result.
+        """Compute the errors of a sample of a product's result, and of the plain result.
 
         If `bias` is not None, `result` includes the bias.
         """
@@ -229,7 +231,9 @@ class _ProductCheck:
         exact, plain = self._references(name, gemm, operands, added, result.dtype)
         error = result[rows][:, columns].float() - added - exact
         bound = self._error_bound(name, operands, exact)
-        self.products[name, gemm] = judge_product(f"{name} {gemm}", exact, error, plain, bound)
+        self.products[name, gemm] = partial(
+            judge_product, f"{name} {gemm}", exact, error, plain, bound
+        )
 
     def _references(
         self,
@@ -269,8 +273,8 @@ class _ProductCheck:
         """Return the delayed scale of an operand, or None if the precision has no histories."""
         return of_operand(self._before, name, role, "scale") if self._before else None
 
-    def _error_bound(self, name: str, operands: Mapping[Role, _Sample], exact: Tensor) -> float:
-        """Return an upper bound on the norm of the product's rounding error.
+    def _error_bound(self, name: str, operands: Mapping[Role, _Sample], exact: Tensor) -> Tensor:
+        """Return an upper bound on the norm of the product's rounding error, a scalar.
 
         name: the name of the linear.
         operands: the two samples by role, in the order of the product's factors.
@@ -288,7 +292,7 @@ class _ProductCheck:
         )
         independent = of_left @ right.t() + left @ of_right.t()
         shares = of_left.sum() / left.sum() + of_right.sum() / right.sum()
-        return torch.maximum(independent.sum(), shares * exact.square().sum()).sqrt().item()
+        return torch.maximum(independent.sum(), shares * exact.square().sum()).sqrt()
 
     def _rounding_variance(self, role: Role, operand: _Sample, scale: Tensor | None) -> Tensor:
         """Return an upper bound on the mean squared rounding error of each value, [rows, k].

@@ -6,8 +6,9 @@ observed in pretrain/precision/searched.py, which calls cublasLt.
 
 Emulated operands and FP8 operands of Transformer Engine are also examined: each value must be a
 code of the format times the scale of its block, and each scale must be a scale of the format and
-fit the values. A sample of whole blocks is examined, in the first forward, dgrad and
-wgrad of a linear. The host waits for the device only when `faults` is called.
+fit the values. A sample of whole blocks is stored in the first forward, dgrad and wgrad of a
+linear. `faults` examines all samples together, because examining each sample separately would
+launch 80 small kernels per operand. The host waits for the device only when `faults` is called.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -90,7 +92,7 @@ def sample(
         chosen = torch.arange(down * across, device=matrix.device)
     places = (chosen // across, chosen % across)
     if scales is not None and scales.dim() == 0 and scaling.block is None:
-        scale = scales.float().expand(len(chosen))
+        scale = scales.float().repeat(len(chosen))
     elif scales is not None and scales.shape == (down, across):
         scale = scales[places]
     else:
@@ -114,25 +116,25 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 def examine(
     codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None
 ) -> Tensor:
-    """Check the blocks of an operand. Return the number of blocks and of bad blocks, FP64 [2].
+    """Check blocks of operands. Return a bool tensor [..., n] that is True for each bad block.
 
-    codes: the values of each block divided by the block's scale, FP32 [n, values].
-    scale: the scale of each block, FP32 [n].
+    codes: the values of each block divided by the block's scale, FP32 [..., n, values].
+    scale: the scale of each block, FP32 [..., n].
     grid: the number format of the codes.
     scaling: the allowed scales.
-    largest: the magnitude of the largest code in the whole operand, a scalar. None if every block
-        has its own scale.
+    largest: the magnitude of the largest code in the whole operand, FP32 [..., 1]. None if the
+        largest code of each block is judged instead.
 
     A block is bad if one of its codes is not a value of `grid`, if its scale is not a scale of the
     format, or if its scale is too large for its values. Blocks with NaN, with infinities or with
     tiny scales are not judged.
     """
     is_off_grid = (round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()
-    is_foreign = (is_off_grid & codes.isfinite()).any(1)
-    amax = codes.abs().amax(1)
+    is_foreign = (is_off_grid & codes.isfinite()).any(-1)
+    amax = codes.abs().amax(-1)
     is_judged = scale.isfinite() & (scale.abs() >= SMALLEST_SCALE) & amax.isfinite()
     # NVFP4 allows scales of zero if all values of the block are zero.
-    is_lost = (scale == 0) & (codes != 0).any(1)
+    is_lost = (scale == 0) & (codes != 0).any(-1)
     is_foreign = (is_foreign & is_judged) | is_lost
 
     is_unfit = ~_is_scale(scale, scaling) & scale.isfinite()
@@ -146,9 +148,7 @@ def examine(
         # smaller.
         least_amax = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least_amax, least_amax)
     is_loose = is_judged & (amax > 0) & (amax < least_amax)
-    return torch.stack([torch.ones_like(is_foreign), is_foreign | is_unfit | is_loose]).sum(
-        1, dtype=torch.float64
-    )
+    return is_foreign | is_unfit | is_loose
 
 
 def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
@@ -192,6 +192,23 @@ class _Call(NamedTuple):
     swapped: bool
 
 
+class _Sample(NamedTuple):
+    """A sample of the blocks of an operand, which `ProductObserver.faults` examines."""
+
+    call: _Call
+    role: Role
+    # The number format of the codes.
+    grid: Grid
+    # The values of each block [n, values], and the scale of each block, FP32 [n]. The values are
+    # FP8 codes, or codes in a wider dtype, or the products of codes and block scales.
+    values: Tensor
+    scale: Tensor
+    # The magnitude of the largest code in the whole operand, a scalar. None if it is not judged.
+    largest: Tensor | None
+    # The number of bad blocks that were found when the sample was taken.
+    bad: Tensor | int
+
+
 class ProductObserver(ProductWatcher):
     """Record the products of each linear, and examine their operands.
 
@@ -228,8 +245,7 @@ class ProductObserver(ProductWatcher):
         # The calls of `watched` whose `with` blocks are running, the innermost last. The blocks are
         # nested if a layer is recomputed inside the backward of another product.
         self._calls: list[_Call] = []
-        # A tuple for each examined operand. The tensor has the two counts returned by `examine`.
-        self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []
+        self._samples: list[_Sample] = []
         self._generator = generators(seed)
 
     @contextmanager
@@ -290,19 +306,23 @@ class ProductObserver(ProductWatcher):
     def faults(self) -> dict[str, list[str]]:
         """Map the name of each linear with bad operands to texts about the faults.
 
-        Waits for the device once.
+        Waits for the device.
         """
-        if not self._findings:
-            return {}
-        faults: dict[str, list[str]] = {}
-        all_counts = torch.stack([counts for *_, counts in self._findings]).tolist()
-        for (call, role, grid, _), (blocks, bad) in zip(self._findings, all_counts, strict=True):
-            for name in call.names if bad else ():
-                faults.setdefault(name, []).append(
-                    f"{call.gemm} {role}: {bad:.0f} of {blocks:.0f} blocks are not {grid.name} "
-                    "codes times a scale that fits them"
-                )
-        return faults
+        # The samples of a group have the same shape, dtype and format.
+        groups: dict[Any, list[_Sample]] = defaultdict(list)
+        for taken in self._samples:
+            key = (taken.call.gemm, taken.role, taken.grid, taken.values.shape, taken.values.dtype)
+            groups[key].append(taken)
+        faults: dict[str, list[str]] = defaultdict(list)
+        for group in groups.values():
+            counts = _bad_blocks(group, self._scaling(group[0].role)).tolist()
+            for taken, bad in zip(group, counts, strict=True):
+                for name in taken.call.names if bad else ():
+                    faults[name].append(
+                        f"{taken.call.gemm} {taken.role}: {bad:.0f} of {len(taken.values)} blocks "
+                        f"are not {taken.grid.name} codes times a scale that fits them"
+                    )
+        return dict(faults)
 
     @torch.no_grad()
     def torch_product(self, left: Tensor, right: Tensor) -> None:
@@ -324,7 +344,7 @@ class ProductObserver(ProductWatcher):
             roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
         ):
             scales = of_blocks if precision.block_scaled else of_tensor
-            self._examine(call, role, matrix, scales, precision.grid(settings, role))
+            self._take_sample(call, role, matrix, scales, precision.grid(settings, role))
 
     @torch.no_grad()
     def scaled_product(self, *factors: tuple[Tensor, Tensor]) -> None:
@@ -343,7 +363,7 @@ class ProductObserver(ProductWatcher):
         for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
             scale = scales.flatten()[0]
             bad = (scales != scale).sum()
-            self._examine(call, role, codes.flatten(0, -2), scale, grids[codes.dtype], bad)
+            self._take_sample(call, role, codes.flatten(0, -2), scale, grids[codes.dtype], bad)
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
@@ -373,11 +393,11 @@ class ProductObserver(ProductWatcher):
             else:
                 continue
             dtype, grid = fp8_format(te, operand._fp8_dtype)
-            self._examine(call, role, codes.view(dtype), scales, grid)
+            self._take_sample(call, role, codes.view(dtype), scales, grid)
 
     # Without this decorator, all operations below would pass through the slow dispatch mode.
     @_disable_current_modes()
-    def _examine(
+    def _take_sample(
         self,
         call: _Call,
         role: Role,
@@ -386,7 +406,7 @@ class ProductObserver(ProductWatcher):
         grid: Grid,
         bad: Tensor | int = 0,
     ) -> None:
-        """Examine a sample of the blocks of an operand, and store the counts for `faults`.
+        """Store a sample of the blocks of an operand for `faults`.
 
         matrix: The operand [rows, k], in one of three forms:
             * codes, if the dtype is FP8,
@@ -396,23 +416,25 @@ class ProductObserver(ProductWatcher):
         grid: The number format of the codes.
         bad: The number of bad blocks that the caller has found.
         """
-        scaling = self._active.quantized_precision.scaling(self._active.settings, role)
+        scaling = self._scaling(role)
         is_fp8 = matrix.dtype.itemsize == 1
+        # Torch cannot index FP8 tensors.
         data = matrix.view(torch.uint8) if is_fp8 else matrix
-        sampled, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))
-        codes = (sampled.view(matrix.dtype) if is_fp8 else sampled).float()
-        if scaling.block and not is_fp8:
-            codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
+        values, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))
         largest = None
-        if scaling.block is None and is_fp8:
+        if scaling.block is None and scaling.least and is_fp8:
             # The magnitudes of FP8 codes are ordered like their bits, so take the maximum of bits.
             bits = (data & MAGNITUDE).amax().reshape(1)
             largest = bits.view(matrix.dtype).float().reshape(())
-        elif scaling.block is None:
+        elif scaling.block is None and scaling.least:
             largest = torch.linalg.vector_norm(matrix, math.inf).float()
-        counts = examine(codes, scale, grid, scaling, largest)
-        counts[1] += bad
-        self._findings.append((call, role, grid, counts))
+        self._samples.append(
+            _Sample(call, role, grid, values.view(matrix.dtype), scale, largest, bad)
+        )
+
+    def _scaling(self, role: Role) -> Scaling:
+        """Return the blocks and the allowed scales of the operands `role`."""
+        return self._active.quantized_precision.scaling(self._active.settings, role)
 
     def _note(self, call: _Call, left: str, right: str) -> bool:
         """Record a product with the kinds of its operands.
@@ -425,6 +447,23 @@ class ProductObserver(ProductWatcher):
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
         is_examined = self._examined is None or not self._examined.isdisjoint(call.names)
         return is_new and is_examined and self._active.precision.quantized
+
+
+def _bad_blocks(samples: Sequence[_Sample], scaling: Scaling) -> Tensor:
+    """Return the number of bad blocks of each sample, FP64 [samples].
+
+    samples: samples of the same shape and dtype, in the same format.
+    scaling: the blocks and the allowed scales.
+    """
+    codes = torch.stack([taken.values.float() for taken in samples])
+    scale = torch.stack([taken.scale for taken in samples])
+    if scaling.block and samples[0].values.dtype.itemsize > 1:
+        codes = torch.where(scale[..., None] == 0, codes, codes / scale[..., None])
+    judged = [taken.largest for taken in samples if taken.largest is not None]
+    largest = torch.stack(judged)[:, None] if judged else None
+    is_bad = examine(codes, scale, samples[0].grid, scaling, largest)
+    found = torch.stack([torch.as_tensor(taken.bad, device=scale.device) for taken in samples])
+    return is_bad.sum(1, dtype=torch.float64) + found
 
 
 def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:

@@ -322,6 +322,9 @@ def _reference(
 ) -> tuple[float, float, dict[str, Tensor], dict[str, Distance]]:
     """Run plain transformers in FP32, and then in BF16 to measure the errors of BF16.
 
+    If the model computes in BF16 on a GPU, the GEMMs of the FP32 model round their operands to
+    TF32. TF32 rounds 8 times more finely than BF16, and is several times as fast as FP32.
+
     Args:
         model: Model that is compared.
         accelerator: Accelerator of the run.
@@ -349,7 +352,9 @@ def _reference(
             gradients[name] = accelerator.reduce(gradients[name].div_(step_tokens), reduction="sum")
         return losses, gradients
 
-    losses, gradients = computed()
+    gemms = "ieee" if model.context.compute_dtype == torch.float32 else "tf32"
+    with overridden(torch.backends.cuda.matmul, fp32_precision=gemms):
+        losses, gradients = computed()
     # Rotary frequencies stay in FP32, because they are buffers and not parameters.
     for parameter in plain.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

@@ -464,10 +464,10 @@ def test_one_faulty_microbatch_of_a_step_is_found(faulty: int, small: Callable) 
 def test_the_cost_of_a_step_does_not_grow_with_its_microbatches(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    examined = []
-    examine = product_observer.examine
+    sampled = []
+    sample = product_observer.sample
     monkeypatch.setattr(
-        product_observer, "examine", lambda *operand: examined.append(1) or examine(*operand)
+        product_observer, "sample", lambda *operand: sampled.append(1) or sample(*operand)
     )
     costs = []
     for packs_a_microbatch in (1, 2, 4):
@@ -480,9 +480,9 @@ def test_the_cost_of_a_step_does_not_grow_with_its_microbatches(
         )
         run.step = step_of(run.packs[:4], packs_a_microbatch)
         entries = run.audit()
-        examined.clear()
+        sampled.clear()
         run.confirm(entries)
-        costs.append(len(examined))
+        costs.append(len(sampled))
     # Two steps with three products with two operands, for each of 14 linears and the head.
     assert costs == [180, 180, 180]
 
