@@ -182,9 +182,12 @@ def wrap_layers(
         packed: The model, changed in place.
         settings: Settings that determine which layers are recomputed in backward.
         cast_to: Dtype of the working copies. None if the parameters have the compute dtype already.
-        compile_layers: True if torch.compile compiles the forwards.
+        compile_layers: True if torch.compile compiles the forwards that are not fused.
     """
-    if compile_layers:
+    # If all layers are fused, only the final norm could be compiled. torch has a fused kernel for
+    # this norm, and compiling it would add two seconds to every start.
+    replaces_norms = compile_layers and packed.fused is not None and not packed.fused.left_out
+    if compile_layers and not replaces_norms:
         # Imported here because the import takes a second, and only torch.compile needs it.
         from torch._dynamo.callback import on_compile_end, on_compile_start
 
@@ -206,7 +209,9 @@ def wrap_layers(
             if cast_to is not None:
                 unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
         else:
-            _wrap_unit(unit, cast_to, compile_layers=compile_layers)
+            if replaces_norms and not isinstance(unit, nn.LayerNorm):
+                unit.forward = MethodType(_rms_norm, unit)  # type: ignore[method-assign]
+            _wrap_unit(unit, cast_to, compile_layers=compile_layers and not replaces_norms)
     for index, layer in enumerate(decoder_layers(packed.hf).values()):
         if settings.recomputes(index):
             layer.forward = _recomputed_in_backward(layer, packed.context)
@@ -262,6 +267,11 @@ def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
         None if parameter is None else parameter.to(wide) for parameter in (norm.weight, norm.bias)
     )
     return F.layer_norm(x.to(wide), norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
+
+
+def _rms_norm(norm: Any, x: Tensor) -> Tensor:
+    """Return the result of an RMSNorm of transformers for x, computed by torch's fused kernel."""
+    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forward:

@@ -117,15 +117,19 @@ def test_rotation_and_attention_may_be_one_node(name: str) -> None:
         assert torch.equal(gradient, gradients[parameter]), parameter
 
 
+@pytest.mark.parametrize("compile_layers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_and_main_gradients_are_those_of_the_unfused_model(
-    config: dict[str, Any], dtype: torch.dtype
+    config: dict[str, Any], dtype: torch.dtype, compile_layers: bool
 ) -> None:
-    """Main gradients are FP32 sums of two microbatches, which share working copies."""
+    """Main gradients are FP32 sums of two microbatches, which share working copies.
+
+    With `compile_layers` nothing is compiled here, and a kernel of torch computes the final norm.
+    """
     model = packed(build(config), dtype=dtype)
     plain = packed(build(config), fused=False)
     attach_main_gradients(model, torch.float32, model.fused.stacks)
-    wrap_layers(model, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
+    wrap_layers(model, ModelSettings(config=config), cast_to=dtype, compile_layers=compile_layers)
     losses, gradients = losses_and_gradients(model)
     expected_losses, expected = losses_and_gradients(plain)
     tolerance = 1e-5 if dtype == torch.float32 else 0.06
