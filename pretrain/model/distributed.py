@@ -113,11 +113,14 @@ def complete_topology(
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group.
+    """Free the model, then end the process group. With one process, leave both to its exit.
 
     All ranks must call this function. The model is freed first, because under FSDP2 the process is
-    aborted if the process group ends while the model still exists.
+    aborted if the process group ends while the model still exists. A single process skips both,
+    because its exit frees everything.
     """
+    if accelerator.num_processes == 1:
+        return
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
