@@ -41,6 +41,9 @@ if __name__ == "__main__":
     # took 67.9 GiB in addition to the 67.2 GiB in use.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # Hide torchao. This project does not use it, but transformers imports it if it is installed.
+    # The import takes a second and uses CUDA, so that CUDA would not work in a fork.
+    sys.modules["torchao"] = None  # type: ignore[assignment]
     if sys.argv[-1:] == [SERVE]:
         # Let torch look for GPUs through NVML instead of CUDA. CUDA does not work in a fork of a
         # process that has used CUDA.
@@ -71,6 +74,7 @@ from pretrain.model.wrapping import wrap_layers
 from pretrain.observe.observers import StepWatch, is_due
 from pretrain.observe.profile import StepProfile
 from pretrain.optimizer import adamw, schedule
+from pretrain.precision import transformer_engine
 from pretrain.run import (
     checkpointing,
     evaluate,
@@ -441,6 +445,8 @@ if __name__ == "__main__":
     # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
     if sys.argv[-1:] == [SERVE]:
+        # Import Transformer Engine before the fork if there is a GPU.
+        transformer_engine.missing()
         serve()
         START.restart()
         if torch.cuda._is_in_bad_fork():

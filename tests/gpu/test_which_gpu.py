@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
 from tests.gpu.conftest import needs
 
+# Program that runs the fork server without requests, and prints its state.
+SERVER = """
+import io, runpy, sys, torch
+sys.argv = ["train_accelerate.py", "-"]
+sys.stdin = io.StringIO()
+try:
+    runpy.run_path("train_accelerate.py", run_name="__main__")
+except SystemExit:
+    print(torch.cuda.is_initialized(), "transformer_engine.pytorch" in sys.modules)
+"""
+
 
 @pytest.fixture
 def recipe(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
@@ -36,6 +48,12 @@ def recipe(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
     for key in ("precision", "fp8_config", "evaluate", "checkpoint", "run_dir"):
         del recipe[key]
     return write_recipe(recipe, tmp_path)
+
+
+def test_fork_server_imports_transformer_engine_and_does_not_use_cuda() -> None:
+    """CUDA does not work in the forks of a process that has used it."""
+    server = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True)
+    assert server.stdout.split()[-2:] == ["False", "True"], server.stderr
 
 
 def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
