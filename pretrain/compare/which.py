@@ -34,7 +34,8 @@ from packing.arrow import Packs
 from packing.order import order_of
 from packing.prepare import prepare
 from packing.store import open_packs
-from pretrain.compare.differences import CONFIDENCE, fewest_seeds
+from pretrain.compare.columns import signed
+from pretrain.compare.differences import CONFIDENCE, EQUIVALENT, WITHIN_MARGIN, fewest_seeds
 from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix_file import CELL, Cell, Matrix, as_overrides
 from pretrain.compare.matrix_run import launch_command, say
@@ -497,12 +498,13 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
     limits = (
         "This result is valid for this model after "
         f"{count(protocol.steps * question.recipe.batch.tokens)} tokens, with a margin of "
-        f"± {100 * protocol.margin:g} % of the baseline's loss. The confidence of the intervals is "
-        f"{100 * (1 - protocol.error):.3g} % after every round, if the differences between seeds "
-        "are normally distributed. In simulations with skewed differences, 95 % intervals missed "
-        "the mean in 12 % of exponential and 21 % of lognormal series. No interval takes a rare "
-        "bad seed into account that has not been trained. Longer runs and larger models may "
-        "need a more exact precision."
+        f"± {100 * protocol.margin:g} % of the baseline's loss. The confidence of the table's "
+        f"intervals is {100 * (1 - protocol.error):.3g} % after every round, if the differences "
+        "between seeds are normally distributed. An interval in parentheses belongs to two "
+        f"one-sided tests, each with an error of {100 * protocol.error:.2g} %. In simulations "
+        "with skewed differences, 95 % intervals missed the mean in 12 % of exponential and 21 % "
+        "of lognormal series. No interval takes a rare bad seed into account that has not been "
+        "trained. Longer runs and larger models may need a more exact precision."
     )
     return f"{rounds.table(verdicts)}\n\n{text}\n\n{limits}"
 
@@ -512,7 +514,10 @@ def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) 
 
     If a precision is recommended, the last line is the command that trains with this precision.
     """
-    lines = [f"{verdict.name}: {verdict.word}, {verdict.advice}." for verdict in verdicts]
+    lines = [
+        f"{verdict.name}: {verdict.word}{interval_within(protocol, verdict)}, {verdict.advice}."
+        for verdict in verdicts
+    ]
     best = next((verdict for verdict in verdicts if verdict.advice == USE), None)
     if best and best.gain_interval:
         low, high = best.gain_interval
@@ -528,3 +533,21 @@ def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) 
     elif all(verdict.advice == NO_GAIN for verdict in verdicts):
         lines.append(f"Stay with {protocol.base}.")
     return "\n".join(lines)
+
+
+def interval_within(protocol: Protocol, verdict: Verdict) -> str:
+    """Return the interval that shows that the loss difference lies within the margin.
+
+    The interval is narrower than the interval in the table (`SeedDifference.anytime_verdict`).
+    Return an empty string if the verdict is not "equivalent" or "within the margin".
+    """
+    served = verdict.served
+    error = 2 * protocol.error
+    half = served.anytime_half_width(error) if served else None
+    if not served or half is None or not verdict.word.endswith((EQUIVALENT, WITHIN_MARGIN)):
+        return ""
+    ends = [signed(100 * (served.mean + offset) / served.baseline, 3) for offset in (-half, half)]
+    return (
+        f" ({100 * (1 - error):.3g} % interval: {' to '.join(ends)} %, "
+        f"within ± {100 * protocol.margin:g} %)"
+    )

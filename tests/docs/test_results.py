@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ from benchmarks.evidence.tables import (
     served_loss,
 )
 from benchmarks.machine import with_tables
-from pretrain.compare.differences import EQUIVALENT
+from pretrain.compare.differences import EQUIVALENT, SeedDifference
+from pretrain.compare.verdicts import USE, Protocol, Verdict
+from pretrain.compare.which import interval_within
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
@@ -161,37 +164,76 @@ def test_readmes_speeds_are_those_of_the_result_files(monkeypatch: pytest.Monkey
 
 
 def test_figures_of_gpt2_are_those_of_its_rounds():
-    runs = json.loads((RESULTS / "loss/h100_which_gpt2.json").read_text(encoding="utf-8"))["runs"]
+    content = json.loads((RESULTS / "loss/h100_which_gpt2.json").read_text(encoding="utf-8"))
     rounds = {
-        (run["precision"], run["seed"]): run
-        for run in runs
-        if run["part"] == "rounds" and run["seed"] <= 3
+        (run["precision"], run["seed"]): run for run in content["runs"] if run["part"] == "rounds"
     }
     page = (ROOT / "docs/which.md").read_text(encoding="utf-8")
-    intervals = {}
-    for name, label in (
-        ("delayed", "FP8 delayed"),
-        ("delayed+head", "FP8 delayed, head in FP8"),
-        ("block", "FP8 block"),
+    protocol = Protocol(**content["verdict"]["protocol"])
+    for name, label, seeds, quantile in (
+        # The last value is the 97.5 % quantile of Student's t distribution.
+        ("delayed", "FP8 delayed", 4, 3.182),
+        ("delayed+head", "FP8 delayed, head in FP8", 6, 2.571),
+        ("block", "FP8 block", 6, 2.571),
     ):
-        pairs = [(rounds[name, seed], rounds["bf16", seed]) for seed in (1, 2, 3)]
-        speedup = statistics.mean(
-            run["tokens_per_second"] / base["tokens_per_second"] for run, base in pairs
-        )
-        cells = [label, f"{speedup:.2f} ×"]
-        for key in ("held_out_loss", "loss_at_end"):
+        pairs = [(rounds[name, seed], rounds["bf16", seed]) for seed in range(1, seeds + 1)]
+        assert (name, seeds + 1) not in rounds
+        speedups = [run["tokens_per_second"] / base["tokens_per_second"] for run, base in pairs]
+        differences = content["differences"][name]
+        assert differences["speedup_by_seed"] == pytest.approx(speedups, abs=1e-4)
+        cells = [label, str(seeds), f"{statistics.mean(speedups):.2f} ×"]
+        verdict = verdict_of(content, name)
+        for key, entry, difference in (
+            ("held_out_loss", "served_in_bf16", verdict.served),
+            ("loss_at_end", "as_trained", verdict.trained),
+        ):
+            values = [run[key] - base[key] for run, base in pairs]
+            assert list(difference.by_seed.values()) == pytest.approx(values)
             percents = [100 * (run[key] / base[key] - 1) for run, base in pairs]
-            # The 97.5 % quantile of Student's t distribution with two degrees of freedom is 4.303.
-            half = 4.303 * statistics.stdev(percents) / math.sqrt(3)
-            intervals[name, key] = (statistics.mean(percents), half)
-            cells.append(f"+{statistics.mean(percents):.2f} ± {half:.2f} %")
+            paired_half = quantile * statistics.stdev(percents) / math.sqrt(seeds)
+            assert differences[entry]["half_width_95"] == pytest.approx(paired_half, abs=1e-3)
+            scale = 100 / statistics.mean(base[key] for _, base in pairs)
+            half = scale * difference.anytime_half_width(protocol.error)
+            cells.append(f"+{scale * difference.mean:.3f} ± {half:.3f} %")
+            if key == "held_out_loss":
+                assert paired_half < statistics.mean(percents), "which.md: it excludes zero"
+                cells.append(f"± {differences[entry]['half_width_95']:.3f} %")
         assert f"| {' | '.join(cells)} |" in page
-    mean, half = intervals["delayed", "held_out_loss"]
-    row = readmes_answers()[2]
-    assert row[2:] == [
-        "1.2 times",
-        f"about {mean:.1f} % higher ({mean - half:.1f} to {mean + half:.1f} %)",
-    ]
+    for name, speedup in (("delayed", "1.15"), ("delayed+head", "1.25")):
+        speedups = content["differences"][name]["speedup_by_seed"][1:4]
+        assert f"{statistics.mean(speedups):.2f}" == speedup
+    graphs = [rounds["bf16", seed]["cuda_graphs"].partition(":")[0] for seed in range(1, 7)]
+    assert graphs == ["off", "on", "on", "on", "off", "off"]
+
+
+def verdict_of(content: dict[str, Any], name: str) -> Verdict:
+    """Return the verdict of a candidate in a result file that has a copy of verdict.json."""
+    fields = dict(content["verdict"]["candidates"][name])
+    del fields["gain_at_equal_loss"]
+    for key in ("served", "trained"):
+        by_seed = {int(seed): value for seed, value in fields[key]["by_seed"].items()}
+        fields[key] = SeedDifference(by_seed, fields[key]["baseline"])
+    return Verdict(**fields)
+
+
+def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
+    content = json.loads((RESULTS / "loss/h100_which_gpt2.json").read_text(encoding="utf-8"))
+    protocol = Protocol(**content["verdict"]["protocol"])
+    delayed = verdict_of(content, "delayed")
+    word = delayed.served.anytime_verdict(protocol.margin, protocol.error)
+    assert (word, delayed.advice) == (EQUIVALENT, USE)
+    interval = interval_within(protocol, delayed)
+    answer = content["verdict"]["answer"].replace(EQUIVALENT, EQUIVALENT + interval)
+    page = (ROOT / "docs/which.md").read_text(encoding="utf-8")
+    assert answer.rpartition("\n")[0] in page
+    percent = 100 / delayed.served.baseline
+    middle = percent * delayed.served.mean
+    half = percent * delayed.served.anytime_half_width(protocol.error)
+    loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
+    assert readmes_answers()[2][2:] == ["1.2 times", loss.replace("-", "−")]
+    low, high = delayed.gain_interval
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{delayed.gain:.2f} times ({low:.2f} to {high:.2f}) BF16's speed" in readme
 
 
 def readmes_answers() -> list[list[str]]:

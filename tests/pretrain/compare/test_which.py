@@ -364,6 +364,26 @@ def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
     assert "+2.500 ±" in rows["nvfp4"][-1][1]
 
 
+def test_the_line_of_a_candidate_within_the_margin_shows_its_interval(
+    trained_question: TrainedQuestion,
+) -> None:
+    verdicts = trained_question.rounds.verdicts()
+    answer = which.answer(trained_question.question, PROTOCOL, verdicts)
+    interval = r" \((.*) % interval: (.*) to (.*) %, within ± 0.3 %\)"
+    for verdict in verdicts:
+        line = next(line for line in answer.splitlines() if line.startswith(f"{verdict.name}:"))
+        shown = re.match(re.escape(f"{verdict.name}: {verdict.word}") + interval, line)
+        is_within = verdict.name in ("delayed", "current", "delayed+head")
+        assert bool(shown) == is_within, line
+        if shown:
+            confidence, low, high = (float(text.replace("−", "-")) for text in shown.groups())
+            assert confidence == 98.0, "two one-sided tests, each with 1 % for one of 5 candidates"
+            half = verdict.served.anytime_half_width(0.02)
+            ends = [verdict.served.mean - half, verdict.served.mean + half]
+            assert [low, high] == pytest.approx([100 * end / 2 for end in ends], abs=0.0006)
+            assert -0.3 < low < high < 0.3
+
+
 def test_a_halted_candidate_is_done_and_later_rounds_count(
     trained_question: TrainedQuestion, capsys: pytest.CaptureFixture[str]
 ) -> None:
