@@ -90,6 +90,7 @@ def test_a_killed_fork_takes_nobody_with_it(fork: Callable[..., int], tmp_path: 
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: not is_locked(tmp_path / "killed.log"))
     assert is_locked(tmp_path / "waiting.log")
+    wait_until(lambda: bool((tmp_path / "waiting.log").read_text()))
     server = int((tmp_path / "waiting.log").read_text().split()[-3])
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: has_ended(server))
