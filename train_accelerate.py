@@ -280,7 +280,12 @@ def build(
         else None,
     )
     run.observers = startup.make_observers(run)
-    run.graphs = MicrobatchGraphs(assembly.surroundings["cuda_graphs"], run.report_graphs)
+    run.graphs = MicrobatchGraphs(
+        assembly.surroundings["cuda_graphs"],
+        run.report_graphs,
+        # For each weight, a step with `log.gap` may need an FP32 gradient and a BF16 copy.
+        later_bytes=6 * job.plan.flops.parameters * bool(job.recipe.log.gap),
+    )
     if source:
         checkpointing.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
@@ -389,8 +394,6 @@ def train_step(
     means = model.mean_losses(accelerator, batches.valid_tokens, mean_loss)
     # This call waits for the device.
     gradient_norm, *values = same_on_all_ranks(accelerator, norm, *means.values())
-    if not watch.observes_passes:
-        run.graphs.end_step()
     losses = dict(zip(means, values, strict=True))
 
     decision = run.health.check(

@@ -1,8 +1,11 @@
-"""Run microbatches as CUDA graphs, for models whose kernels run faster than the host starts them.
+"""Run microbatches as CUDA graphs, so that the GPU does not wait for the host to start kernels.
 
 A graph contains all kernels of the forward and the backward of one microbatch, and the host
 launches them by one call. The kernels, their order and their operands are the same as without
 graphs, so the results are the same bit for bit.
+
+Graphs need memory for the activations of a second microbatch, because the memory of steps without
+graphs stays reserved. `model.cuda_graphs: auto` uses graphs if this memory is free (`SPARE`).
 
 A graph reads and writes fixed addresses. A microbatch is copied to the buffers of its graph.
 Parameters, main gradients, histories and scales never move. A newly quantized weight overwrites the
@@ -16,7 +19,6 @@ kernels.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +27,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from foundation import units
 from foundation.errors import InputError
 from foundation.reading import one_line
 from packing.batch import Microbatch
@@ -36,11 +39,11 @@ from pretrain.model.packed import (
 )
 from pretrain.precision.gemm import Gemm
 
-# With `auto`, the number of steps that are timed before the decision.
-TIMED = 3
-# With `auto`, graphs are used if the host waits only briefly at the end of a step: for less than
-# this fraction of the time that the host needs to launch a microbatch.
-HOST_BOUND = 0.25
+# With `auto`, the share of the GPU's memory that must stay free beside the graphs. Three things may
+# need memory later: the kernel arguments of all graphs, which torch does not count; fragmentation,
+# because each capture frees memory that the next observed step reserves again; and observers that
+# have not been due yet.
+SPARE = 0.1
 
 
 def impossible(obstacle: str) -> InputError:
@@ -56,18 +59,11 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Return a graph of the kernels of `function`, and the result of `function`.
 
-    The kernels do not run during the capture. Each run of the graph overwrites the result. The
-    first capture raises OutOfMemoryError if the free memory is less than the memory that a step
-    without graphs has used. Graphs need their own memory, because the memory of a step without
-    graphs stays reserved for observed steps.
+    The kernels do not run during the capture. Each run of the graph overwrites the result.
 
     pool: the memory pool of the earlier graphs, or None if this is the first graph.
     """
     graph = torch.cuda.CUDAGraph()
-    if pool is None and torch.cuda.mem_get_info()[0] < (
-        torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    ):
-        raise torch.OutOfMemoryError("the activations of a second microbatch do not fit")
     # If the capture fails, `torch.cuda.graph` does not restore the previous stream, so the first
     # context restores it. Other threads may use CUDA during the capture. One of these threads pins
     # the memory of batches.
@@ -82,15 +78,18 @@ def capture(
 class MicrobatchGraphs:
     """The CUDA graphs of a model, and the decision whether its steps use them."""
 
-    # The setting `model.cuda_graphs`. `_decide` replaces it by "on" or "off" with a reason.
+    # The setting `model.cuda_graphs`. With `auto`, a decision replaces it by "on" or "off" with a
+    # reason.
     status: str
     # Function that is called with each decision.
     report: Callable[[str], None]
+    # Bytes that an observer needs in later steps, and that no step before the first capture needs.
+    # With `auto`, they must stay free too.
+    later_bytes: int = 0
     # The function `capture`, or a function with the same arguments.
     record: Callable[..., tuple[Any, Tensor]] = capture
-    # For each timed step, the time that the host waits for the device, divided by the time that the
-    # host needs to launch a microbatch.
-    waits: list[float] = field(default_factory=list)
+    # Function that returns the free memory and the total memory of the GPU, in bytes.
+    memory: Callable[[], tuple[int, int]] = torch.cuda.mem_get_info
     # Map the key that `_replay` computes for a microbatch to the graph, the loss of the graph, the
     # buffers of the microbatch, and the buffer of the factor of the loss.
     captured: dict[Any, tuple[Any, Tensor, Microbatch, Tensor]] = field(default_factory=dict)
@@ -100,42 +99,51 @@ class MicrobatchGraphs:
     ) -> Tensor:
         """Return the result of `compute_microbatch`, computed by a graph if graphs are on.
 
-        The next call may overwrite the result. Do not call this method in observed steps. Raises
-        InputError if the recipe has `cuda_graphs: on` and a capture fails.
+        With `auto`, this method decides whether graphs are on, before their first capture. The next
+        call may overwrite the result. Do not call this method in observed steps. Raises InputError
+        if the recipe has `cuda_graphs: on` and the memory does not suffice or a capture fails.
         """
-        if self.status.startswith("on"):
+        if not self.status.startswith("off"):
             try:
+                if not self.captured:
+                    self._check_memory()
                 return self._replay(model, accelerator, batch, scale)
             except RuntimeError as error:
-                obstacle = f"their capture failed ({one_line(error)})"
                 if self.status == "on":
-                    raise impossible(obstacle) from error
-                self._decide(f"off: {obstacle}")
-        before = time.perf_counter()
-        loss = compute_microbatch(model, accelerator, batch, scale)
-        self.launched = time.perf_counter()
-        self.launch_time = self.launched - before
-        return loss
+                    raise impossible(one_line(error)) from error
+                self.drop()
+                self.status = f"off: {one_line(error)}"
+                self.report(self.status)
+        return compute_microbatch(model, accelerator, batch, scale)
 
-    def end_step(self) -> None:
-        """With `auto`, record the host's waiting time in this step, and decide after TIMED steps.
+    def drop(self) -> None:
+        """Drop all graphs, and free their memory and the weights that they read.
 
-        Call this method after `compute`, when the host has waited for the gradients of the step.
+        Call this before the precision changes. Otherwise the graphs and the quantized weights of
+        the previous precision would stay in memory. If graphs are on, `compute` measures the memory
+        again and captures new graphs.
         """
-        if self.status == "auto":
-            self.waits.append((time.perf_counter() - self.launched) / self.launch_time)
-        if self.status == "auto" and len(self.waits) == TIMED:
-            wait = sorted(self.waits)[TIMED // 2]
-            self._decide(
-                f"{'on' if wait < HOST_BOUND else 'off'}: at the end of a step, the host waits "
-                f"{wait:.2f} times as long as it needs to launch a microbatch"
-            )
-
-    def _decide(self, status: str) -> None:
-        """Change and report `status`."""
         self.captured.clear()
-        self.status = status
-        self.report(status)
+        Gemm.overwrites = False
+        torch.cuda.empty_cache()
+
+    def _check_memory(self) -> None:
+        """Raise OutOfMemoryError unless graphs fit into memory. With `auto`, turn them on if so.
+
+        The activations of a microbatch are the peak of earlier steps minus the present memory.
+        """
+        free, total = self.memory()
+        activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        reserve = 0 if self.status == "on" else int(SPARE * total) + self.later_bytes
+        figures = (
+            f"{units.memory(max(free - reserve, 0) / units.GIB)} are available, and the "
+            f"activations of a second microbatch take {units.memory(activations / units.GIB)}"
+        )
+        if free - reserve < activations:
+            raise torch.OutOfMemoryError(figures)
+        if self.status != "on":
+            self.status = f"on: {figures}"
+            self.report(self.status)
 
     def _replay(
         self, model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float
@@ -146,11 +154,14 @@ class MicrobatchGraphs:
             Gemm.overwrites = True
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
             factor = torch.empty((), device=accelerator.device)
-            recorded = self.record(
-                lambda: compute_microbatch(model, accelerator, fixed, factor),
-                next((graph.pool() for graph, *_ in self.captured.values()), None),
+            self.captured[key] = (
+                *self.record(
+                    lambda: compute_microbatch(model, accelerator, fixed, factor),
+                    next((graph.pool() for graph, *_ in self.captured.values()), None),
+                ),
+                fixed,
+                factor,
             )
-            self.captured[key] = (*recorded, fixed, factor)
         graph, loss, fixed, factor = self.captured[key]
         for name in TENSORS:
             getattr(fixed, name).copy_(getattr(batch, name), non_blocking=True)

@@ -40,8 +40,9 @@ approximately the following, all in the compute dtype:
 
 On one H200 with Qwen3-1.7B's shape, and on four H200s with models of 8 B and 14 B parameters, the
 estimate is within 5 % of the measured peaks (tests/pretrain/plan/test_memory.py). The estimate does
-not contain workspaces, the histories of delayed scaling, buffers of NCCL, and the mask of `sdpa`
-attention. So `batch.microbatch: auto` starts with this estimate and then tries sizes on the device.
+not contain workspaces, CUDA graphs, the histories of delayed scaling, buffers of NCCL, and the mask
+of `sdpa` attention. So `batch.microbatch: auto` starts with this estimate and then tries sizes on
+the device.
 """
 
 from __future__ import annotations

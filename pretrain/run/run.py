@@ -162,6 +162,7 @@ class Run:
         name = self.precision.schedule.at(self.state.step + 1).precision.name
         if name == before:
             return
+        self.graphs.drop()
         with self.console.progress("auditing the precision of products"):
             self.assembly.start_precision(name, self.job, self.accelerator)
         self.write_audit()

@@ -59,8 +59,9 @@ class ModelSettings(Settings):
     # or in a quantized precision that is not emulated, else off.
     fused: Switch = "auto"
     # on: launch all kernels of a microbatch together, which changes no result. This needs one GPU,
-    # fused layers, and memory for the activations of a second microbatch. auto: on if the first
-    # steps show that the GPU waits for launches.
+    # fused layers, and memory for the activations of a second microbatch. auto: on if these
+    # conditions hold and a tenth of the GPU's memory stays free. A microbatch that fills the
+    # memory is launched without graphs.
     cuda_graphs: Switch = "auto"
 
     @property

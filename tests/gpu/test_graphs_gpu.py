@@ -41,6 +41,7 @@ PACKS = 4
 OBSERVED = (0, 1, 2, 7)
 SKIPPED = 9
 STEPS = 12
+TURNED_ON = r"on: .* GiB are available, and the activations of a second microbatch take .* .iB"
 PRECISIONS = {
     "bf16": ("bf16", "linear"),
     "delayed": ("delayed", "linear"),
@@ -210,16 +211,22 @@ def test_a_resumed_run_with_graphs_repeats_a_run_without(
     assert figures_of(graphs) == figures_of(plain)
     middle = graphs / "checkpoints" / "step-00000006"
     resumed = train_on_gpu("resumed", "model.cuda_graphs=auto", "--resume", str(middle))
-    assert re.match("on: |off: at the end of a step", audit_of(resumed)["cuda_graphs"])
+    assert re.fullmatch(TURNED_ON, audit_of(resumed)["cuda_graphs"])
     assert figures_of(resumed)[-6:] == figures_of(plain)[-6:]
-    expected, *others = (
-        tensors_of(run_dir / "checkpoints" / "step-00000012")
-        for run_dir in (plain, graphs, resumed)
-    )
-    for tensors in others:
-        assert [
-            name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)
-        ] == []
+    assert different_at_the_end(plain, graphs) == []
+    assert different_at_the_end(plain, resumed) == []
+
+
+def test_a_change_of_precision_with_graphs_repeats_a_run_without(
+    train_on_gpu: Callable[..., Path],
+) -> None:
+    needs("delayed")
+    schedule = "precision=[{until: 0.5, use: delayed}, {use: bf16}]"
+    plain = train_on_gpu("plain", schedule, "model.cuda_graphs=off")
+    graphs = train_on_gpu("graphs", schedule, "model.cuda_graphs=auto")
+    assert re.fullmatch(TURNED_ON, audit_of(graphs)["cuda_graphs"])
+    assert figures_of(graphs) == figures_of(plain)
+    assert different_at_the_end(plain, graphs) == []
 
 
 @pytest.fixture
@@ -247,6 +254,14 @@ def train_on_gpu(
 
 def audit_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "audit.json").read_text())
+
+
+def different_at_the_end(one: Path, other: Path) -> list[str]:
+    """Return the names of the tensors that differ in the last checkpoints of two runs."""
+    expected, actual = (
+        tensors_of(run_dir / "checkpoints" / "step-00000012") for run_dir in (one, other)
+    )
+    return [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
 
 
 def figures_of(run_dir: Path) -> list[list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 import train_accelerate
 from foundation.errors import InputError
+from foundation.units import GIB
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
-from pretrain.model.graphs import HOST_BOUND, TIMED, MicrobatchGraphs
+from pretrain.model.graphs import SPARE, MicrobatchGraphs
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, compute_microbatch, forward_backward
 from pretrain.model.wrapping import convert, fuse, wrap_layers
@@ -80,6 +80,18 @@ class Recorded(TorchDispatchMode):
 def record(function: Callable[[], Tensor], pool: str | None) -> tuple[Recorded, Tensor]:
     graph = Recorded(function)
     return graph, graph.loss
+
+
+def make_graphs(
+    status: str,
+    report: Callable[[str], None],
+    record: Callable[..., Any] = record,
+    *,
+    free: int = 80 * GIB,
+    later_bytes: int = 0,
+) -> MicrobatchGraphs:
+    """Return graphs of a device with 80 GiB, of which `free` bytes are free."""
+    return MicrobatchGraphs(status, report, later_bytes, record, lambda: (free, 80 * GIB))
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +153,7 @@ def test_steps_with_graphs_equal_other_steps_bit_for_bit(
     packed = assemble(kind, penalty)
     # The first steps of a run are observed, and have no graphs.
     forward_backward(packed, batches_of([3], 0), accelerator)
-    graphs = MicrobatchGraphs("on", pytest.fail, record)
+    graphs = make_graphs("on", pytest.fail)
     actual = trained(packed, accelerator, graphs.compute)
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), index
@@ -151,7 +163,7 @@ def test_steps_with_graphs_equal_other_steps_bit_for_bit(
 
 def test_captured_weights_stay_at_their_addresses_after_a_reset(accelerator: Accelerator) -> None:
     packed = assemble("qwen3")
-    graphs = MicrobatchGraphs("on", pytest.fail, record)
+    graphs = make_graphs("on", pytest.fail)
     forward_backward(packed, batches_of([3], 0), accelerator, compute=graphs.compute)
     assert packed.fused
     addresses = [product.plain.weight.data_ptr() for product in packed.fused.products]
@@ -165,20 +177,70 @@ def test_captured_weights_stay_at_their_addresses_after_a_reset(accelerator: Acc
     assert packed.fused.products[0].plain.weight[0, 0] == 0.5
 
 
-@pytest.mark.parametrize("wait", [0.5 * HOST_BOUND, 2 * HOST_BOUND])
-def test_auto_uses_graphs_if_the_host_rarely_waits(wait: float) -> None:
+def test_dropped_graphs_and_weights_are_made_again(accelerator: Accelerator) -> None:
+    """A run drops its graphs when its precision changes."""
+    plain = assemble("qwen3")
+    expected = trained(plain, accelerator, compute_microbatch)
+    expected += trained(plain, accelerator, compute_microbatch)
+    packed = assemble("qwen3")
+    forward_backward(packed, batches_of([3], 0), accelerator)
     reports: list[str] = []
-    graphs = MicrobatchGraphs("auto", reports.append)
-    for step in range(TIMED):
-        assert graphs.status == "auto"
-        graphs.launch_time = 1000.0
-        # An outlier does not change the decision.
-        graphs.launched = time.perf_counter() - 1000.0 * (wait if step else 9.0)
-        graphs.end_step()
-    assert [graphs.status] == reports
-    assert graphs.status.startswith("on: " if wait < HOST_BOUND else "off: ")
-    graphs.end_step()
-    assert len(reports) == 1
+    graphs = make_graphs("auto", reports.append)
+    actual = trained(packed, accelerator, graphs.compute)
+    graphs.drop()
+    assert not graphs.captured
+    assert packed.fused
+    for product in packed.fused.products:
+        product.plain.forget()
+        assert product.plain.weight is None
+    actual += trained(packed, accelerator, graphs.compute)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), index
+    assert len(graphs.captured) == 4
+    assert len(reports) == 2, "the memory is measured again"
+
+
+@pytest.mark.parametrize(
+    ("spare", "later_bytes", "expected"),
+    [
+        (4.5, 0, "on: 4.5 GiB are available, and the activations of a second microbatch take 4.0"),
+        (3.5, 0, "off: 3.5 GiB are available, and the activations of a second microbatch take 4.0"),
+        (4.5, GIB, "off: 3.5 GiB are available"),
+        (-2.0, 0, "off: 0 MiB are available"),
+    ],
+)
+def test_auto_uses_graphs_if_memory_stays_free(
+    spare: float,
+    later_bytes: int,
+    expected: str,
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tenth of the memory stays free. A CPU has no peak of allocations, so it is replaced."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * GIB)
+    free = int((spare + 80 * SPARE) * GIB)
+    reports: list[str] = []
+    graphs = make_graphs("auto", reports.append, free=free, later_bytes=later_bytes)
+    packed = assemble("gpt2")
+    for seed in range(2):
+        forward_backward(packed, batches_of([3], seed), accelerator, compute=graphs.compute)
+    assert reports == [graphs.status]
+    assert graphs.status.startswith(expected)
+    assert len(graphs.captured) == expected.startswith("on")
+
+
+def test_on_needs_memory_for_a_second_microbatch_only(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4 * GIB)
+    packed = assemble("gpt2")
+    graphs = make_graphs("on", pytest.fail, free=4 * GIB)
+    forward_backward(packed, batches_of([3], 0), accelerator, compute=graphs.compute)
+    assert graphs.captured
+    full = make_graphs("on", pytest.fail, free=3 * GIB)
+    with pytest.raises(InputError, match=r"impossible in this run: 3\.0 GiB are available, and"):
+        forward_backward(packed, batches_of([3], 0), accelerator, compute=full.compute)
 
 
 def test_without_a_capture_auto_continues_and_on_stops(accelerator: Accelerator) -> None:
@@ -188,13 +250,13 @@ def test_without_a_capture_auto_continues_and_on_stops(accelerator: Accelerator)
     step = batches_of([3, 4], 0)
     expected = forward_backward(assemble("gpt2"), step, accelerator)
     reports: list[str] = []
-    graphs = MicrobatchGraphs("on: measured", reports.append, fail)
+    graphs = make_graphs("auto", reports.append, fail)
     actual = forward_backward(assemble("gpt2"), step, accelerator, compute=graphs.compute)
     assert actual == expected
-    assert reports == [
-        "off: their capture failed (operation not permitted when stream is capturing)"
-    ]
-    required = MicrobatchGraphs("on", pytest.fail, fail)
+    assert [report[:5] for report in reports] == ["on: 7", "off: "]
+    assert graphs.status == reports[-1] == "off: operation not permitted when stream is capturing"
+    assert not Gemm.overwrites
+    required = make_graphs("on", pytest.fail, fail)
     with pytest.raises(InputError, match=r"`model\.cuda_graphs: on` is impossible.* not permitted"):
         forward_backward(assemble("gpt2"), step, accelerator, compute=required.compute)
 
@@ -225,8 +287,8 @@ def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
     expected = figures("plain")
     graphs: list[MicrobatchGraphs] = []
 
-    def make(_: str, report: Callable[[str], None]) -> MicrobatchGraphs:
-        graphs.append(MicrobatchGraphs("on", report, record))
+    def make(_: str, report: Callable[[str], None], *, later_bytes: int) -> MicrobatchGraphs:
+        graphs.append(make_graphs("on", report))
         return graphs[0]
 
     monkeypatch.setattr(train_accelerate, "MicrobatchGraphs", make)
