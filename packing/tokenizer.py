@@ -19,12 +19,10 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from foundation.errors import InputError
 from foundation.files import CACHE, replace_file
 from foundation.reading import as_input_error, load_object, one_line
-from packing.settings import refuse_near_name, split_revision
+from packing.settings import HUB_NAME, refuse_near_name, split_revision
 
-REMEDY = (
-    "make a tokenizer with `python -m packing tokenizer` (`make demo` makes one in demo/work), "
-    "fetch the tokenizer again, or choose another tokenizer"
-)
+REMEDY = "fetch the tokenizer again, or choose another tokenizer"
+_CHOOSE = "set another tokenizer, or make one with `python -m packing tokenizer`"
 _CONVERT = (
     "if there are vocab.json, merges.txt or a .model file instead, write tokenizer.json with "
     "transformers' `AutoTokenizer.from_pretrained('{}').save_pretrained(FOLDER)`"
@@ -130,7 +128,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
     if file is None:
         raise InputError(
             f"data.tokenizer: {name}: this tokenizer has no tokenizer.json; "
-            f"{_CONVERT.format(name)}, or {REMEDY}"
+            f"{_CONVERT.format(name)}; otherwise {_CHOOSE}"
         )
     config = find_file(name, "tokenizer_config.json")
     # The library raises a plain Exception for a file that it cannot use.
@@ -169,6 +167,11 @@ def find_file(tokenizer: str, name: str) -> Path | None:
         file = (path if path.is_dir() else path.parent) / name
         return file if file.is_file() else None
     refuse_near_name("data.tokenizer", tokenizer)
+    repository, revision = split_revision(tokenizer)
+    if not HUB_NAME.fullmatch(repository):
+        is_of_demo = path.is_relative_to("demo/work")
+        remedy = "run `make demo`, which makes it" if is_of_demo else _CHOOSE
+        raise InputError(f"data.tokenizer: {path.absolute()} does not exist; {remedy}")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -176,7 +179,6 @@ def find_file(tokenizer: str, name: str) -> Path | None:
         RemoteEntryNotFoundError,
     )
 
-    repository, revision = split_revision(tokenizer)
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except (OSError, HFValidationError) as error:
@@ -186,9 +188,8 @@ def find_file(tokenizer: str, name: str) -> Path | None:
         if isinstance(error, absent if name.endswith(".jinja") else RemoteEntryNotFoundError):
             return None
         raise InputError(
-            f"data.tokenizer: {repository}: this path does not exist in {Path.cwd()}, and {name} "
-            f"cannot be loaded from the hub: {one_line(error)}; {_CONVERT.format(repository)}, or "
-            f"{REMEDY}"
+            f"data.tokenizer: {path.absolute()} does not exist, and {name} of {repository} cannot "
+            f"be loaded from the hub: {one_line(error).rstrip('. ')}; {_CHOOSE}"
         ) from None
 
 

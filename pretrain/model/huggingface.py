@@ -44,6 +44,7 @@ from foundation.files import by_umask, fsync, fsync_tree
 from foundation.overrides import overridden
 from foundation.progress import advance
 from foundation.reading import as_input_error
+from packing.settings import HUB_NAME
 from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
@@ -76,6 +77,9 @@ _as_input_error = partial(
         StrictDataclassError,
         SafetensorError,
     ),
+)
+_SET_SOURCE = (
+    "set `model.source` to the folder of a model, for example to the `final` folder of a run"
 )
 # Keys of a config.json that may differ although the model is the same: paths, versions, settings of
 # the run, flags that select outputs, and keys of classifiers.
@@ -184,9 +188,7 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
         stored = _stored_config(settings)
         if not stored:
             raise InputError(
-                f"`model.source`: {settings.source}: the source has no config.json; set "
-                "`model.source` to the folder of a model, for example to the `final` folder of a "
-                "run"
+                f"`model.source`: {settings.source}: the source has no config.json; {_SET_SOURCE}"
             )
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
@@ -394,13 +396,15 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
-    with _as_input_error(
+    what = (
         f"`model.source`: {settings.source!r} is neither the folder of a model nor a model on the "
         "Hugging Face hub"
-    ):
-        return PretrainedConfig.get_config_dict(
-            str(settings.repository), revision=settings.revision
-        )[0]
+    )
+    repository = str(settings.repository)
+    if not os.path.exists(repository) and not HUB_NAME.fullmatch(repository):
+        raise InputError(f"{what}; {_SET_SOURCE}")
+    with _as_input_error(what):
+        return PretrainedConfig.get_config_dict(repository, revision=settings.revision)[0]
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:

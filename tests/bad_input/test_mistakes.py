@@ -85,7 +85,9 @@ SETTINGS = {
     "model.config={model_type: t5, vocab_size: 61}": "t5 is no causal language model",
     "model.config.num_hidden_layers=0": "`num_hidden_layers: 0`",
     "model.source=/no/such/model": "/no/such/model",
-    "model.source=./nowhere": "'./nowhere' is neither the folder of a model",
+    "model.source=./nowhere": (
+        "'./nowhere' is neither the folder of a model nor a model on the Hugging Face hub; set "
+    ),
     "model.source=tests": "`model.source`: tests: the source has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
     "model.from_scratch=true": "`source`",
@@ -131,6 +133,8 @@ TEXTS = [
     (DOCUMENT, "data.tokenizer={here}/empty", "tokenizer.json"),
     (DOCUMENT, "data.tokenizer=nobody/nothing", "nobody/nothing"),
     (DOCUMENT, "data.tokenizer={here}/broken.json", "broken.json"),
+    (DOCUMENT, "data.tokenizer=demo/work/none", "demo/work/none does not exist; run `make demo`"),
+    (DOCUMENT, "data.tokenizer=./none", "none does not exist; set another tokenizer, or make one"),
     (DOCUMENT, "data.tokenizer=null", "tokenizer"),
     (DOCUMENT, "data.packs=/proc/none/packs", "/proc/none"),
     (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
