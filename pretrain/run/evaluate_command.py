@@ -149,6 +149,8 @@ def _evaluate(
 ) -> None:
     """Print the held-out loss in each precision of the recipe, and in BF16.
 
+    If the run computes in FP32, print the loss under torch.autocast instead of the loss in BF16.
+
     All ranks must call this function.
 
     resume_from: the path of a checkpoint, or "auto". The checkpoint may belong to any recipe with
@@ -199,7 +201,11 @@ def _evaluate(
     print_loss(assembly.precision.current.name)
     if job.compute_dtype == torch.float32:
         with torch.autocast(accelerator.device.type, torch.bfloat16):
-            print_loss("bf16")
+            print_loss("autocast")
+        console.notice(
+            "  autocast has FP32 weights and multiplies matrices in BF16; --precisions bf16 also "
+            "rounds the weights and the activations to BF16"
+        )
 
 
 def _print_loss(
