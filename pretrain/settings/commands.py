@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from inspect import getdoc
 from pathlib import Path
 
@@ -47,10 +48,11 @@ def count(text: str) -> int:
 
 def positive(text: str) -> float:
     """Parse a number above 0. Raises ArgumentTypeError for any other text."""
-    # An invalid number raises ValueError, which argparse reports too. NaN is not above 0.
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return float(text)
+    # NaN is not above 0.
+    with suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
 def train(add: Callable) -> None:
@@ -335,15 +337,18 @@ def matrix(add: Callable) -> None:
         help="run only cell number N of the selected cells, counted from 0; for job arrays",
     )
     add(
-        "--at-once", type=int, metavar="N", help="maximum number of cells that run at the same time"
+        "--at-once",
+        type=count,
+        metavar="N",
+        help="maximum number of cells that run at the same time",
     )
     add(
         "--gpus",
-        type=int,
+        type=count,
         metavar="N",
         help="number of GPUs of this machine over which the cells are distributed",
     )
-    add("--processes", type=int, metavar="N", help="number of processes that train each cell")
+    add("--processes", type=count, metavar="N", help="number of processes that train each cell")
     add("--count", action="store_true", help="print the number of cells and exit")
     add("--dry-run", action="store_true", help="print the command that runs each cell, and exit")
 
@@ -402,14 +407,14 @@ def which(add: Callable) -> None:
     )
     add(
         "--seeds",
-        type=int,
+        type=count,
         default=5,
         metavar="N",
         help="number of rounds for which the length of the runs is planned, at least 3; default: 5",
     )
     add(
         "--steps",
-        type=int,
+        type=count,
         metavar="N",
         help="steps of each run; default: computed from --hours",
     )
@@ -466,7 +471,7 @@ def phases(add: Callable) -> None:
     add_overrides_of_cells(add)
     add(
         "--gpus",
-        type=int,
+        type=count,
         metavar="N",
         help="number of GPUs of this machine over which the cells of a phase are distributed",
     )

@@ -177,6 +177,9 @@ COMMANDS = {
         "--tokens/--max-new-tokens/--max_new_tokens: 0 is not a whole number of at least 1"
     ),
     "sample nowhere one --top-p 2": "--top-p",
+    "sample nowhere one --top-p x": "--top-p/--top_p: not a number: 'x'",
+    "which nowhere.yaml --hours x": "--hours: x is not a number above 0",
+    "matrix nowhere.yaml --gpus 0": "--gpus: 0 is not a whole number of at least 1",
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
     "matrix {here}/matrix.yaml": "recipe",
@@ -192,7 +195,7 @@ COMMANDS = {
         "`data.text`"
     ),
     "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": (
-        "--vocabulary: invalid int value: 'many'"
+        "--vocabulary: not a whole number: 'many'"
     ),
 }
 
