@@ -400,11 +400,12 @@ def _stored_config(settings: ModelSettings) -> dict[str, Any]:
         f"`model.source`: {settings.source!r} is neither the folder of a model nor a model on the "
         "Hugging Face hub"
     )
-    repository = str(settings.repository)
-    if not os.path.exists(repository) and not HUB_NAME.fullmatch(repository):
+    if not (os.path.exists(str(settings.source)) or HUB_NAME.fullmatch(str(settings.repository))):
         raise InputError(f"{what}; {_SET_SOURCE}")
     with _as_input_error(what):
-        return PretrainedConfig.get_config_dict(repository, revision=settings.revision)[0]
+        return PretrainedConfig.get_config_dict(
+            str(settings.repository), revision=settings.revision
+        )[0]
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
