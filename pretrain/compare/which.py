@@ -444,9 +444,9 @@ def next_round(
     """Return the runs of the next round, as a matrix.
 
     The round has the next seed, the baseline, and all candidates whose verdict is open. Return None
-    if there is no such candidate, if MOST_SEEDS rounds are trained, or if the round would not end
-    within the time limit. The time limit is ignored for the first round, and for a round whose runs
-    had all ended before the command was started again.
+    if there is no such candidate, or if MOST_SEEDS rounds are trained. If the round would not end
+    within the time limit, print this and return None. The time limit is ignored for the first
+    round, and for a round whose runs had all ended before the command was started again.
 
     Args:
         question: The recipe and the folder of the runs.
@@ -459,9 +459,15 @@ def next_round(
         return None
     seed = question.recipe.seed + len(rounds.runs)
     matrix = question.round(rounds.protocol, seed, open_names)
-    is_short = rounds.seconds(open_names) <= seconds_left
+    seconds = rounds.seconds(open_names)
+    is_short = seconds <= seconds_left
     if is_short or not rounds.runs or all(has_ended(matrix, cell) for cell in matrix.cells):
         return matrix
+    say(
+        f"\nThe next round takes about {duration(seconds)}, but only "
+        f"{duration(max(seconds_left, 0))} of --hours are left. To train it, run the same command "
+        "again."
+    )
     return None
 
 

@@ -386,8 +386,8 @@ def which(add: Callable) -> None:
         type=positive,
         default=4.0,
         metavar="H",
-        help="time limit in hours; a round is only started if it is expected to end within this "
-        "limit; default: 4",
+        help="time limit of this start of the command, in hours; a round is only started if it is "
+        "expected to end within this limit; default: 4",
     )
     add(
         "--margin",

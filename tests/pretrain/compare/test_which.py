@@ -317,11 +317,12 @@ def trained_question(small_recipe: dict[str, Any], tmp_path: Path) -> TrainedQue
 
 
 def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
-    trained_question: TrainedQuestion,
+    trained_question: TrainedQuestion, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [run for by_name in trained_question.rounds.runs for run in by_name.values()]
     assert {len(group) for group in grouped(runs).values()} == {5}
     assert trained_question.ask() == 1, "mxfp8 is open, and the hours are over"
+    assert "only 0 s of --hours are left" in capsys.readouterr().out
     candidates = trained_question.candidates()
     words_and_advice = {
         name: (candidate["word"], candidate["advice"].split()[0])
