@@ -170,7 +170,7 @@ def find_file(tokenizer: str, name: str) -> Path | None:
     repository, revision = split_revision(tokenizer)
     if not HUB_NAME.fullmatch(repository):
         is_of_demo = path.is_relative_to("demo/work")
-        remedy = "run `make demo`, which makes it" if is_of_demo else _CHOOSE
+        remedy = "run `make demo`, which makes demo/work/tokenizer" if is_of_demo else _CHOOSE
         raise InputError(f"data.tokenizer: {path.absolute()} does not exist; {remedy}")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (

@@ -466,7 +466,8 @@ def next_round(
     say(
         f"\nThe next round takes about {duration(seconds)}, but only "
         f"{duration(max(seconds_left, 0))} of --hours are left. To train it, run the same command "
-        "again."
+        # Add 10 %, for the time before the round and because two digits may be 5 % too small.
+        f"again, with --hours {1.1 * seconds / 3600:.2g} or more."
     )
     return None
 

@@ -130,7 +130,7 @@ class MicrobatchGraphs:
             torch.cuda.empty_cache()
 
     def _check_memory(self) -> None:
-        """Raise OutOfMemoryError unless graphs fit into memory. With `auto`, turn them on if so.
+        """Raise OutOfMemoryError if graphs do not fit into memory. If they fit, turn `auto` on.
 
         The activations of a microbatch are the peak of earlier steps minus the present memory.
         """

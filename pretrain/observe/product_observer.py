@@ -418,7 +418,7 @@ class ProductObserver(ProductWatcher):
         """
         scaling = self._scaling(role)
         is_fp8 = matrix.dtype.itemsize == 1
-        # Torch cannot index FP8 tensors.
+        # View FP8 codes as bytes, because their largest magnitude is found in the bits below.
         data = matrix.view(torch.uint8) if is_fp8 else matrix
         values, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))
         largest = None
@@ -462,8 +462,8 @@ def _bad_blocks(samples: Sequence[_Sample], scaling: Scaling) -> Tensor:
     judged = [taken.largest for taken in samples if taken.largest is not None]
     largest = torch.stack(judged)[:, None] if judged else None
     is_bad = examine(codes, scale, samples[0].grid, scaling, largest)
-    found = torch.stack([torch.as_tensor(taken.bad, device=scale.device) for taken in samples])
-    return is_bad.sum(1, dtype=torch.float64) + found
+    bad_before = torch.stack([torch.as_tensor(taken.bad, device=scale.device) for taken in samples])
+    return is_bad.sum(1, dtype=torch.float64) + bad_before
 
 
 def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:

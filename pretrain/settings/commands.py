@@ -373,7 +373,7 @@ def which(add: Callable) -> None:
     factor by which its training tokens would have to grow to reach the baseline's loss. A
     precision is recommended if the confidence interval of its gain is above 1. To continue after
     Ctrl-C, run the same command again. To train more rounds for open candidates, run it again
-    with more --hours.
+    with enough --hours for a round.
 
     The result is not valid for longer runs or larger models, which may need a more exact
     precision.

@@ -35,7 +35,7 @@ from pretrain.settings.recipe import LossSettings
 # a token's logits, averaged over tokens. In most small correct models the difference is at most
 # 0.15.
 NEAR = 0.25
-# Largest number of tokens of a document whose layers are not recomputed in backward.
+# The longest document, in tokens, for which layers are not recomputed in backward.
 SHORT = 512
 
 
