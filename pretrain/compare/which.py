@@ -507,11 +507,10 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
         f"{count(protocol.steps * question.recipe.batch.tokens)} tokens, with a margin of "
         f"± {100 * protocol.margin:g} % of the baseline's loss. The confidence of the table's "
         f"intervals is {100 * (1 - protocol.error):.3g} % after every round, if the differences "
-        "between seeds are normally distributed. An interval in parentheses belongs to two "
-        f"one-sided tests, each with an error of {100 * protocol.error:.2g} %. In simulations "
-        "with skewed differences, 95 % intervals missed the mean in 12 % of exponential and 21 % "
-        "of lognormal series. No interval takes a rare bad seed into account that has not been "
-        "trained. Longer runs and larger models may need a more exact precision."
+        "between seeds are normally distributed. In simulations with skewed differences, 95 % "
+        "intervals missed the mean in 12 % of exponential and 21 % of lognormal series. No "
+        "interval takes a rare bad seed into account that has not been trained. Longer runs and "
+        "larger models may need a more exact precision."
     )
     return f"{rounds.table(verdicts)}\n\n{text}\n\n{limits}"
 
