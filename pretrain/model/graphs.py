@@ -156,14 +156,11 @@ class MicrobatchGraphs:
             Gemm.overwrites = True
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
             factor = torch.empty((), device=accelerator.device)
-            self.captured[key] = (
-                *self.record(
-                    lambda: compute_microbatch(model, accelerator, fixed, factor),
-                    next((graph.pool() for graph, *_ in self.captured.values()), None),
-                ),
-                fixed,
-                factor,
+            recorded = self.record(
+                lambda: compute_microbatch(model, accelerator, fixed, factor),
+                next((graph.pool() for graph, *_ in self.captured.values()), None),
             )
+            self.captured[key] = (*recorded, fixed, factor)
         graph, loss, fixed, factor = self.captured[key]
         for name in TENSORS:
             getattr(fixed, name).copy_(getattr(batch, name), non_blocking=True)
