@@ -114,9 +114,10 @@ def read_part(folder: Path, start: PartStart) -> Part | None:
 
 
 def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Return the position up to which the last run has read the stream in `folder`.
+    """Return the position of the last run in the stream of `folder`.
 
-    See `StreamedPacks.position`. If no run has read these `sources`, return the stream's start.
+    `StreamedPacks.position` describes positions. If no run has read these `sources`, return the
+    start of the stream.
     """
     path = folder / POSITION
     start = dict.fromkeys(sources, asdict(PartStart()))

@@ -54,9 +54,10 @@ DEFAULT_SETTINGS: Values = {
 
 @dataclass(frozen=True)
 class Question:
-    """The recipe for which the command `which` finds the fastest precision at equal loss.
+    """The recipe and settings of one answer of the command `which`.
 
-    The methods return the trials and the rounds as matrices.
+    The command finds the fastest precision at equal loss. The methods return its trials and its
+    rounds as matrices.
     """
 
     # The recipe, with the overrides applied.

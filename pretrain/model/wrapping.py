@@ -185,7 +185,7 @@ def wrap_layers(
         compile_layers: True if torch.compile compiles the forwards that are not fused.
     """
     # If all layers are fused, only the final norm could be compiled. torch has a fused kernel for
-    # this norm, and compiling it would add two seconds to every start.
+    # this norm, so nothing is compiled, and torch's compiler is not imported.
     replaces_norms = compile_layers and packed.fused is not None and not packed.fused.left_out
     if compile_layers and not replaces_norms:
         # Imported here because the import takes a second, and only torch.compile needs it.

@@ -206,11 +206,11 @@ class ProductAudit(Observer):
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Raise InputError unless the step computes the products that the audit has recorded.
+        """Raise InputError if the products of the step differ from the recorded products.
 
-        The number of the step seeds the choice of the examined linears and blocks, and shifts the
-        microbatch in which each linear is observed. If `Step.is_new` is set, record in audit.json
-        that the step has passed the check.
+        The audit before the first step has recorded the products. The number of the step determines
+        the examined linears, their blocks, and the microbatch that observes each linear. If
+        `Step.is_new` is set and the products agree, record the step in audit.json.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}

@@ -205,8 +205,6 @@ class _Sample(NamedTuple):
     scale: Tensor
     # The magnitude of the largest code in the whole operand, a scalar. None if it is not judged.
     largest: Tensor | None
-    # The number of bad blocks that were found when the sample was taken.
-    bad: Tensor | int
 
 
 class ProductObserver(ProductWatcher):
@@ -319,7 +317,7 @@ class ProductObserver(ProductWatcher):
             for taken, bad in zip(group, counts, strict=True):
                 for name in taken.call.names if bad else ():
                     faults[name].append(
-                        f"{taken.call.gemm} {taken.role}: {bad:.0f} of {len(taken.values)} blocks "
+                        f"{taken.call.gemm} {taken.role}: {bad} of {len(taken.values)} blocks "
                         f"are not {taken.grid.name} codes times a scale that fits them"
                     )
         return dict(faults)
@@ -352,8 +350,7 @@ class ProductObserver(ProductWatcher):
 
         factors: two pairs (codes, scales). The last axis of the codes is the axis that the product
             sums over. There is a scale for each row. All scales of a factor must be equal, because
-            the precision has one scale per tensor. Every scale that differs from the first scale
-            counts as a bad block.
+            the precision has one scale per tensor. If they differ, every block counts as bad.
         """
         call = self._calls[-1]
         grids = dict(FP8_FORMATS.values())
@@ -361,9 +358,10 @@ class ProductObserver(ProductWatcher):
         if not self._note(call, *kinds):
             return
         for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
-            scale = scales.flatten()[0]
-            bad = (scales != scale).sum()
-            self._take_sample(call, role, codes.flatten(0, -2), scale, grids[codes.dtype], bad)
+            first = scales.flatten()[0]
+            # A scale of 0 is never valid. NaN differs from itself.
+            scale = torch.where((scales == first).all(), first, 0.0)
+            self._take_sample(call, role, codes.flatten(0, -2), scale, grids[codes.dtype])
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
@@ -404,7 +402,6 @@ class ProductObserver(ProductWatcher):
         matrix: Tensor,
         scales: Tensor | None,
         grid: Grid,
-        bad: Tensor | int = 0,
     ) -> None:
         """Store a sample of the blocks of an operand for `faults`.
 
@@ -414,7 +411,6 @@ class ProductObserver(ProductWatcher):
             * codes in a wider dtype, if an operand with one scale is emulated.
         scales: The scales, as `sample` accepts them.
         grid: The number format of the codes.
-        bad: The number of bad blocks that the caller has found.
         """
         scaling = self._scaling(role)
         is_fp8 = matrix.dtype.itemsize == 1
@@ -428,9 +424,7 @@ class ProductObserver(ProductWatcher):
             largest = bits.view(matrix.dtype).float().reshape(())
         elif scaling.block is None and scaling.least:
             largest = torch.linalg.vector_norm(matrix, math.inf).float()
-        self._samples.append(
-            _Sample(call, role, grid, values.view(matrix.dtype), scale, largest, bad)
-        )
+        self._samples.append(_Sample(call, role, grid, values.view(matrix.dtype), scale, largest))
 
     def _scaling(self, role: Role) -> Scaling:
         """Return the blocks and the allowed scales of the operands `role`."""
@@ -450,7 +444,7 @@ class ProductObserver(ProductWatcher):
 
 
 def _bad_blocks(samples: Sequence[_Sample], scaling: Scaling) -> Tensor:
-    """Return the number of bad blocks of each sample, FP64 [samples].
+    """Return the number of bad blocks of each sample, int64 [samples].
 
     samples: samples of the same shape and dtype, in the same format.
     scaling: the blocks and the allowed scales.
@@ -461,9 +455,7 @@ def _bad_blocks(samples: Sequence[_Sample], scaling: Scaling) -> Tensor:
         codes = torch.where(scale[..., None] == 0, codes, codes / scale[..., None])
     judged = [taken.largest for taken in samples if taken.largest is not None]
     largest = torch.stack(judged)[:, None] if judged else None
-    is_bad = examine(codes, scale, samples[0].grid, scaling, largest)
-    bad_before = torch.stack([torch.as_tensor(taken.bad, device=scale.device) for taken in samples])
-    return is_bad.sum(1, dtype=torch.float64) + bad_before
+    return examine(codes, scale, samples[0].grid, scaling, largest).sum(1)
 
 
 def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:

@@ -260,12 +260,11 @@ def _update(
 ) -> Tensor:
     """Update one parameter in place on a CPU, and return the number of lost updates.
 
-    The number is an int64 scalar. The algorithm is algorithm 2 of Loshchilov and Hutter
-    (arXiv:1711.05101). The operations and their order are those of
-    `torch.optim.adam._single_tensor_adam`, and all operations are computed in FP32. FP32 masters
-    are therefore bit for bit equal to the weights of `torch.optim.AdamW`. BF16 moments and BF16
-    weights without remainder are rounded once, when they are stored. The Triton kernel
-    computes the same operations and rounds at the same places.
+    The number is an int64 scalar. The update is algorithm 2 of Loshchilov and Hutter
+    (arXiv:1711.05101). It computes the operations of `torch.optim.adam._single_tensor_adam` in the
+    same order, in FP32. FP32 masters are therefore equal to the weights of `torch.optim.AdamW`, bit
+    for bit. BF16 moments and BF16 weights without remainder are rounded once, when they are stored.
+    The Triton kernel computes the same operations and rounds at the same places.
     """
     weight = tensors.weight
     remainder = tensors.remainder

@@ -5,9 +5,9 @@ scheduler. In this file the first step has the number 0. In settings, logs and m
 number 1.
 
 No step has a learning rate of zero, because such a step would not change the weights. Warm-up
-starts at 1 / warmup of the peak. Decay reaches its end at step `total_steps`, which is not trained:
-the last trained step has the number `total_steps` - 1. After warm-up the values equal those of
-`transformers.get_wsd_schedule` and of torch's CosineAnnealingLR and LinearLR.
+starts at 1 / warmup of the peak. Decay would reach its end at step `total_steps`, but the last step
+of the run is `total_steps` - 1. After warm-up, the learning rates equal those of the schedulers
+`transformers.get_wsd_schedule`, torch's CosineAnnealingLR and torch's LinearLR.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Estimate the memory that a training step needs on one device.
 
-Memory has its peak either at the loss, while the activations of all layers are kept, or in the
-backward of one layer, after the following layers have freed their activations. The estimate is the
-larger of the two.
+The peak is at one of two moments: at the loss, when the activations of all layers are in memory, or
+in the backward of a layer, after the following layers have freed their activations. The estimate is
+the larger of the two.
 
 The activations of a fused layer are known exactly. The autograd functions in
 `pretrain.model.fused.layers` save the following tensors for backward. The first column is the

@@ -459,12 +459,12 @@ def write_activate_backward(
     activated: TensorScaled,
     sums: Tensor | None = None,
 ) -> None:
-    """Write the FP8 codes of the gradient of `hidden` and of the activated values.
+    """Write the gradient of `hidden` and the activated values as FP8 codes.
 
-    The codes are written to the buffers of `d_hidden` and of `activated`. `d_activated` [T, F] and
-    `hidden` are BF16. If `d_hidden` has no scale, the scale is computed first. `activated` must
-    have a scale. `sums` is a buffer from `_sums`, to which the kernel writes the sums of the
-    gradient. It is None if no sums are needed.
+    The kernel writes the gradient into the buffers of `d_hidden`, and the activated values into the
+    buffers of `activated`. `d_activated` [T, F] and `hidden` are BF16. If `d_hidden` has no scale,
+    the scale is computed first. `activated` must have a scale. `sums` is None, or a buffer from
+    `_sums` that receives the sums of the gradient.
     """
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, kind, d_hidden.amax)

@@ -1,7 +1,8 @@
-"""Rounding to a format's grid, and FP8 with one scale per tensor: current and delayed scaling.
+"""Round to the values of a format, and quantize to FP8 with one scale per tensor.
 
-Rounded values are returned in FP32. Values are not cast to torch's float8 dtypes, because the
-result of such a cast for values beyond the maximum changed between versions of torch.
+The scale is that of current or of delayed scaling. Rounded values are returned in FP32. They are
+not cast to torch's float8 dtypes, because the result of such a cast for values beyond the maximum
+changed between versions of torch.
 
 Between two neighbouring powers of two, the values of a format have a constant distance, the
 quantum. The quantum is a power of two, which can be computed from the exponent bits of x. All

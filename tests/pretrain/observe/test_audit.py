@@ -487,6 +487,19 @@ def test_the_cost_of_a_step_does_not_grow_with_its_microbatches(
     assert costs == [180, 180, 180]
 
 
+@pytest.mark.parametrize("wrong", [2.0, float("nan")])
+def test_rows_of_a_grouped_product_must_have_one_scale(wrong: float) -> None:
+    """A grouped FP8 product of torch takes a scale for each row."""
+    observer = ProductObserver(active_in("delayed"))
+    codes = torch.ones(128, 128).to(torch.float8_e4m3fn)
+    scales = torch.full((128,), 0.5)
+    for name, row_scale in (("right", 0.5), ("wrong", wrong)):
+        scales[7] = row_scale
+        with observer.during([name], "forward"):
+            observer.scaled_product((codes, scales.clone()), (codes, torch.full((128,), 0.5)))
+    assert observer.faults().keys() == {"wrong"}
+
+
 # ── Operands of another format ───────────────────────────────────────────────────────────
 
 CASES = {name: (name, {}) for name in QUANTIZED} | {
