@@ -126,23 +126,9 @@ QWEN3_MOE = {
     "tie_word_embeddings": False,
 }
 
-# Qwen3's layers in the size of GPT-2's, with a vocabulary of 32,768.
-QWEN3_101M = {
-    "model_type": "qwen3",
-    "vocab_size": 32768,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
-
 SHAPES = {
     "GPT-2 124M": Shape("recipes/gpt2_fineweb_edu.yaml", warm_up=14, steps=16),
-    "Qwen3 101M": Shape("recipes/qwen3_slimpajama.yaml", QWEN3_101M, warm_up=14, steps=16),
+    "Qwen3 101M": Shape("benchmarks/qwen3_101m.yaml", warm_up=14, steps=16),
     "GPT-2 1.27B": Shape("recipes/gpt2_slimpajama.yaml"),
     "LLaMA-2 1.29B": Shape("recipes/llama2_slimpajama.yaml"),
     "LLaMA-3 1.54B": Shape("recipes/llama3_1_5b_slimpajama.yaml"),
