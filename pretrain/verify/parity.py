@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from pretrain.observe.product_check import Compared, watching_products
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.reference_model import (
-    Document,
+    Documents,
     gathered,
     reference_model,
     reference_pass,
@@ -315,7 +314,7 @@ def _resolution(model: PackedLanguageModel, gradients: Mapping[str, Tensor | Non
 def _reference(
     model: PackedLanguageModel,
     accelerator: Accelerator,
-    microbatches: Sequence[Sequence[Document]],
+    microbatches: Sequence[Documents],
     step_tokens: int,
     tokens: int,
     head_factor: float,
@@ -483,8 +482,8 @@ def _run_pass(
 
 
 def _with_choices(
-    microbatches: Sequence[Sequence[Document]], choices: Sequence[Sequence[Tensor]]
-) -> list[list[Document]]:
+    microbatches: Sequence[Documents], choices: Sequence[Sequence[Tensor]]
+) -> list[Documents]:
     """Return copies of the documents, with the experts that their tokens have chosen.
 
     The experts are stored in the field `choices` of a copy.
@@ -498,9 +497,8 @@ def _with_choices(
     result = []
     for number, documents in enumerate(microbatches):
         by_layer = [layer[number * len(layer) // len(microbatches)] for layer in choices]
-        result.append(
-            [doc._replace(choices=[layer[doc.part] for layer in by_layer]) for doc in documents]
-        )
+        indices = documents.indices.flatten()
+        result.append(documents._replace(choices=[layer[indices] for layer in by_layer]))
     return result
 
 
@@ -528,11 +526,11 @@ def worst_of(compared: Sequence[Compared], subject: str, meaning: str) -> list[s
 
 def draw_microbatch(
     shapes: Microbatch, vocabulary: int, generator: np.random.Generator, longest: int | None = None
-) -> tuple[Microbatch, list[Document]]:
+) -> tuple[Microbatch, Documents]:
     """Draw random tokens in the shapes of a microbatch.
 
-    Return a tuple: the microbatch, and a list of the documents in it that have labels. The label of
-    a token is the next token.
+    Return a tuple: the microbatch, and the beginnings of the documents in it that have labels. The
+    label of a token is the next token.
 
     Args:
         shapes: Microbatch whose number of packs and pack length are used.
@@ -549,18 +547,19 @@ def draw_microbatch(
     ends = np.unique(length * np.array((0, 7) if longest else SEVENTHS, np.int32) // 7)
     rows = generator.integers(vocabulary, size=(size // length, length), dtype=np.uint32)
     batch = build_microbatch([Pack(row, np.diff(ends)) for row in rows], mask_boundaries=True)
-    spans = list(pairwise(batch.cu_seqlens.unique().tolist()))
+    spans = batch.cu_seqlens.unique().long().unfold(0, 2, 1)
+    spans = spans[:1] if longest else spans[-DOCUMENTS:]
+    # The reference evaluates the same number of tokens of each document.
+    tokens = min(longest or LABELS, int(spans.diff().min()))
+    indices = spans[:, :1] + torch.arange(tokens)
+    # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
+    # distance, the labels take all positions in a block, one after the other.
+    distance = -(-tokens // LABELS) | 1
+    labelled = indices[:, torch.arange(tokens - 2, -1, -distance)]
     labels = torch.full_like(batch.labels, IGNORE)
-    documents = []
-    for begin, end in spans[:1] if longest else spans[-DOCUMENTS:]:
-        part = slice(begin, min(end, begin + (longest or LABELS)))
-        # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
-        # distance, the labels take all positions in a block, one after the other.
-        distance = -(-(part.stop - begin) // LABELS) | 1
-        labelled = torch.arange(part.stop - 2, begin - 1, -distance)
-        labels[0, labelled] = batch.labels[0, labelled]
-        documents.append(Document(batch.input_ids[0, part], labels[0, part], part))
-    return replace(batch, labels=labels, valid_tokens=int((labels != IGNORE).sum())), documents
+    labels[0, labelled] = batch.labels[0, labelled]
+    documents = Documents(batch.input_ids[0, indices], labels[0, indices], indices)
+    return replace(batch, labels=labels, valid_tokens=labelled.numel()), documents
 
 
 # ── Distances of gradients, and their tolerances ──────────────────────────────────────────────────

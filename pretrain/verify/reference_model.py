@@ -1,4 +1,4 @@
-"""Plain transformers as the reference for parity, with eager attention and one document at a time.
+"""Plain transformers as the reference for parity, with eager attention and unpacked documents.
 
 This module also computes labels, positions and document boundaries from the tokens, lengths and
 masks of a pack. This code is independent of `packing.batch`, so that it finds mistakes in the
@@ -190,27 +190,31 @@ def _follow_recorded_choices(
     )
 
 
-class Document(NamedTuple):
-    """A document of a microbatch. Tokens of a document attend only to tokens of this document."""
+class Documents(NamedTuple):
+    """Documents of one microbatch, without the rest of the microbatch.
 
-    # int64 [n].
+    All documents have the same number of tokens n. Each document is a row, so its tokens attend
+    only to tokens of this document.
+    """
+
+    # int64 [documents, n].
     tokens: Tensor
-    # int64 [n], with IGNORE for a token without a label.
+    # int64 [documents, n], with IGNORE for a token without a label.
     labels: Tensor
-    # Slice of the microbatch that selects the document's tokens.
-    part: slice = slice(None)
+    # Indices of the tokens in the microbatch, int64 [documents, n].
+    indices: Tensor
     # For each layer, the experts that the compared model has chosen for the tokens, int64
-    # [n, choices].
+    # [documents * n, choices].
     choices: Sequence[Tensor] = ()
 
 
 def reference_pass(
     plain: PreTrainedModel,
-    microbatches: Iterable[Sequence[Document]],
+    microbatches: Iterable[Documents],
     loss: LossSettings,
     head_factor: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run forward and backward of each document separately.
+    """Run forward and backward of the documents of each microbatch.
 
     The loss of a token is the sum of up to three terms:
 
@@ -219,8 +223,8 @@ def reference_pass(
     * the token's share of the router loss of its microbatch, if the model's configuration enables
       the router loss.
 
-    The gradients of the documents are summed in FP32, even if the parameters are BF16. So this sum
-    does not add to the measured errors of a BF16 model.
+    The gradients of the microbatches are summed in FP32, even if the parameters are BF16. So this
+    sum does not add to the measured errors of a BF16 model.
 
     Args:
         plain: Reference model.
@@ -240,20 +244,19 @@ def reference_pass(
         for name, parameter in parameters.items()
     }
     losses = []
-    for document, load in _with_expert_load(plain, microbatches):
-        output = _output_of(plain, document, head_factor)
-        has_label = document.labels != IGNORE
-        labels = document.labels[has_label].to(plain.device)
+    for documents in microbatches:
+        has_label = documents.labels != IGNORE
+        output = _output_of(plain, documents, has_label, head_factor)
+        labels = documents.labels[has_label].to(plain.device)
         logits = output.logits.float()
         token_losses = F.cross_entropy(logits, labels, reduction="none")
         if loss.penalty_weight:
             token_losses = token_losses + _penalty(logits, loss)
-        if load is not None:
-            # The document's share of the load balancing loss: equations 4 to 6 of the Switch
-            # Transformer (arXiv:2101.03961).
-            p = torch.cat([layer[has_label].float().softmax(-1) for layer in output.router_logits])
-            coefficient: Any = plain.router_aux_loss_coef
-            token_losses = token_losses + coefficient * p.shape[1] * (p * load).sum() / len(p)
+        if getattr(plain.config, "output_router_logits", None):
+            router_logits = torch.cat(
+                [layer[has_label.flatten()] for layer in output.router_logits]
+            )
+            token_losses = token_losses + _router_loss(plain, router_logits)
         token_losses.sum().backward()
         losses.append(token_losses.detach())
         for name, parameter in parameters.items():
@@ -276,50 +279,35 @@ def _penalty(logits: Tensor, loss: LossSettings) -> Tensor:
     return 1 - log_p.exp().amax(dim=-1)
 
 
-def _output_of(plain: PreTrainedModel, document: Document, head_factor: float = 1.0) -> Any:
-    """Return the model's output for one document.
+def _router_loss(plain: PreTrainedModel, logits: Tensor) -> Tensor:
+    """Return the router loss of a microbatch: equations 4 to 6 of arXiv:2101.03961.
+
+    The load of an expert is the number of tokens that chose it, divided by the number of tokens,
+    and averaged over the layers. No gradient flows through the load.
+
+    logits: router logits of the tokens with a label in all layers, [layers * labels, experts].
+    """
+    model: Any = plain
+    p = logits.float().softmax(-1)
+    chosen = p.topk(model.num_experts_per_tok).indices
+    load = F.one_hot(chosen, p.shape[1]).sum(1).float().mean(0)
+    return model.router_aux_loss_coef * p.shape[1] * (p * load).sum() / len(p)
+
+
+def _output_of(
+    plain: PreTrainedModel, documents: Documents, has_label: Tensor, head_factor: float
+) -> Any:
+    """Return the model's output for the documents of a microbatch.
 
     The output has logits [labels, vocabulary] only for tokens with a label.
     """
-    for (_, experts), choices in zip(stacked_experts(plain), document.choices, strict=False):
+    for (_, experts), choices in zip(stacked_experts(plain), documents.choices, strict=False):
         vars(experts)["recorded_choices"] = choices
-    input_ids = document.tokens.to(plain.device)[None]
-    has_label = document.labels != IGNORE
+    input_ids = documents.tokens.to(plain.device)
+    position_ids = torch.arange(input_ids.shape[1], device=plain.device).expand_as(input_ids)
     head = plain.get_output_embeddings()
-    with head.register_forward_pre_hook(lambda head, inputs: head_factor * inputs[0][0, has_label]):
-        return plain(
-            input_ids=input_ids,
-            position_ids=torch.arange(input_ids.shape[1], device=plain.device)[None],
-            use_cache=False,
-        )
-
-
-def _with_expert_load(
-    plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]]
-) -> Iterator[tuple[Document, Tensor | None]]:
-    """Yield one tuple (document, load) for each document.
-
-    `load` has the load of each expert in the microbatch of the document, FP32 [experts]. The load
-    is the number of tokens that chose the expert, divided by the number of all tokens, and averaged
-    over the layers. Only tokens with a label are counted. `load` is None if the model's
-    configuration does not enable the router loss.
-    """
-    for documents in microbatches:
-        load = None
-        if getattr(plain.config, "output_router_logits", None):
-            with torch.no_grad():
-                logits = torch.cat(
-                    [
-                        layer[document.labels != IGNORE]
-                        for document in documents
-                        for layer in _output_of(plain, document).router_logits
-                    ]
-                )
-            choices: Any = plain.num_experts_per_tok
-            experts = logits.float().topk(choices).indices
-            load = F.one_hot(experts, logits.shape[1]).sum(1).float().mean(0)
-        for document in documents:
-            yield document, load
+    with head.register_forward_pre_hook(lambda head, inputs: head_factor * inputs[0][has_label]):
+        return plain(input_ids=input_ids, position_ids=position_ids, use_cache=False)
 
 
 def gathered(tensor: Tensor) -> Tensor:

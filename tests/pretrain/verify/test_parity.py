@@ -28,7 +28,12 @@ from pretrain.precision.product import LinearFunction
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify import reference_model as reference_module
 from pretrain.verify.parity import DOCUMENTS, LABELS, TOTAL, draw_microbatch
-from pretrain.verify.reference_model import Document, reference_model, reference_pass, wrong_batches
+from pretrain.verify.reference_model import (
+    Documents,
+    reference_model,
+    reference_pass,
+    wrong_batches,
+)
 from tests.pretrain.verify.faults import FAULTS, changing_gradients
 from tests.pretrain.verify.small_runs import CPU, MIXTURES, SmallRun, build_run, step_of
 
@@ -93,20 +98,21 @@ def test_drawn_documents_agree_with_the_drawn_microbatch(
     batch, documents = draw_microbatch(like, 100, draw, longest)
     assert batch.input_ids.shape == like.input_ids.shape and batch.max_seqlen == length
     assert batch.valid_tokens == int((batch.labels != IGNORE).sum())
-    labelled = torch.cat([document.labels for document in documents])
-    assert torch.equal(batch.labels[batch.labels != IGNORE], labelled[labelled != IGNORE])
-    for tokens, labels, part, _ in documents:
-        assert torch.equal(batch.input_ids[0, part], tokens) and (
-            batch.position_ids[0, part.start] == 0
-        )
+    labelled = documents.labels[documents.labels != IGNORE]
+    assert torch.equal(batch.labels[batch.labels != IGNORE], labelled)
+    assert torch.equal(batch.input_ids[0, documents.indices], documents.tokens)
+    positions = batch.position_ids[0, documents.indices]
+    assert torch.equal(positions, torch.arange(positions.shape[1]).expand_as(positions))
+    for tokens, labels in zip(documents.tokens, documents.labels, strict=True):
         (places,) = (labels != IGNORE).nonzero(as_tuple=True)
         assert len(places) <= LABELS and torch.equal(labels[places], tokens[places + 1])
     if longest:
-        (document,) = documents
-        assert len(document.tokens) == min(length, longest) and document.labels[-2] != IGNORE
+        (tokens,) = documents.tokens
+        assert len(tokens) == min(length, longest) and documents.labels[0, -2] != IGNORE
         assert set(batch.cu_seqlens.tolist()) == {length * pack for pack in range(packs + 1)}
     elif length >= 7:
-        assert len(documents) == DOCUMENTS and documents[-1].part.stop <= packs * length
+        assert len(documents.tokens) == DOCUMENTS and documents.indices.max() < packs * length
+        assert (documents.labels != IGNORE).any(dim=1).all()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -118,16 +124,23 @@ def test_the_reference_pass_is_the_mean_over_separate_documents(
     build_model: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen, packed = random_packs([[5, 1, 10], [7, 6], [16]], LENGTH), build_model(kind)
+    chosen, packed = random_packs([[5, 1, 10], [7, 5], [16]], LENGTH), build_model(kind)
     parts = [
         ids
         for pack in chosen
         for ids in np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[:-1]
     ]
-    documents = [Document(torch.from_numpy(ids), torch.tensor([*ids[1:], IGNORE])) for ids in parts]
+    # Documents with the same number of tokens are computed together.
+    microbatches = []
+    for length in {len(ids) for ids in parts}:
+        tokens = torch.tensor(np.array([ids for ids in parts if len(ids) == length]))
+        labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)], dim=1)
+        microbatches.append(Documents(tokens, labels, torch.zeros_like(tokens)))
     # Recompute the layers of longer documents only.
     monkeypatch.setattr(reference_module, "SHORT", 6)
-    losses, gradients = reference_pass(reference_model(packed.hf, CPU), [documents], LossSettings())
+    losses, gradients = reference_pass(
+        reference_model(packed.hf, CPU), microbatches, LossSettings()
+    )
     plain = plain_copy(packed)
     expected = plain_loss(plain, chosen)
     expected.backward()
