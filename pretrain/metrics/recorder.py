@@ -112,10 +112,12 @@ def memory_figures(device: torch.device) -> dict[str, float]:
     """
     if device.type != "cuda":
         return {"memory_gib": psutil.Process().memory_info().rss / GIB}
+    # Read all figures at once, because torch collects all statistics in each call.
+    figures = torch.cuda.memory_stats(device)
     return {
-        "memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
-        "memory_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
-        "memory_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+        "memory_gib": figures["allocated_bytes.all.peak"] / GIB,
+        "memory_allocated_gib": figures["allocated_bytes.all.current"] / GIB,
+        "memory_reserved_gib": figures["reserved_bytes.all.current"] / GIB,
     }
 
 
