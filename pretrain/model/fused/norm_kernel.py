@@ -30,6 +30,9 @@ from torch import Tensor
 
 # Minimum number of values that a program loads at a time: eight for each of its threads.
 TILE = 2048
+# Number of values that a program of one warp loads at a time in backward. Rows of at most this many
+# values are summed by one warp, which is faster because it needs no shared memory.
+WARP_TILE = 1024
 # Maximum number of programs of a backward. Each program writes a row of FP32 sums.
 PROGRAMS = 1024
 
@@ -168,6 +171,9 @@ def norm_backward(
     """
     tokens, width = x.shape
     height, step, warps = _tile(width)
+    if step <= WARP_TILE:
+        height = WARP_TILE // step
+        warps = 1
     rows = height * triton.cdiv(tokens, height * PROGRAMS)
     programs = triton.cdiv(tokens, rows)
     dx = torch.empty_like(x)
