@@ -392,6 +392,8 @@ def train_step(
         )
     norm = adamw.gradient_norm(model.parameters())
     means = model.mean_losses(accelerator, batches.valid_tokens, mean_loss)
+    # Prepare the update while the device computes the gradients.
+    update = optimizer.prepare(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     # This call waits for the device.
     gradient_norm, *values = same_on_all_ranks(accelerator, norm, *means.values())
     losses = dict(zip(means, values, strict=True))
@@ -407,7 +409,7 @@ def train_step(
     figures = {"learning_rate": learning_rate, "gradient_norm": gradient_norm} | watch.metrics()
     if decision.proceed:
         with watch.update(learning_rate, state.step - state.skipped_steps):
-            optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
+            update()
     elif decision.action == "skip":
         model.context.go_back(histories)
     # Queue the clearing of gradients before `record_of_step`, in which the host waits for the

@@ -181,7 +181,7 @@ def update(kernel: Any) -> None:
         parameter = ParameterTensors(
             torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments
         )
-        kernel.update_by_kernel([(parameter, hyper)], None)
+        kernel.prepare_update([(parameter, hyper)], None)()
 
 
 def experts(kernel: Any) -> None:

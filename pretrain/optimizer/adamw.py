@@ -7,7 +7,8 @@ Updates are computed in FP32 for all three kinds of weights. BF16 weights with r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,16 +119,24 @@ class ExactAdamW(torch.optim.Optimizer):
             local_part(remainder).copy_(remainder_bits)
         local_part(parameter).copy_(weight)
 
-    @torch.no_grad()
     def step(  # type: ignore[override]  # takes no closure
         self, *, clip_coefficient: Tensor | None = None
     ) -> None:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, as `prepare` describes."""
+        self.prepare(clip_coefficient=clip_coefficient)()
+
+    @torch.no_grad()
+    def prepare(self, *, clip_coefficient: Tensor | None = None) -> Callable[[], None]:
+        """Return a function that updates every parameter that has a gradient.
+
+        Preparing takes milliseconds on the host. It does not wait for the device, so the device can
+        compute the gradients at the same time.
 
         Each gradient is multiplied by `clip_coefficient`, an FP32 scalar on the device of the
         gradients. The multiplication is part of the update, so that no separate pass over all
         gradients is needed, and clipped BF16 gradients are not rounded to BF16 again.
         """
+        steps: list[Tensor] = []
         updates: list[Update] = []
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -135,7 +144,7 @@ class ExactAdamW(torch.optim.Optimizer):
                 if gradient is None:
                     continue
                 state = self._state_of(parameter)
-                state["step"] += 1
+                steps.append(state["step"])
                 beta1, beta2 = group["betas"]
                 hyper = Hyperparameters(
                     learning_rate=group["lr"],
@@ -143,7 +152,7 @@ class ExactAdamW(torch.optim.Optimizer):
                     beta1=beta1,
                     beta2=beta2,
                     eps=group["eps"],
-                    step=int(state["step"]),
+                    step=int(state["step"]) + 1,
                 )
                 remainder = state.get("remainder")
                 tensors = ParameterTensors(
@@ -155,15 +164,24 @@ class ExactAdamW(torch.optim.Optimizer):
                 )
                 if tensors.weight.numel():  # 0 if this process has no part of a sharded parameter
                     updates.append((tensors, hyper))
-        self._updated_count = sum(tensors.weight.numel() for tensors, _ in updates)
+        update_all: Callable[[], Tensor]
         if self.offload and updates and updates[0][0].weight.is_cuda:
-            self._lost_count = update_in_pieces(
+            update_all = partial(
+                update_in_pieces,
                 _cut(updates, PIECE),
                 self.offload,
-                lambda update: _update_all([update], clip_coefficient),
+                lambda piece: _prepare([piece], clip_coefficient)(),
             )
         else:
-            self._lost_count = _update_all(updates, clip_coefficient)
+            update_all = _prepare(updates, clip_coefficient)
+
+        def update() -> None:
+            for step in steps:
+                step.add_(1)
+            self._updated_count = sum(tensors.weight.numel() for tensors, _ in updates)
+            self._lost_count = update_all()
+
+        return update
 
     def frozen_counts(self) -> Tensor:
         """Return the number of lost updates and the number of all updates in the last step.
@@ -227,17 +245,22 @@ class ParameterTensors(NamedTuple):
 Update = tuple[ParameterTensors, Hyperparameters]
 
 
-def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> Tensor:
-    """Update parameters in place and return the number of lost updates.
+def _prepare(updates: Sequence[Update], clip_coefficient: Tensor | None) -> Callable[[], Tensor]:
+    """Return a function that updates parameters in place, and returns the number of lost updates.
 
     The number is an int64 scalar on the parameters' device. `ExactAdamW.frozen_counts` defines lost
     updates. Each gradient is multiplied by the FP32 scalar `clip_coefficient`, if it is not None.
     """
     if updates and updates[0][0].weight.is_cuda:
         # Imported here because a machine without a GPU may lack Triton.
-        from pretrain.optimizer.adamw_kernel import update_by_kernel
+        from pretrain.optimizer.adamw_kernel import prepare_update
 
-        return update_by_kernel(updates, clip_coefficient)
+        return prepare_update(updates, clip_coefficient)
+    return partial(_update_all, updates, clip_coefficient)
+
+
+def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> Tensor:
+    """Update parameters in place on a CPU, and return the number of lost updates."""
     lost = torch.zeros((), dtype=torch.int64)
     for tensors, hyper in _cut(updates, IN_CACHE):
         lost += _update(tensors, hyper, clip_coefficient)

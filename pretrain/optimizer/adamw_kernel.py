@@ -21,7 +21,7 @@ CPU may be wrong in the last place.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,10 +133,14 @@ def _adamw(
     tl.store(frozen + program, tl.sum((inside & has_update & (after == before)).to(tl.int32)))
 
 
-def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tensor | None) -> Tensor:
-    """Update parameters in place on a GPU and return the number of lost updates.
+def prepare_update(
+    updates: Sequence[tuple[Any, Any]], clip_coefficient: Tensor | None
+) -> Callable[[], Tensor]:
+    """Return a function that updates parameters in place on a GPU.
 
-    The number is an int64 scalar on the GPU. `pretrain.optimizer.adamw` calls this function.
+    The function returns the number of lost updates, an int64 scalar on the GPU. The host work is
+    done before the function is returned, so that the function can start the kernels at once.
+    `pretrain.optimizer.adamw` calls `prepare_update`.
 
     Args:
         updates: Pairs of `ParameterTensors` and `Hyperparameters`.
@@ -146,7 +150,7 @@ def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tenso
     coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
     # Map the arguments `hyper` and `kind` of each launch to its argument `parameters`, which has
     # the addresses and the number of values of each parameter.
-    launches = defaultdict(list)
+    by_kind = defaultdict(list)
     for tensors, hyper in updates:
         addresses = [0 if tensor is None else tensor.view(-1).data_ptr() for tensor in tensors]
         values = tensors.weight.numel()
@@ -159,20 +163,20 @@ def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tenso
             tensors.remainder is not None,
             aligned,
         )
-        launches[hyper, kind].append((*addresses, values))
-    lost = [
-        _launch(parameters, hyper, kind, coefficient)
-        for (hyper, kind), parameters in launches.items()
+        by_kind[hyper, kind].append((*addresses, values))
+    launches = [
+        _prepare_launch(parameters, hyper, kind, coefficient)
+        for (hyper, kind), parameters in by_kind.items()
     ]
-    return torch.stack(lost).sum()
+    return lambda: torch.stack([launch() for launch in launches]).sum()
 
 
-def _launch(
+def _prepare_launch(
     parameters: Sequence[Sequence[int]], hyper: Any, kind: Sequence[Any], coefficient: Tensor
-) -> Tensor:
-    """Update parameters of one kind in one launch, and return the number of lost updates.
+) -> Callable[[], Tensor]:
+    """Return a function that updates parameters of one kind in one launch.
 
-    `ExactAdamW.frozen_counts` defines lost updates.
+    The function returns the number of lost updates, as defined by `ExactAdamW.frozen_counts`.
 
     Args:
         parameters: For each parameter, the addresses of its five tensors and its number of values.
@@ -204,18 +208,22 @@ def _launch(
         hyper.learning_rate,
         hyper.weight_decay,
     )
-    with torch.cuda.device_of(frozen):
-        _adamw[(programs,)](
-            table,
-            tensor_of,
-            frozen,
-            coefficient,
-            # The numbers are converted to float, because Triton would compile separate kernels for
-            # the integers 0 and 1.
-            *map(float, numbers),
-            *kind,
-            BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
-    return frozen.sum()
+
+    def launch() -> Tensor:
+        with torch.cuda.device_of(frozen):
+            _adamw[(programs,)](
+                table,
+                tensor_of,
+                frozen,
+                coefficient,
+                # The numbers are converted to float, because Triton would compile separate kernels
+                # for the integers 0 and 1.
+                *map(float, numbers),
+                *kind,
+                BLOCK,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
+            )
+        return frozen.sum()
+
+    return launch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pretrain.optimizer import adamw
 from pretrain.optimizer.adamw import ExactAdamW, Hyperparameters, ParameterTensors
-from pretrain.optimizer.adamw_kernel import update_by_kernel
+from pretrain.optimizer.adamw_kernel import prepare_update
 from pretrain.optimizer.exact_weights import join, split
 from tests.gpu.conftest import DEVICE, INTERPRETED
 
@@ -113,7 +113,7 @@ def test_the_kernel_computes_what_torchs_operations_compute(
         ]
         expected = [reference(tensors, hyper, 0.37) for tensors in operands]
         updates = [(tensors, hyper) for tensors in operands]
-        frozen = update_by_kernel(updates, torch.tensor(0.37, device=DEVICE))
+        frozen = prepare_update(updates, torch.tensor(0.37, device=DEVICE))()
         for updated, (reference_tensors, _) in zip(operands, expected, strict=True):
             assert all(
                 a is b is None or torch.equal(a.cpu(), b)
@@ -125,7 +125,7 @@ def test_the_kernel_computes_what_torchs_operations_compute(
 @pytest.fixture(autouse=True)
 def kernel_updates_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ExactAdamW use the kernel on every device."""
-    monkeypatch.setattr(adamw, "_update_all", update_by_kernel)
+    monkeypatch.setattr(adamw, "_prepare", prepare_update)
 
 
 def test_special_master_weights_keep_all_their_bits() -> None:
