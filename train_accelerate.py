@@ -20,6 +20,7 @@ import signal
 import sys
 from contextlib import closing
 from functools import partial
+from threading import Thread
 from typing import Any
 
 from foundation.command import end_after_error, end_process, run_command
@@ -103,6 +104,18 @@ from pretrain.settings.launch import with_precision
 def main() -> int:
     """Train as the command line requests, and return the exit status of the process."""
     return run_command(lambda: launch(config.parse_arguments(__doc__)))
+
+
+def hash_triton() -> None:
+    """Compute the hash of Triton's files, if there is a GPU.
+
+    Triton computes this hash, which takes half a second, before it loads its first kernel, and
+    keeps it for the rest of the process.
+    """
+    if torch.cuda.is_available():
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 # ── 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────
@@ -449,9 +462,13 @@ if __name__ == "__main__":
     # Exclude imported objects from garbage collection, because they live as long as the process.
     # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
+    hashing = Thread(target=hash_triton)
+    hashing.start()
     if sys.argv[-1:] == [SERVE]:
         # Import Transformer Engine before the fork if there is a GPU.
         transformer_engine.missing()
+        # A fork while the thread runs could inherit a lock that is never released.
+        hashing.join()
         serve()
         START.restart()
         if torch.cuda._is_in_bad_fork():
