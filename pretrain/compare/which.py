@@ -61,7 +61,7 @@ TRUNK = 0.2
 # Seconds that a run of a small model usually takes for its start, and for each step. The command
 # estimates the total time from these values before it runs the trials. Larger models take longer.
 USUAL_ON_CPU = (2.0, 0.02)
-USUAL_ON_GPU = (16.0, 0.1)
+USUAL_ON_GPU = (10.0, 0.1)
 # Files in the folder of the runs: the fixed settings, and the verdicts.
 PROTOCOL_FILE = "which.json"
 VERDICT_FILE = "verdict.json"
