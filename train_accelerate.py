@@ -462,7 +462,7 @@ if __name__ == "__main__":
     # Exclude imported objects from garbage collection, because they live as long as the process.
     # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
-    hashing = Thread(target=hash_triton)
+    hashing = Thread(target=hash_triton, daemon=True)
     hashing.start()
     if sys.argv[-1:] == [SERVE]:
         # Import Transformer Engine before the fork if there is a GPU.
