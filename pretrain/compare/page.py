@@ -40,11 +40,6 @@ WRITTEN_BY = "written by python -m pretrain"
 FOLDER = Path(__file__).with_name("page")
 # Maximum number of points in a curve. A screen cannot show more.
 MOST_POINTS = 2000
-# Number of layers with a separate curve. It shows the cosine between the layer's gradient and its
-# BF16 gradient. The layers with the lowest cosines are chosen.
-WORST_LAYERS = 3
-# Prefix of the keys in metrics.jsonl for the cosine of one layer. The name of the layer follows.
-LAYER = "gap/cosine/"
 # Titles of the two panels that compare the run's precision with BF16, for the same weights.
 LOSS_GAP = "low-precision loss minus BF16 loss"
 COSINE = "cosine of the gradient with the BF16 gradient"
@@ -183,46 +178,21 @@ def pictures(comparison: RunComparison) -> dict[str, Figure]:
     return figures
 
 
-def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
-    """Return the curves of a run. The key of a curve is (title of the panel, name of the layer).
+def curves_of(compared: ComparedRun) -> dict[str, Curve]:
+    """Return the curves of a run by the title of their panel.
 
-    Only the cosine of a single layer has a layer name. For all other curves, the name is "". Only
-    the WORST_LAYERS layers whose cosine is lowest at the last measurement have a curve. Curves
-    without a finite value are omitted.
+    Curves without a finite value are omitted.
     """
-    run = compared.run
-    curves = {(panel, ""): run.curve(key) for panel, key in PANELS.items() if key}
+    curves = {panel: compared.run.curve(key) for panel, key in PANELS.items() if key}
     if compared.differences and not compared.is_baseline:
-        curves[AGAINST, ""] = compared.differences
-    for key in _worst_layers(run):
-        curves[COSINE, key.removeprefix(LAYER)] = run.curve(key)
-    for (panel, layer), (steps, values) in curves.items():
+        curves[AGAINST] = compared.differences
+    for panel, (steps, values) in curves.items():
         if panel in SMOOTHED:
-            curves[panel, layer] = (steps, moving_mean(values, window_of(len(values))))
+            curves[panel] = (steps, moving_mean(values, window_of(len(values))))
         elif panel in POINTS:
             finite = np.isfinite(values)
-            curves[panel, layer] = (steps[finite], values[finite])
-    return {
-        panel_and_layer: (steps, values)
-        for panel_and_layer, (steps, values) in curves.items()
-        if np.isfinite(values).any()
-    }
-
-
-def _worst_layers(run: RunRecord) -> list[str]:
-    """Return the keys in metrics.jsonl for the WORST_LAYERS layers with the lowest cosines.
-
-    The cosines are those of the last measurement of the run. The layer with the lowest cosine is
-    the first.
-    """
-    measured = [step for step in run.steps if "gap/loss" in step]
-    cosines = {
-        key: value
-        for step in measured[-1:]
-        for key, value in step.items()
-        if key.startswith(LAYER) and value is not None
-    }
-    return sorted(cosines, key=cosines.__getitem__)[:WORST_LAYERS]
+            curves[panel] = (steps[finite], values[finite])
+    return {panel: curve for panel, curve in curves.items() if np.isfinite(curve[1]).any()}
 
 
 def curves_figure(comparison: RunComparison) -> Figure:
@@ -235,42 +205,36 @@ def curves_figure(comparison: RunComparison) -> Figure:
 
     compared_runs = comparison.compared_runs
     curves = [curves_of(compared) for compared in compared_runs]
-    panels = [panel for panel in PANELS if any((panel, "") in by_panel for by_panel in curves)]
+    panels = [panel for panel in PANELS if any(panel in by_panel for by_panel in curves)]
     panels = panels or ["training loss"]
     figure = make_subplots(
         rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=panels
     )
     for row, panel in enumerate(panels, start=1):
         for compared, by_panel in zip(compared_runs, curves, strict=True):
-            layers = {
-                layer: curve for (title, layer), curve in by_panel.items() if title == panel
-            } or {"": (np.array([]), np.array([]))}
+            steps, values = by_panel.get(panel, (np.array([]), np.array([])))
             # metrics.jsonl has frozen updates as a share. Their axis shows percent.
             factor = 100 if panel == "frozen updates" else 1
             scale = compared.run.tokens_per_step if comparison.in_tokens else 1
-            for layer, (steps, values) in layers.items():
-                figure.add_scatter(
-                    **_trace(compared, panel, layer, steps * scale, values * factor),
-                    # Each run has one entry in the legend, and each curve of a single layer has
-                    # one too.
-                    showlegend=bool(layer) or (row == 1 and len(compared_runs) > 1),
-                    row=row,
-                    col=1,
-                )
+            figure.add_scatter(
+                **_trace(compared, panel, steps * scale, values * factor),
+                # Each run has one entry in the legend.
+                showlegend=row == 1 and len(compared_runs) > 1,
+                row=row,
+                col=1,
+            )
         # An exponent such as 1e-5 is clearer than plotly's default, 10µ.
         figure.update_yaxes(title=UNITS.get(panel), exponentformat="e", row=row, col=1)
         if panel == "gradient norm":
             figure.update_yaxes(type="log", row=row, col=1)
         elif panel in ("training loss", AGAINST):
-            shown = [by_panel[panel, ""][1] for by_panel in curves if (panel, "") in by_panel]
+            shown = [by_panel[panel][1] for by_panel in curves if panel in by_panel]
             figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
     figure.update_xaxes(title="tokens" if comparison.in_tokens else "step", row=len(panels), col=1)
     return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
 
 
-def _trace(
-    compared: ComparedRun, panel: str, layer: str, x: np.ndarray, y: np.ndarray
-) -> dict[str, Any]:
+def _trace(compared: ComparedRun, panel: str, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     """Return the arguments with which plotly draws one curve.
 
     If the curve has more than MOST_POINTS points, only MOST_POINTS of them are drawn.
@@ -278,7 +242,6 @@ def _trace(
     Args:
         compared: The run.
         panel: Title of the panel.
-        layer: Name of the layer, or "".
         x: Horizontal positions, [point].
         y: Values, [point].
     """
@@ -286,14 +249,10 @@ def _trace(
     return {
         "x": x[chosen],
         "y": y[chosen],
-        "name": escape(f"{compared.label}: {layer}" if layer else compared.label),
+        "name": escape(compared.label),
         "legendgroup": compared.label,
         "mode": "lines+markers" if panel in POINTS or len(x) == 1 else "lines",
-        "line": {
-            "color": compared.colour,
-            "dash": "dot" if layer else compared.dash,
-            "width": 1.5,
-        },
+        "line": {"color": compared.colour, "dash": compared.dash, "width": 1.5},
     }
 
 
