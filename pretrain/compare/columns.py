@@ -12,7 +12,7 @@ from foundation.units import UNKNOWN, count, markdown, memory, percent
 from pretrain.compare.comparison import ComparedRun, RunComparison, hardware_speed
 from pretrain.compare.differences import CONFIDENCE, TOO_FEW_STEPS
 from pretrain.compare.fairness import distinguishing_keys, option
-from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord, summary
+from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,6 @@ def _averaged_steps(run: RunRecord) -> str:
     return f" (steps {last - run.summary[END_KEY] + 1:,} to {last:,})"
 
 
-def _loss_up_to(step: int, run: RunRecord) -> float | None:
-    """Return the loss at the end of a run, as if the run had ended after `step`."""
-    return summary(line for line in run.metrics if line["step"] <= step).get(LOSS_KEY)
-
-
 AT_END = (
     f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if that is more"
 )
@@ -140,14 +135,8 @@ def figures_of(comparison: RunComparison) -> list[Column]:
     Columns without a value for any run are omitted.
     """
     # The loss at the end is a mean over steps. If the averaged steps differ between the runs, the
-    # suffix of the loss shows the averaged steps. If some runs are longer than others, one more
-    # column has the loss at the last step that all runs have. Runs that branch from a checkpoint
-    # have only the later steps. If no step is in all runs, this column is omitted.
+    # suffix of the loss shows the averaged steps.
     ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in comparison.runs}
-    shared_step = min(last for last, _ in ends)
-    first_step = max(run.steps[0]["step"] for run in comparison.runs)
-    is_longer = first_step <= shared_step < max(last for last, _ in ends)
-    is_shared = is_longer and not comparison.in_tokens
     columns = [
         RUN,
         Column(
@@ -177,13 +166,6 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             LOSS_KEY,
             "{:.4f}".format,
             suffix=lambda compared: _averaged_steps(compared.run) if len(ends) > 1 else "",
-        ),
-        Column(
-            f"loss at step {shared_step:,}",
-            f"training loss in nats per token at step {shared_step:,}, the last step that all runs "
-            f"have: {AT_END} up to this step",
-            lambda compared: _loss_up_to(shared_step, compared.run) if is_shared else None,
-            "{:.4f}".format,
         ),
         _summary_column(
             "held-out",
