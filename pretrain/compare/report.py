@@ -79,8 +79,6 @@ class Report:
                 table_of(columns, self.seeds.results),
                 _bullets([*meanings(columns), *self.seeds.notes()]),
             ]
-            if paired := [group for group in self.seeds.compared if group.difference]:
-                parts.append(table_of(self.seeds.columns_by_seed(), paired))
         parts.append(table_of(figures_of(self.comparison), compared_runs))
         if not self.seeds and len(compared_runs) > 1:
             columns = differences_of(self.comparison)

@@ -230,23 +230,6 @@ class SeedComparison:
             ),
         ]
 
-    def columns_by_seed(self) -> list[Column]:
-        """Return the columns of the table that lists the differences seed by seed.
-
-        Each row of the table is a GroupResult with a difference from the baseline. There is one
-        column per seed. Its value is the loss of the group's run with this seed, minus the loss of
-        the baseline's run with this seed.
-        """
-
-        def seed_column(seed: int) -> Column:
-            return Column(
-                f"seed {seed}", "", lambda group: group.difference.by_seed.get(seed), signed
-            )
-
-        name = Column(f"minus {self.baseline.name}", "", lambda group: group.name, is_text=True)
-        seeds = sorted({seed for group in self.results for seed in group.runs})
-        return [name, *map(seed_column, seeds)]
-
     def notes(self) -> list[str]:
         """Return a note for each reason to exclude runs."""
         return [
