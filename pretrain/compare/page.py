@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.units import or_dash, percent, plural
+from foundation.units import plural
 from pretrain.compare.columns import as_text, differences_of, figures_of
 from pretrain.compare.comparison import ComparedRun, RunComparison, machine_of
 from pretrain.compare.fairness import distinguishing_keys
@@ -27,8 +27,6 @@ from pretrain.compare.figures import model_name, moving_mean, range_after_the_fa
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord, read_lines
-from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import flatten
 
 if TYPE_CHECKING:
@@ -147,7 +145,6 @@ def render(
             )
             for name, figure in pictures(comparison).items()
         },
-        losses=list(filter(None, map(losses_beside_normal, comparison.compared_runs))),
         audits={compared.label: audit_of(compared.run) for compared in comparison.compared_runs},
         differing=differing_values(comparison),
         library=get_plotlyjs(),
@@ -282,33 +279,6 @@ def heat_maps(path: Path) -> HeatMaps:
                     value = np.log2(value) if value else None
                 maps[measure, record["operand"]]["values"][row, column] = value
     return maps
-
-
-def losses_beside_normal(compared: ComparedRun) -> str:
-    """Return a line that compares a run's underflow and saturation with their normal limits.
-
-    Both values are the largest of any operand at the last measurement of the run. A measurement in
-    the first step is ignored, because delayed scaling computes scales from earlier steps. If the
-    run has several quantized precisions, the limits of the last one are used. Return "" if the run
-    has no measurement after its first step, or no quantized precision.
-    """
-    measured = [step for step in compared.run.steps[1:] if "fp8/underflow" in step]
-    quantized = [
-        precision
-        for precision in map(PRECISIONS.get, compared.run.audits)
-        if isinstance(precision, QuantizedPrecision)
-    ]
-    if not measured or not quantized:
-        return ""
-    texts = [
-        f"{measure} {or_dash(measured[-1][f'fp8/{measure}'], percent)} "
-        f"({f'up to {percent(limit)} is normal' if limit < 1 else 'no limit'})"
-        for measure, limit in quantized[-1].limits.items()
-    ]
-    return (
-        f"{compared.label} in {quantized[-1].name}, the largest of any operand at step "
-        f"{measured[-1]['step']:,}: {', '.join(texts)}"
-    )
 
 
 def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:

@@ -21,7 +21,6 @@ from pretrain.compare.page import (
     differing_values,
     heat_figure,
     heat_maps,
-    losses_beside_normal,
     pictures,
 )
 from pretrain.compare.report import Report
@@ -241,21 +240,6 @@ def test_axes_have_units_and_shares_are_percentages(tmp_path):
     frozen = figure.data[-2:]
     assert all(trace.y.tolist() == pytest.approx([1.25] * 100) for trace in frozen)
     assert {axis.exponentformat for axis in axes} == {"e"}, "no SI prefixes of shares"
-
-
-def test_losses_of_quantization_stand_beside_normal_values(tmp_path):
-    runs = [
-        trained(tmp_path / name, (4.0, 3.0), f"precision={name}", audit={"effective": name})
-        for name in ("bf16", "delayed", "nvfp4")
-    ]
-    for run in runs[1:]:
-        run.steps[1] |= {"fp8/underflow": 0.012, "fp8/saturation": 0.0}
-    page = page_of(runs, tmp_path)
-    assert "up to 5.0 % is normal" not in page, "there is no picture"
-    bf16, delayed, nvfp4 = map(losses_beside_normal, Report.over(runs).comparison.compared_runs)
-    assert not bf16
-    assert "at step 2: underflow 1.2 % (up to 5.0 % is normal), saturation 0.0 % (up to" in delayed
-    assert "underflow 1.2 % (up to 60.0 % is normal), saturation 0.0 % (no limit)" in nvfp4
 
 
 def test_an_absent_an_empty_and_a_written_file_may_be_replaced(tmp_path: Path) -> None:
