@@ -17,7 +17,6 @@ from pathlib import Path
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
-from pretrain.compare.comparison import TOLERANCE
 from pretrain.compare.matrix_file import Cell, Matrix, key_of, load_matrix
 from pretrain.compare.matrix_run import command_of, report_stop, run_all, say
 from pretrain.compare.page import check_replaceable
@@ -27,35 +26,20 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
 
 def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
-    """Return the runs of the cells, the best run first. A run without a step is omitted.
+    """Return the runs of the cells, the run with the lowest loss first.
 
-    The runs are divided into four classes, in this order:
-
-    1. finished runs with a held-out loss,
-    2. finished runs without a held-out loss,
-    3. unfinished runs with a held-out loss,
-    4. unfinished runs without a held-out loss.
-
-    Within a class, runs are sorted by their held-out loss, or by their training loss if they have
-    no held-out loss. Small differences of the loss are ignored: the run with the lowest loss, and
-    all runs whose loss is higher by at most TOLERANCE, have the same rank. The lowest loss among
-    the remaining runs begins the next rank. Runs of the same rank are in the order of `cells`.
+    Finished runs come before unfinished runs, and runs with a held-out loss before runs without.
+    Runs are then sorted by their held-out loss, or by their training loss if they have no held-out
+    loss. A run without a step is omitted.
     """
-    entries = []
-    for cell in cells:
-        if run := cell.record():
-            run_class = (not run.is_finished, "held_out_loss" not in run.summary)
-            training_loss = run.summary.get(LOSS_KEY, math.inf)
-            entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
-    # Map the path of each run to its rank. A rank is a pair: the class of its runs, and the lowest
-    # loss among its runs.
-    ranks = {}
-    rank: tuple[object, float] = (None, 0.0)
-    for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):
-        if run_class != rank[0] or loss - rank[1] > TOLERANCE:
-            rank = (run_class, loss)
-        ranks[run.path] = rank
-    return sorted((run for *_, run in entries), key=lambda run: ranks[run.path])
+    runs = [run for cell in cells if (run := cell.record())]
+
+    def rank(run: RunRecord) -> tuple[bool, bool, float]:
+        training_loss = run.summary.get(LOSS_KEY, math.inf)
+        loss = run.summary.get("held_out_loss", training_loss)
+        return not run.is_finished, "held_out_loss" not in run.summary, loss
+
+    return sorted(runs, key=rank)
 
 
 def write_report(matrix: Matrix) -> str:
