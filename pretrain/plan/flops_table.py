@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.units import TERA, markdown, operations, percent
+from foundation.units import markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.plan.rendering import shape_lines
-from pretrain.plan.targets import Target
 from pretrain.plan.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
@@ -30,7 +29,6 @@ LENGTHS = (2048, 4096)
 
 def main(options: argparse.Namespace) -> int:
     """Print a table of the model's FLOPs per token by each definition, and return 0."""
-    target = Target.parse(options.on)
     lengths: Sequence[int] = LENGTHS
     settings = ModelSettings(source=options.model)
     if options.model.endswith((".yaml", ".yml")):
@@ -39,19 +37,13 @@ def main(options: argparse.Namespace) -> int:
         lengths = [recipe.data.length]
     lengths = options.length or lengths
     flops = ModelFlops.of(build_on_meta(load_config(settings)))
-    speed = options.tokens_per_second
-    # Peak in FLOP/s of all devices together.
-    peak_flops = target.count * (target.device.bf16 or 0.0) * TERA
 
     lines = shape_lines(flops)
     if not flops.expert_weights:
         lines.append(f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}")
     print("\n".join(lines), end="\n\n")
     rows = [
-        [
-            _cell(per_token(flops, length), ours(flops, length), speed, peak_flops)
-            for length in lengths
-        ]
+        [_cell(per_token(flops, length), ours(flops, length)) for length in lengths]
         for per_token in FORMULAS.values()
     ]
     print(
@@ -68,8 +60,6 @@ def main(options: argparse.Namespace) -> int:
     )
     print("\n".join(f"{name:<26} {meaning}" for name, meaning in MEANINGS.items()))
     print(f"{'attention / MLP':<26} {', '.join(ratios)} (attention_to_ffn_ratio of llm_TII)")
-    if speed and ours(flops, min(lengths)) * speed > peak_flops:
-        print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.expert_weights:
         print(
             "\nwarning: this model is a mixture of experts, but llm_TII and Megatron-LM define "
@@ -80,15 +70,10 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cell(count: float, reference: float, speed: float | None, peak_flops: float) -> str:
-    """Return a cell of the table with the FLOPs per token by one definition.
+def _cell(count: float, reference: float) -> str:
+    """Return a cell of the table: `count`, and in parentheses its ratio to `reference`.
 
-    The cell also has the ratio of `count` to `reference`, and the MFU if `speed` is not None.
-
-    count: FLOPs per token by this definition.
+    count: FLOPs per token by one definition.
     reference: FLOPs per token by the definition of this project.
-    speed: speed of a run in tokens/s.
-    peak_flops: peak FLOP/s of all devices.
     """
-    mfu = f": MFU {percent(count * speed / peak_flops)}" if speed else ""
-    return f"{operations(count)} ({percent(count / reference)}){mfu}"
+    return f"{operations(count)} ({percent(count / reference)})"

@@ -287,18 +287,6 @@ def flops(add: Callable) -> None:
         metavar="T",
         help="sequence lengths in tokens; default: `data.length` of the recipe",
     )
-    add(
-        "--tokens-per-second",
-        type=positive,
-        metavar="N",
-        help="speed of all devices together, from which the MFU is computed",
-    )
-    add(
-        "--on",
-        metavar="DEVICE",
-        default="H200",
-        help="device whose dense BF16 peak is an MFU of 100 %%, for example 8xB200; default: H200",
-    )
 
 
 def add_overrides_of_cells(add: Callable) -> None:

@@ -192,15 +192,6 @@ def test_the_command_prints_every_definition_for_each_length(
     assert all(any(line.startswith(f"{key}  ") for line in lines) for key in FORMULAS)
     assert max(map(len, lines)) <= 100, "each definition is explained in one line"
 
-    # 11.73 GFLOP x 100,000 tokens/s is 6.5 % of the 8 x 2,250 TFLOP/s of eight B200s, and more than
-    # the 989.5 TFLOP/s of one H200.
-    command = ["flops", str(folder), "--length", "4096", "--tokens-per-second", "100000"]
-    assert main([*command, "--on", "8xB200"]) == 0
-    assert "MFU 6.5 %" in capsys.readouterr().out
-    assert main(command) == 0
-    text = capsys.readouterr().out
-    assert "MFU 118.6 %" in text and "more than 1 x H200 can compute" in text
-
 
 @pytest.mark.parametrize(
     ("model_type", "missing"),
