@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.settings import PathText, Share
 from foundation.signals import StopRequest
@@ -42,11 +41,7 @@ from pretrain.compare.matrix_run import (
     say,
 )
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import WARM_UP_STEPS
 from pretrain.settings.config import fill_in, flatten
-
-# Minimum number of steps of a run. The median of its speed needs a few steps after the warm-up.
-LEAST_STEPS = WARM_UP_STEPS + 3
 
 
 class PhaseSettings(CellSettings):
@@ -167,13 +162,6 @@ class Search:
             matrix = self.matrix(phase, values)
             matrices.append(matrix)
             values |= matrix.cells[0].values
-            for cell in matrix.cells:
-                steps = cell.recipe.train.steps
-                if steps and steps < LEAST_STEPS:
-                    raise InputError(
-                        f"{matrix.path}, cell {cell.name}: {steps} steps are too few to measure "
-                        f"the speed; set `train.steps` to {LEAST_STEPS} or more"
-                    )
         return matrices
 
     def judge(self, phase: str, outcomes: Sequence[Outcome]) -> bool:

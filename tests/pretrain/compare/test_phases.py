@@ -40,11 +40,11 @@ def phases_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., P
     return write
 
 
-def test_cells_too_short_to_measure_are_refused_before_any_run(phases_file, capsys):
-    path = phases_file(LOSS, {"name": "short", "axes": {"train.steps": [12, 4]}})
+def test_a_mistake_in_the_last_phase_is_refused_before_any_run(phases_file, capsys):
+    path = phases_file(LOSS, {"name": "short", "axes": {"train.step": [12, 4]}})
     for options in ([], ["--dry-run"]):
         assert main(["phases", str(path), *options]) == 2
-        assert re.search(r"phase short, cell steps=4: .*`train\.steps`", capsys.readouterr().err)
+        assert re.search(r"phase short, cell step=12: .*`train\.step`", capsys.readouterr().err)
     assert not (path.parent / "tune").exists()
 
 
