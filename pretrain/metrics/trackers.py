@@ -37,9 +37,6 @@ OTHER_NAMES = {
     "throughput_per_sec": "tokens_per_second",
     "grad_norm": "gradient_norm",
 }
-# Environment variables that make MLflow write to a folder. By default MLflow writes to a database,
-# which the package `mlflow-skinny` cannot open.
-MLFLOW_IN_A_FOLDER = {"MLFLOW_TRACKING_URI": "mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
 # Errors of a tracker, which do not stop the run. CancelledError is listed because it is not a
 # subclass of Exception.
 FAILURES = (Exception, asyncio.CancelledError)
@@ -182,8 +179,6 @@ class Trackers:
             "trackio": {"name": f"{title}-{run_id}", "resume": "allow"},
             "mlflow": {"run_name": title},
         }
-        if name == "mlflow" and "MLFLOW_TRACKING_URI" not in os.environ:
-            os.environ.update(MLFLOW_IN_A_FOLDER)
         # TensorBoard writes its files to a folder with the name of the project.
         project = name if name == "tensorboard" else self._log.project
         folder = [self._run_dir] if tracker_class.requires_logging_directory else []

@@ -148,11 +148,10 @@ def test_wandb_resumes_its_run(tmp_path, state, monkeypatch):
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_mlflow_without_a_server_writes_below_the_current_folder(tmp_path, state, monkeypatch):
+def test_mlflow_writes_into_the_folder_of_the_environment_variable(tmp_path, state, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
-        monkeypatch.setenv(variable, "")
-        monkeypatch.delenv(variable)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     trackers = trackers_of(["mlflow"], tmp_path)
     trackers.start(CONFIG)
     trackers.log(record(1))
