@@ -121,9 +121,10 @@ class StartedCell:
 def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Outcome]:
     """Run the cells that are not finished, until all cells have ended or a signal arrives.
 
-    Cells are started in order, and at most `matrix.at_once` of them run at the same time. If the
-    data of a cell is missing, or if the folder of a cell contains a finished run with other
-    settings, raise InputError before any cell is started.
+    Cells are started in order, and at most `matrix.at_once` of them run at the same time. Raise
+    InputError before any cell is started if the data of a cell is missing, or if the folder of a
+    cell is not writable, contains files that no run has written, or contains a finished run with
+    other settings.
 
     Return the result of each cell in `cells`, in the same order.
     """
@@ -137,6 +138,7 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     at_once = min(matrix.at_once, len(waiting))
     for cell in waiting:
         check_sources(cell.recipe.data)
+        check_ours(cell.run_dir)
         cell.check_folder()
     try:
         while running or (waiting and not stop.requested):
@@ -146,12 +148,8 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
                     break
                 waiting.remove(ready)
                 shares_device = at_once > (matrix.slots or 1)
-                try:
-                    running.append(start(matrix, ready, running, side_by_side=shares_device))
-                    say(f"{ready.name}: started; its output goes to {ready.log}")
-                except InputError as error:
-                    outcomes[ready.name].status = "failed"
-                    say(f"{ready.name}: failed: {error}")
+                running.append(start(matrix, ready, running, side_by_side=shares_device))
+                say(f"{ready.name}: started; its output goes to {ready.log}")
             _pass_on_signals(running, stop)
             for started in list(running):
                 if started.has_ended():
@@ -243,8 +241,7 @@ def start(
     """Start the processes of the cell, and return an object that manages them.
 
     The processes use the group of GPUs with the fewest running cells. Before they start, `mark`
-    writes a JSON file into the cell's run folder. If the run folder is not writable, or contains
-    files that no run has written, raise InputError and write nothing.
+    writes a JSON file into the cell's run folder.
 
     Args:
         matrix: The matrix.
@@ -252,7 +249,6 @@ def start(
         running: The running cells.
         side_by_side: True if the cell shares its devices with other cells.
     """
-    check_ours(cell.run_dir)
     used = [started.slot for started in running]
     # If several groups of GPUs have equally few cells, the seed decides which group is used.
     # Otherwise a slow GPU might slow down the same settings with every seed.

@@ -115,6 +115,14 @@ def test_no_cell_starts_if_one_lacks_its_data(data, matrix, tmp_path, capsys, mo
     assert "nowhere" in capsys.readouterr().err and not list(tmp_path.glob("runs/*.log"))
 
 
+def test_no_cell_starts_if_one_folder_has_files_of_others(matrix, tmp_path, capsys):
+    last = matrix().cells[-1]
+    last.run_dir.mkdir(parents=True)
+    (last.run_dir / "thesis.txt").write_text("years of work")
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
+    assert "thesis.txt" in capsys.readouterr().err and not list(tmp_path.rglob("*.log"))
+
+
 def test_cells_are_counted_from_zero(matrix, tmp_path, capsys):
     matrix()
     assert main(["matrix", str(tmp_path / "m.yaml"), "--cell", "-1"]) == 2
