@@ -105,14 +105,11 @@ def main(options: argparse.Namespace) -> int:
                 f"0 to {len(cells) - 1}"
             )
         cells = [cells[options.cell]]
-    if options.count:
-        print(len(cells))
-    elif options.dry_run:
-        for cell in cells:
-            finished = " (finished)" if cell.is_finished() else ""
-            print(f"# {cell.name}{finished}\n{shlex.join(command_of(matrix, cell))}")
-    else:
+    if not options.dry_run:
         return run_cells(matrix, cells, single=options.cell is not None)
+    for cell in cells:
+        finished = " (finished)" if cell.is_finished() else ""
+        print(f"# {cell.name}{finished}\n{shlex.join(command_of(matrix, cell))}")
     return 0
 
 

@@ -337,7 +337,6 @@ def matrix(add: Callable) -> None:
         help="number of GPUs of this machine over which the cells are distributed",
     )
     add("--processes", type=count, metavar="N", help="number of processes that train each cell")
-    add("--count", action="store_true", help="print the number of cells and exit")
     add("--dry-run", action="store_true", help="print the command that runs each cell, and exit")
 
 
