@@ -19,9 +19,9 @@ MEANINGS = {
     "ours": "all matrix products, with causal attention (the MFU of runs uses this)",
     "palm": "6N + 12LHQT, N: parameters without embeddings and a tied head",
     "nanogpt": "6N + 12LHQT, N: all parameters except learned positions",
-    "combined_formula": "layers, norms and head as in llm_TII, with rotary embedding",
-    "component_summation_v2025": "layers, norms and head as in llm_TII, without rotary embedding",
-    "megatron": "the formula of Megatron-LM: all matrix products of a dense model",
+    "combined_formula": "llm_TII, for dense models: layers, norms, head and rotary embedding",
+    "component_summation_v2025": "llm_TII, for dense models: layers, norms and head",
+    "megatron": "Megatron-LM, for dense models: all matrix products",
 }
 # Sequence lengths in tokens if the command line has neither a recipe nor --length.
 LENGTHS = (2048, 4096)
@@ -60,11 +60,6 @@ def main(options: argparse.Namespace) -> int:
     )
     print("\n".join(f"{name:<26} {meaning}" for name, meaning in MEANINGS.items()))
     print(f"{'attention / MLP':<26} {', '.join(ratios)} (attention_to_ffn_ratio of llm_TII)")
-    if flops.expert_weights:
-        print(
-            "\nwarning: this model is a mixture of experts, but llm_TII and Megatron-LM define "
-            "FLOPs only for dense models"
-        )
     if flops.uncounted:
         print(f"\nwarning: {flops.left_out}")
     return 0
