@@ -27,7 +27,7 @@ from packing.records import CHAT_TEMPLATE, chat_template
 from packing.settings import DataSettings, split_revision
 from packing.store import training_parts
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
-from pretrain.model.huggingface import config_values, load_config
+from pretrain.model.huggingface import load_config
 from pretrain.settings.recipe import ModelSettings
 
 # The vocabulary size of a model from scratch is rounded up to a multiple of this number. Every
@@ -113,10 +113,8 @@ def tokens_of(
 ) -> dict[str, Any]:
     """Return `given` and the values of the vocabulary keys that the tokenizer determines.
 
-    If the tokenizer does not have a special token, the value of its key is null. If the class of
-    `config` does not accept null, the value is the id of the EOS token. For example, the class for
-    `model_type: cwm` does not accept null for BOS. Raise InputError if `given` contradicts the
-    tokenizer.
+    If the tokenizer does not have a special token, the value of its key is null. Raise InputError
+    if `given` contradicts the tokenizer.
 
     tokenizer: the description that `TextTokenizer.describe` returns.
     given: the recipe's values of `model.config`, which have precedence.
@@ -141,10 +139,7 @@ def tokens_of(
                 f"({tokenizer.get('name', 'unnamed')}) is {token}; remove `{key}` from "
                 "`model.config`"
             )
-        accepts_null = config_values(type(config), {key: None}).get(key, 0) is None
-        if token is None and not accepts_null:
-            token = tokenizer.get("eos_id")
-        if hasattr(config, key) and (token is not None or accepts_null):
+        if hasattr(config, key):
             values[key] = token
     return values | dict(given)
 
