@@ -74,9 +74,6 @@ class StartedCell:
     # Index of the group of GPUs that the processes use. None if cells are not distributed over
     # GPUs.
     slot: int | None
-    # Position in the log at which the output of these processes begins. If the cell was started
-    # before, the log also contains earlier output.
-    log_begins: int
     # Value of time.monotonic() when the cell was started.
     started: float
 
@@ -201,8 +198,7 @@ def _report_end(started: StartedCell, outcome: Outcome, outcomes: Sequence[Outco
     say(f"{started.cell.name}: {outcome.status} after {duration(outcome.seconds)}{progress}")
     if outcome.status in ("failed", "halted"):
         log = started.cell.log
-        output = log.read_bytes()[started.log_begins :].decode(errors="replace")
-        lines = output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
+        lines = log.read_text(errors="replace").rstrip().splitlines()[-SHOWN_LOG_LINES:]
         say("\n  | ".join([f"  last lines of {log}:", *lines]))
 
 
@@ -258,8 +254,7 @@ def start(
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
     # Create the log, because the process may be killed before it opens the log.
-    with cell.log.open("ab") as log:
-        log_begins = log.tell()
+    cell.log.touch()
     if matrix.is_forked:
         group = FORK_SERVER.fork(
             launcher_of(matrix), environment_of(matrix), cell.overrides, devices, cell.log
@@ -273,7 +268,7 @@ def start(
                 stdout=log,
                 stderr=log,
             ).pid
-    return StartedCell(cell, group, slot, log_begins, started)
+    return StartedCell(cell, group, slot, started)
 
 
 def command_of(matrix: Matrix, cell: Cell) -> list[str]:

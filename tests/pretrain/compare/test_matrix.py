@@ -33,7 +33,7 @@ def test_a_cell_has_ended_when_its_process_group_has_ended(matrix):
     [cell] = matrix(axes={"weights": ["fp32"]}).cells
     cell.log.parent.mkdir()
     launcher = subprocess.Popen(["sh", "-c", "sleep 600 & exit 0"], start_new_session=True)
-    started = StartedCell(cell, launcher.pid, None, 0, time.monotonic())
+    started = StartedCell(cell, launcher.pid, None, time.monotonic())
     launcher.wait()
     assert not started.has_ended()
     started.signal(signal.SIGTERM)
