@@ -273,7 +273,7 @@ class Health:
             frozen: Share of all updates that were lost to rounding.
             valid_tokens: Number of tokens with a label.
             losses: Losses and statistics of the step by name. `starved_experts` is the share of
-                starved experts. `router_loss` is present if the model has a load balancing loss.
+                starved experts.
         """
         warnings = {}
         if frozen > FROZEN_SHARE:
@@ -288,15 +288,11 @@ class Health:
             )
         starved = losses.get("starved_experts", 0.0)
         if starved > STARVED_SHARE:
-            remedy = (
-                "if the architecture has a load balancing loss, add it with "
-                "`model.config.output_router_logits: true`"
-            )
-            if "router_loss" in losses:
-                remedy = "raise `router_aux_loss_coef`, the weight of the load balancing loss"
             warnings["starved"] = (
                 f"{percent(starved)} of the experts get less than a tenth of their layer's average "
-                f"number of tokens; {remedy}"
+                "number of tokens; either add the load balancing loss of the architecture with "
+                "`model.config.output_router_logits: true`, or raise its weight, "
+                "`model.config.router_aux_loss_coef`"
             )
         for name, text in warnings.items():
             if name not in self._warned:
