@@ -38,10 +38,7 @@ def main(options: argparse.Namespace) -> int:
     lengths = options.length or lengths
     flops = ModelFlops.of(build_on_meta(load_config(settings)))
 
-    lines = shape_lines(flops)
-    if not flops.expert_weights:
-        lines.append(f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}")
-    print("\n".join(lines), end="\n\n")
+    print("\n".join(shape_lines(flops)), end="\n\n")
     rows = [
         [_cell(per_token(flops, length), ours(flops, length)) for length in lengths]
         for per_token in FORMULAS.values()
