@@ -238,11 +238,9 @@ def main(options: argparse.Namespace) -> int:
     search = load_phases(options.phases, options.overrides, gpus=options.gpus)
     matrices = search.check()
     if options.dry_run:
-        note = ""
         for phase, matrix in zip(search.settings.phases, matrices, strict=True):
-            print(f"# {phase.name}{note}")
+            print(f"# {phase.name}")
             print("\n".join(shlex.join(command_of(matrix, cell)) for cell in matrix.cells))
-            note = ", with the first cells of the earlier phases; the search uses the fastest cells"
         return 0
     with RunFolder(search.folder), StopRequest(passed_on=True) as stop:
         return measure(search, stop)
