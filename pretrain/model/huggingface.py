@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-import json
 import logging
 import math
 import os
@@ -515,7 +514,8 @@ def build(
         round_weights(model, weights)
         return model
     remedy = (
-        "either download the source again, or remove the keys of `model.config` that change shapes"
+        "either download the source again, or change `model.config` so that the model has exactly "
+        "the parameters of the source"
     )
     source = f"`model.source`: {settings.source}"
     if getattr(config, "quantization_config", None):
@@ -549,7 +549,7 @@ def build(
     if surplus:
         raise InputError(
             f"{source}: {len(surplus)} of its weights have no place in the model, for example "
-            f"{surplus[0]}; {_remedy_for_surplus(settings, config, surplus) or remedy}"
+            f"{surplus[0]}; {remedy}"
         )
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
@@ -584,31 +584,6 @@ def _quantized_weight(settings: ModelSettings) -> str | None:
                 dtype = tensors.get_slice(name).get_dtype()
                 if dtype == "I8" or dtype.startswith("F8"):
                     return f"{name} in {dtype}"
-    return None
-
-
-def _remedy_for_surplus(
-    settings: ModelSettings,
-    config: PretrainedConfig,
-    weights: list[str],
-) -> str | None:
-    """Return a remedy for weights of the source that have no parameter in the model.
-
-    `weights` are the names of these weights. The remedy is "set `model.config.<key>: <value>`",
-    where the key is the number of layers or a boolean. With this value, the model has a parameter
-    for each of `weights`. Return None if no key has this effect.
-    """
-    layers = [int(number) for number in re.findall(r"\.(\d+)\.", " ".join(weights))]
-    changes: dict[str, Any] = {"num_hidden_layers": max(layers, default=0) + 1}
-    changes |= {
-        key: not value for key, value in config.to_dict().items() if isinstance(value, bool)
-    }
-    for key, value in changes.items():
-        with suppress(InputError):
-            changed = {"config": (settings.config or {}) | {key: value}}
-            larger = build_on_meta(load_config(settings.model_copy(update=changed)))
-            if {*weights} <= larger.state_dict().keys():
-                return f"set `model.config.{key}: {json.dumps(value)}`"
     return None
 
 
