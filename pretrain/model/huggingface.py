@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -532,13 +531,7 @@ def build(
             output_loading_info=True,
             **options,
         )
-        quantized = _quantized_weight(settings)
     model, loading = loaded
-    if quantized:
-        raise InputError(
-            f"{source}: the source has quantized weights ({quantized}), and their scales would not "
-            "be applied; choose a source with BF16 or FP32 weights"
-        )
     # transformers initializes missing weights at random, and differently in each process.
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
@@ -565,26 +558,6 @@ def build(
     for name, parameter in expected.items():
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
-
-
-def _quantized_weight(settings: ModelSettings) -> str | None:
-    """Return the name and the dtype of a quantized weight in `weights_source`, or None.
-
-    Such weights cannot be used, because transformers converts integers and FP8 codes without their
-    scales.
-    """
-    folder = str(settings.repository)
-    if not os.path.isdir(folder):
-        # transformers has downloaded the files to the cache already.
-        folder = snapshot_download(folder, revision=settings.revision, local_files_only=True)
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            names = tensors.keys()
-            for name in names:
-                dtype = tensors.get_slice(name).get_dtype()
-                if dtype == "I8" or dtype.startswith("F8"):
-                    return f"{name} in {dtype}"
-    return None
 
 
 def build_on_first_rank(

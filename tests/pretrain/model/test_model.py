@@ -556,21 +556,6 @@ def test_surplus_weights_are_rejected(surplus: str, build_model: Callable, tmp_p
         build_from(tmp_path, read)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_weights_are_rejected(
-    dtype: torch.dtype, build_model: Callable, tmp_path: Path
-) -> None:
-    build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = {
-        name: weight.to(dtype) if weight.dim() == 2 else weight
-        for name, weight in load_file(file).items()
-    }
-    save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"has quantized weights \(.* in (I8|F8_E4M3)\)"):
-        build_from(tmp_path)
-
-
 def test_quantized_source_is_rejected_unless_the_model_is_from_scratch(
     build_model: Callable, tmp_path: Path
 ) -> None:
