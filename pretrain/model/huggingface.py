@@ -135,36 +135,6 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     return config
 
 
-def kept_from_source(settings: ModelSettings) -> list[str]:
-    """Return a notice about derived values of the source that the setting `config` makes outdated.
-
-    For example, transformers computes `head_dim` from `hidden_size` if the config.json of the
-    source has no `head_dim`. If the config.json has both keys and `config` changes `hidden_size`,
-    the old `head_dim` is kept. Return a list with one line that names all kept values, or an empty
-    list.
-    """
-    if settings.source is None or not settings.config:
-        return []
-    kind, stored, changes = _read(settings)
-    base = _rebased(kind, stored, changes)
-    file = config_values(kind, base)
-    changed = config_values(kind, base | changes)
-    # A value is kept if two conditions are true. Before the changes, transformers would compute the
-    # stored value itself. After the changes, transformers would compute another value.
-    kept = [
-        f"{key}: {changed[key]}"
-        for key in sorted((base.keys() & changed.keys()) - changes.keys())
-        if config_values(kind, _without(key, base | changes)).get(key) not in (None, changed[key])
-        and config_values(kind, _without(key, base)) == file
-    ]
-    if not kept:
-        return []
-    return [
-        "the config.json of `model.source` has values that transformers would otherwise compute "
-        f"from the keys in `model.config`; these values are kept: {', '.join(kept)}"
-    ]
-
-
 def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:
     """Return the configuration class, the values of `source`, and the changes in `config`.
 

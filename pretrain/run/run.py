@@ -29,7 +29,6 @@ from pretrain.metrics.run_record import Record, last_screen, read_finished, same
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.distributed import describe_topology
 from pretrain.model.graphs import MicrobatchGraphs
-from pretrain.model.huggingface import kept_from_source
 from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
 from pretrain.observe.profile import StepProfile
@@ -254,14 +253,13 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
     """Create and return the console of the run, and print notices to the console.
 
-    There are four kinds of notices: `Job.notices`, `notices`, the settings that the model keeps
-    from its source, and a warning for each precision of the recipe that is replaced by another
-    precision.
+    There are three kinds of notices: `Job.notices`, `notices`, and a warning for each precision of
+    the recipe that is replaced by another precision.
 
     notices: lines about settings that `as_launched` has corrected in the Accelerate configuration.
     """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-    for text in [*job.notices, *notices, *kept_from_source(job.recipe.model)]:
+    for text in [*job.notices, *notices]:
         console.notice(text)
     # Several phases may have the same notice. `dict.fromkeys` removes duplicates and keeps the
     # order.

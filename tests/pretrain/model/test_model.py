@@ -465,26 +465,6 @@ def test_a_disabled_key_is_rejected_only_over_a_source(tmp_path: Path) -> None:
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, key: None}))
 
 
-def test_derived_values_that_a_source_keeps_are_named(tmp_path: Path) -> None:
-    llama = AutoConfig.for_model(
-        "llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=2
-    )
-    llama.save_pretrained(tmp_path)
-
-    def kept_values(**config: object) -> list[str]:
-        return model.kept_from_source(ModelSettings(source=str(tmp_path), config=config or None))
-
-    (line,) = kept_values(num_attention_heads=8)
-    assert line.endswith(": head_dim: 16, num_key_value_heads: 4")
-    assert kept_values(num_attention_heads=8, num_key_value_heads=8, head_dim=8) == []
-    assert (
-        kept_values()
-        == kept_values(num_hidden_layers=1, rope_theta=5.0)
-        == kept_values(hidden_size=64)
-        == []
-    )
-
-
 def test_untrained_parameters_stay_untrained_from_a_source(
     build_model: Callable, tmp_path: Path
 ) -> None:
