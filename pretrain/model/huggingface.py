@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
 import logging
 import math
 import os
@@ -34,7 +33,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
@@ -52,6 +50,8 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 
 # Configuration keys that only classifiers read.
 _OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
+# Keys that the layers of many models read, although the classes of their configurations lack them.
+_READ_BY_LAYERS = ("head_dim",)
 # Files that some exports contain and others do not.
 _OPTIONAL_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
@@ -122,7 +122,6 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     for key in changes:
         _check_effect(config, values, key, over_source=bool(stored))
-    _check_rotary_entries(config, changes)
     if "router_aux_loss_coef" in changes:
         coefficient = changes["router_aux_loss_coef"]
         is_trained = getattr(config, "output_router_logits", None)
@@ -272,7 +271,7 @@ def _check_effect(
         is_kept = without[key] == values[key] or isinstance(values[key], dict)
         accepted = accepted or is_kept or not over_source
     elif not accepted:
-        accepted = _reacts(kind, _without(key, values), key) or _model_reads(key, config)
+        accepted = key in _READ_BY_LAYERS or _reacts(kind, _without(key, values), key)
     is_private = key.startswith("_") or callable(getattr(kind, key, None))
     is_public = not is_private and key not in _OF_CLASSIFIERS
     if is_public and accepted:
@@ -296,52 +295,6 @@ def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> b
     tried = (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0})
     made = (config_values(kind, values | {key: value}) for value in tried)
     return any(changed and not without.items() <= changed.items() for changed in made)
-
-
-def _model_reads(key: str, config: PretrainedConfig) -> bool:
-    """Return True if the code of the model reads `key` from the configuration.
-
-    Some models read keys that their configuration class does not define. For example, the layers of
-    qwen3_moe read `head_dim`.
-    """
-    return re.search(rf'\bconfig(\.|, "){re.escape(key)}\b', _model_code(config)) is not None
-
-
-def _model_code(config: PretrainedConfig) -> str:
-    """Return the source code of the classes of the model's modules, from transformers.models.
-
-    It does not contain other classes in the same file, such as classifiers and image encoders, and
-    no base classes that all models share.
-    """
-    classes: set[type] = set()
-    # Ignore the error for impossible shapes here, because a misspelt key must be reported first.
-    with suppress(InputError):
-        for module in build_on_meta(copy.deepcopy(config)).modules():
-            classes.update(type(module).__mro__)
-    of_model = [kind for kind in classes if kind.__module__.startswith("transformers.models.")]
-    return "".join(map(inspect.getsource, of_model))
-
-
-def _check_rotary_entries(config: PretrainedConfig, changes: dict[str, Any]) -> None:
-    """Raise InputError if `changes` set an entry of `rope_parameters` that the model ignores."""
-    given = {part for key in flatten(changes) for part in key.split(".")}
-    rope = getattr(config, "rope_parameters", None) or {}
-    # `rope` is either one dict of entries, or it maps each type of layer to such a dict.
-    for parameters in (rope, *rope.values()):
-        if not isinstance(parameters, dict):
-            continue
-        entries = given & parameters.keys() - {"rope_type", "type", "rope_theta"}
-        entries -= {key for key, value in parameters.items() if isinstance(value, dict)}
-        code = _model_code(config) if entries else ""
-        kind = parameters.get("rope_type")
-        if kind in ROPE_INIT_FUNCTIONS:
-            code += inspect.getsource(ROPE_INIT_FUNCTIONS[kind])
-        for entry in sorted(entries):
-            if f'"{entry}"' not in code:
-                raise InputError(
-                    f"`model.config`: `{entry}: {parameters[entry]}` has no effect on the rotary "
-                    f"embedding of {type(config).__name__} with `rope_type: {kind}`; remove it"
-                )
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:

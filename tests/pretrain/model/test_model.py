@@ -404,22 +404,6 @@ def test_a_key_without_effect_is_rejected(kind: str, key: str, value: object) ->
     assert "`_" not in str(error.value).partition("did you mean")[2]
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "entry"),
-    [
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("llama", {"rope_parameters": {"rope_type": "default", "theta": 1e6}}, "theta"),
-        ("llama", {"rope_scaling": {"factor": 8.0}}, "factor"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "fast": 3}}, "fast"),
-    ],
-)
-def test_an_entry_that_the_rotary_embedding_does_not_read_is_rejected(
-    kind: str, config: dict, entry: str
-) -> None:
-    with pytest.raises(InputError, match=rf"`{entry}: .* has no effect on the rotary"):
-        model.load_config(ModelSettings(config=config | {"model_type": kind}))
-
-
 def test_an_entry_that_the_rotary_embedding_reads_is_accepted() -> None:
     llama3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
     llama3 |= {"low_freq_factor": 1.0, "original_max_position_embeddings": 64}
