@@ -48,8 +48,6 @@ from pretrain.precision.grouped import check_experts
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
-# Configuration keys that only classifiers read.
-_OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
 # Keys that the layers of many models read, although the classes of their configurations lack them.
 _READ_BY_LAYERS = ("head_dim",)
 # Files that some exports contain and others do not.
@@ -97,7 +95,10 @@ _NOT_OF_THE_MODEL = {
     "return_dict",
     "output_attentions",
     "output_hidden_states",
-    *_OF_CLASSIFIERS,
+    "num_labels",
+    "id2label",
+    "label2id",
+    "problem_type",
 }
 
 # The progress bar of transformers would be written to log files too.
@@ -121,7 +122,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     with _as_input_error(f"`model.config`: {kind.__name__} does not accept these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     for key in changes:
-        _check_effect(config, values, key, over_source=bool(stored))
+        _check_effect(kind, values, key, over_source=bool(stored))
     if "router_aux_loss_coef" in changes:
         coefficient = changes["router_aux_loss_coef"]
         is_trained = getattr(config, "output_router_logits", None)
@@ -246,44 +247,38 @@ def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_effect(
-    config: PretrainedConfig, values: dict[str, Any], key: str, *, over_source: bool
+    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
 ) -> None:
-    """Raise InputError if the class of `config` has no `key`, or if `key` has no effect.
+    """Raise InputError if the configuration class has no `key`, or if `key` has no effect.
 
     Without a source, every key that the class has is accepted, even a key without effect, because
     published config.json files contain keys without effect. For example, a file may set a key to
     null instead of its default, or another key of the file may turn this key off.
 
     Args:
-        config: The configuration that is made from `values`.
+        kind: The configuration class.
         values: Map each key of the configuration to its value.
         key: The key of `values` to check.
         over_source: True if the model has a source, whose values `key` changes.
     """
-    kind = type(config)
-    without = config_values(kind, _without(key, values))
+    remaining = _without(key, values)
+    without = config_values(kind, remaining)
     # The key has an effect if the class rejects the configuration without the key, or if the key
     # changes another value.
-    accepted = not without or not without.items() <= config_values(kind, values).items()
+    has_effect = not without or not without.items() <= config_values(kind, values).items()
     if key in without:
         # The class adds missing entries to a dict, so the dict in the configuration may differ from
         # the dict in `values`.
         is_kept = without[key] == values[key] or isinstance(values[key], dict)
-        accepted = accepted or is_kept or not over_source
-    elif not accepted:
-        accepted = key in _READ_BY_LAYERS or _reacts(kind, _without(key, values), key)
-    is_private = key.startswith("_") or callable(getattr(kind, key, None))
-    is_public = not is_private and key not in _OF_CLASSIFIERS
-    if is_public and accepted:
-        return
-    if is_public and (key in without or _reacts(kind, {}, key)):
+        accepted = has_effect or is_kept or not over_source
+    else:
+        accepted = has_effect or key in _READ_BY_LAYERS or _reacts(kind, remaining, key)
+    if key.startswith("_") or not accepted:
+        near = _nearest(key, {*without, *kind.attribute_map} - {key})
         raise InputError(
-            f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} computes this "
-            "value itself or reads it from other keys; set those keys (in a config.json of "
-            "transformers 5, they are often `rope_parameters` or `layer_types`)"
+            f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} has no such key, "
+            f"or reads the value from other keys, such as `rope_parameters` or `layer_types`{near}"
         )
-    near = _nearest(key, {*without, *kind.attribute_map} - {key})
-    raise InputError(f"`model.config.{key}`: {kind.__name__} has no such key{near}")
 
 
 def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> bool:

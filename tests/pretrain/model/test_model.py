@@ -271,7 +271,7 @@ def test_a_key_that_only_the_layers_read_is_accepted(
         ].self_attn.q_proj.out_features
         == 4 * 24
     )
-    with pytest.raises(InputError, match=r"`model\.config\.head_dmi`.* no such key"):
+    with pytest.raises(InputError, match=r"`model\.config\.head_dmi: .* no such key"):
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
 
 
@@ -279,7 +279,7 @@ def test_a_key_that_only_the_layers_read_is_accepted(
 def test_a_key_of_transformers_that_no_layer_reads_is_rejected(
     key: str,
 ) -> None:
-    with pytest.raises(InputError, match=rf"`model\.config\.{key}`.* no such key"):
+    with pytest.raises(InputError, match=rf"`model\.config\.{key}: .* no such key"):
         model.load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
 
 
@@ -390,16 +390,13 @@ def test_a_key_of_older_files_is_accepted_or_rejected(
         ("llama", "temperature", 0.5),
         ("llama", "attn_implementation", "eager"),
         # Only classifiers and image encoders in the same file read these.
-        ("gpt2", "num_labels", 3),
         ("gpt2", "hidden_dropout", 0.3),
         ("gemma3_text", "layer_norm_eps", 1e-3),
         ("gemma4_text", "hidden_act", "gelu"),
     ],
 )
 def test_a_key_without_effect_is_rejected(kind: str, key: str, value: object) -> None:
-    with pytest.raises(
-        InputError, match=rf"`model\.config\.{key}.*(no such key|has no effect)"
-    ) as error:
+    with pytest.raises(InputError, match=rf"`model\.config\.{key}.*no such key") as error:
         model.load_config(ModelSettings(config={"model_type": kind, key: value}))
     assert "`_" not in str(error.value).partition("did you mean")[2]
 
