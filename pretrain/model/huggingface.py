@@ -139,8 +139,8 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
     """Return the configuration class, the values of `source`, and the changes in `config`.
 
     Values and changes are dicts that map each key to its value. Keys with several names get the
-    name that the configuration class uses. Raise InputError for an unknown source or model type, or
-    if `config` contradicts itself or the source.
+    name that the configuration class uses. If a key is set under two names, the last one counts.
+    Raise InputError for an unknown source or model type, or if `config` contradicts the source.
     """
     changes = copy.deepcopy(settings.config or {})
     stored: dict[str, Any] = {}
@@ -180,12 +180,6 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
             "`model.source`"
         )
     names = kind.attribute_map | {"torch_dtype": "dtype"}
-    for key in changes:
-        if names.get(key, key) in changes.keys() - {key}:
-            raise InputError(
-                f"`model.config.{key}` is another name of `model.config.{names[key]}`; remove one "
-                "of these two keys"
-            )
     stored, changes = (
         {names.get(key, key): value for key, value in values.items()}
         for values in (stored, changes)
