@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-import math
 import os
 import re
 import shutil
@@ -123,15 +122,11 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     for key in changes:
         _check_effect(kind, values, key, over_source=bool(stored))
-    if "router_aux_loss_coef" in changes:
-        coefficient = changes["router_aux_loss_coef"]
-        is_trained = getattr(config, "output_router_logits", None)
-        if not (is_trained and 0 <= coefficient < math.inf):
-            raise InputError(
-                f"`model.config.router_aux_loss_coef: {coefficient}` must be a finite number of "
-                "0.0 or more and requires the router loss; set such a number and "
-                "`model.config.output_router_logits: true`"
-            )
+    if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
+        raise InputError(
+            "`model.config.router_aux_loss_coef` requires the router loss; set "
+            "`model.config.output_router_logits: true`"
+        )
     return config
 
 
