@@ -337,12 +337,6 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
             f"`model.config`: `num_attention_heads: {heads}` must be a multiple of "
             f"`num_key_value_heads: {kv}`"
         )
-    for parameter_name, parameter in model.named_parameters():
-        if not parameter.numel():
-            raise InputError(
-                f"`model.config`: {parameter_name} would be empty, because a size or a count is 0; "
-                "set all sizes and counts to 1 or more"
-            )
     if model.base_model is model:
         raise InputError(
             f"`model`: {name} does not define which of its modules is the base model; choose "
