@@ -337,11 +337,6 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
             f"`model.config`: `num_attention_heads: {heads}` must be a multiple of "
             f"`num_key_value_heads: {kv}`"
         )
-    if model.base_model is model:
-        raise InputError(
-            f"`model`: {name} does not define which of its modules is the base model; choose "
-            "another model"
-        )
     supported = (model.base_model, model.get_output_embeddings())
     unsupported = [key for key, child in model.named_children() if child not in supported]
     if unsupported:
