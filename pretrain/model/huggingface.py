@@ -39,7 +39,6 @@ from foundation.files import by_umask, fsync, fsync_tree
 from foundation.overrides import overridden
 from foundation.progress import advance
 from foundation.reading import as_input_error
-from packing.settings import HUB_NAME
 from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
@@ -305,9 +304,7 @@ def _stored_config(settings: ModelSettings) -> dict[str, Any]:
         f"`model.source`: {settings.source!r} is neither the folder of a model nor a model on the "
         "Hugging Face hub"
     )
-    if not (os.path.exists(str(settings.source)) or HUB_NAME.fullmatch(str(settings.repository))):
-        raise InputError(f"{what}; {_SET_SOURCE}")
-    with _as_input_error(what):
+    with _as_input_error(what, _SET_SOURCE):
         return PretrainedConfig.get_config_dict(
             str(settings.repository), revision=settings.revision
         )[0]

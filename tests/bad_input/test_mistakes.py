@@ -85,9 +85,7 @@ SETTINGS = {
     "model.config={model_type: t5, vocab_size: 61}": "t5 is no causal language model",
     "model.config.num_hidden_layers=0": "`num_hidden_layers: 0`",
     "model.source=/no/such/model": "/no/such/model",
-    "model.source=./nowhere": (
-        "'./nowhere' is neither the folder of a model nor a model on the Hugging Face hub; set "
-    ),
+    "model.source=./nowhere": "'./nowhere' is neither the folder of a model nor a model",
     "model.source=tests": "`model.source`: tests: the source has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
     "model.from_scratch=true": "`source`",
