@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -61,13 +60,12 @@ def missing() -> str | None:
     """
     if not torch.cuda.is_available():
         return "a CUDA device"
-    if importlib.util.find_spec("transformer_engine") is None:
-        return "Transformer Engine, which is not installed (docs/install.md has the commands)"
     try:
         library()
-    # These exceptions mean that the library was built for another version of torch, CUDA or Python.
+    # These exceptions mean that the library is not installed, or that it was built for another
+    # version of torch, CUDA or Python.
     except (ImportError, OSError, RuntimeError) as error:
-        return f"a Transformer Engine that can be imported ({one_line(error)})"
+        return f"Transformer Engine, installed as in docs/install.md ({one_line(error)})"
     return None
 
 
