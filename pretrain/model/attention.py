@@ -202,15 +202,6 @@ def check(model: PreTrainedModel, length: int) -> None:
                 f"{name} has {key} {value}, but packed attention does not compute dropout; "
                 f"set `model.config.{key}: 0.0`"
             )
-    window = getattr(config, "sliding_window", None)
-    has_window = layer_types is None or "sliding_attention" in layer_types
-    # Reject models that do not support FlashAttention: they pass the window only to their attention
-    # masks, and packed attention has no such masks.
-    if window is not None and window < length and has_window and not model._supports_flash_attn:
-        raise InputError(
-            f"{name} does not pass its sliding window to its attention function; "
-            f"set `data.length` to {window} or less"
-        )
     longest = longest_rotated(config.get_text_config())
     if longest is not None and length > longest:
         raise InputError(
