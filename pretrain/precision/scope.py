@@ -8,7 +8,6 @@ shape would keep all of them unquantized.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -110,16 +109,10 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
     model_class = type(hf).__name__
     for pattern in active.settings.keep_bf16:
         if not any(is_called(name, pattern) for name in decisions):
-            ends = dict.fromkeys(
-                name.split(".", dots)[-1]
-                for name in decisions
-                for dots in range(name.count(".") + 1)
-            )
-            (nearest,) = difflib.get_close_matches(pattern, [*ends], n=1, cutoff=0)
             raise InputError(
                 f"`fp8_config.keep_bf16`: {pattern!r} matches no linear layer of {model_class}; "
-                f"the most similar name is {nearest}. A pattern must match the whole name of a "
-                "layer, or the part of the name after any of its dots"
+                f"one of its layers is {next(iter(decisions))}. A pattern must match the whole "
+                "name of a layer, or the part of the name after any of its dots"
             )
     reasons = [decision.reason for decision in decisions.values() if decision.reason]
     if len(reasons) == len(decisions):
