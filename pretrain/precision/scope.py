@@ -54,14 +54,8 @@ def decide(
     settings = active.settings
     head = hf.get_output_embeddings()
     first, last = active.kept_layers(len(layers))
-    is_default = settings.keep_bf16_layers.last is None and last > 0
-    default = f", by default the last {last} of {len(layers)}" if is_default else ""
-    # Map each module of a kept layer to the reason.
-    kept: dict[nn.Module, str] = {}
-    for layer in layers[:first]:
-        kept |= dict.fromkeys(layer.modules(), "keep_bf16_layers")
-    for layer in layers[max(0, len(layers) - last) :]:
-        kept |= dict.fromkeys(layer.modules(), f"keep_bf16_layers{default}")
+    kept_layers = [*layers[:first], *layers[max(0, len(layers) - last) :]]
+    kept = {module for layer in kept_layers for module in layer.modules()}
     linears = {
         name: (module, features_of(module))
         for name, module in hf.named_modules()
@@ -87,7 +81,7 @@ def decide(
         reasons: dict[str | None, Any] = {
             "scope linear excludes the LM head": module is head and settings.scope == "linear",
             "routers are not quantized": any(is_called(name, pattern) for pattern in _ROUTERS),
-            kept.get(module, "keep_bf16_layers"): module in kept,
+            "keep_bf16_layers": module in kept,
             **{f"keep_bf16: {pattern}": is_called(name, pattern) for pattern in settings.keep_bf16},
             **{f"{size} is not a multiple of {multiple}": size % multiple for size in features},
             no_groups: name in stacks,

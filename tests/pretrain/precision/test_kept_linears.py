@@ -85,7 +85,7 @@ def test_nvfp4_keeps_its_last_layers_by_default(hf: PreTrainedModel) -> None:
     assert {name for name, reason in kept.items() if reason} == last_layers, (
         "15 % of 12, rounded up"
     )
-    assert {kept[name] for name in last_layers} == {"keep_bf16_layers, by default the last 2 of 12"}
+    assert {kept[name] for name in last_layers} == {"keep_bf16_layers"}
     decisions = decide(hf, layers, active(precision="nvfp4", keep_bf16_layers={"first": 1}))
     assert decisions["model.layers.0.mlp.up_proj"].reason == "keep_bf16_layers", "set by the user"
     assert decisions["model.layers.11.mlp.up_proj"].reason == kept["model.layers.11.mlp.up_proj"]
