@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,6 @@ class ModelPrecision:
         """Set the current precision to the precision called `name`."""
         self.context.backend = self.in_model[name].backend
 
-    @contextmanager
-    def using(self, name: str) -> Iterator[None]:
-        """Use the precision `name` inside of the context, then restore the previous precision."""
-        with overridden(self.context, backend=self.in_model[name].backend):
-            yield
+    def using(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which the precision `name` is used instead of the current one."""
+        return overridden(self.context, backend=self.in_model[name].backend)
