@@ -73,9 +73,8 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
     """Return the reason why Transformer Engine cannot compute `precision` here, or None.
 
     The reason is a requirement that this process does not meet, as a noun phrase, see `missing`.
+    `precision` is one that a release of Transformer Engine offers.
     """
-    if not precision.te_available:
-        return precision.hardware.missing(None)
     if need := missing():
         return need
     available, reason = getattr(library(), precision.te_available)(return_reason=True)

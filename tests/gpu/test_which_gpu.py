@@ -17,8 +17,8 @@ from pretrain.compare import which, which_trainings
 from pretrain.compare.matrix_run import command_of
 from pretrain.compare.which_trainings import Question
 from pretrain.metrics.run_record import read_metrics
+from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
-from pretrain.precision.transformer_engine import unavailable_because
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
@@ -110,10 +110,11 @@ def test_forked_trainings_equal_launched_ones(
 
 
 def test_default_candidates_are_the_precisions_of_the_gpu() -> None:
+    missing = missing_on("cuda")
     available = [
         name
         for name, precision in PRECISIONS.items()
-        if precision.quantized and unavailable_because(precision) is None
+        if precision.quantized and missing(precision) is None
     ]
     assert which.default_candidates("fp32") == [
         "bf16",

@@ -27,8 +27,8 @@ import torch
 
 from foundation.errors import InputError
 from pretrain.metrics.health import TrainingHalted
+from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
-from pretrain.precision.transformer_engine import unavailable_because
 from tests.multi import test_broken_ranks as broken_ranks
 from tests.pretrain.conftest import on_a
 from tests.pretrain.verify import mixture_faults, update_faults  # noqa: F401
@@ -100,10 +100,11 @@ def faults_on(device: str) -> list[Fault]:
 
 def precisions_on(device: str) -> list[str]:
     """Return the precisions that `device` can compute or, on a CPU, emulate."""
+    missing = missing_on(device)
     return [
         name
         for name, precision in PRECISIONS.items()
-        if device == "cpu" or not (precision.quantized and unavailable_because(precision))
+        if device == "cpu" or not (precision.quantized and missing(precision))
     ]
 
 
