@@ -265,8 +265,7 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
         before_number = ":" if chunk.kind == "jsonl" else ", record "
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
-                for index, record in _listed(line):
-                    yield f"{chunk.origin}{before_number}{number}{index}", record
+                yield f"{chunk.origin}{before_number}{number}", line
     elif chunk.kind == "text":
         yield chunk.origin, Path(chunk.origin)
     else:
@@ -282,20 +281,6 @@ def column_names(chunk: Chunk) -> set[str]:
         with suppress(ValueError):
             names.update(_parsed(record, Records((), ())) if isinstance(record, bytes) else ())
     return names
-
-
-def _listed(line: bytes) -> list[tuple[str, bytes]]:
-    """Return a tuple (suffix, record) for each record in a line.
-
-    If the line is a JSON list, each element is a record, and the suffix gives the record's index
-    in messages, for example ", record 0". Any other line is one record, with an empty suffix. Each
-    record is returned as encoded JSON.
-    """
-    if line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        with suppress(ValueError):
-            records = [json.dumps(record).encode() for record in json.loads(line)]
-            return [(f", record {index}", record) for index, record in enumerate(records)]
-    return [("", line)]
 
 
 def _parsed(line: bytes, records: Records) -> dict[str, Any]:

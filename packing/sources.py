@@ -20,7 +20,6 @@ import codecs
 import csv
 import io
 import json
-import re
 import shlex
 from bisect import bisect_right
 from collections import Counter
@@ -67,8 +66,6 @@ CHUNK_BYTES = 2**20
 _ROWS = 1024
 # Largest number of characters of a field in a CSV file.
 _MOST_FIELD = 2**23
-# First character of the next record of a JSON array.
-_RECORD_START = re.compile(r"[^\s,\[\]]")
 _SUFFIXES = {
     "jsonl": {".jsonl", ".ndjson", ".json"},
     "parquet": {".parquet"},
@@ -266,8 +263,8 @@ class FileSource:
 
         A .json file may have one JSON array instead of lines.
         """
-        if suffix_of(path) == ".json" and (text := _array_in(path)):
-            yield from self._array_chunks(text, path, size, place)
+        if suffix_of(path) == ".json" and _has_array(path):
+            yield from self._array_chunks(path, size, place)
             return
         # Offset in the file, in bytes.
         at = place.get("at", 0)
@@ -294,23 +291,18 @@ class FileSource:
                     line += payload.count(b"\n")
                     yield Chunk("jsonl", str(path), first, payload, {"at": at, "line": line})
 
-    def _array_chunks(self, text: str, path: Path, size: int, place: Place) -> Iterator[Chunk]:
-        """Yield chunks of records of the JSON array `text`. Each record becomes one line."""
-        number = place.get("record", 0)
-        # Offset in `text`, in characters.
-        begin = at = place.get("at", 0)
-        lines: list[str] = []
-        while start := _RECORD_START.search(text, at):
-            _, at = json.JSONDecoder().raw_decode(text, start.start())
-            # Replace line breaks by blanks, which mean the same outside of JSON strings. JSON
-            # strings contain no line breaks.
-            lines.append(text[start.start() : at].replace("\n", " "))
-            if at - begin >= size or not _RECORD_START.search(text, at):
-                after = {"at": at, "record": number + len(lines)}
-                yield Chunk("array", str(path), number, "\n".join(lines).encode(), after)
-                number += len(lines)
-                begin = at
-                lines = []
+    def _array_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
+        """Yield chunks of records of a JSON array. Each record becomes one line."""
+        with open_stream(path) as stream:
+            records = json.loads(decoded(stream.read()))
+        first = place.get("record", 0)
+        payload = bytearray()
+        for number, record in enumerate(records[first:], first + 1):
+            payload += json.dumps(record).encode() + b"\n"
+            if len(payload) >= size or number == len(records):
+                yield Chunk("array", str(path), first, bytes(payload), {"record": number})
+                first = number
+                payload.clear()
 
     def _csv_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of rows. All values are texts. Rows before `place` are read and skipped."""
@@ -487,18 +479,10 @@ class DatasetSource:
             )
 
 
-def _array_in(path: Path) -> str | None:
-    """Return the text of a file with a JSON array over several lines, or None for other files.
-
-    An array on one line is read like JSONL, because a line may have a list of records.
-    """
+def _has_array(path: Path) -> bool:
+    """Return True if a file begins with a JSON array."""
     with open_stream(path) as stream:
-        if not stream.read(2**10).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            return None
-    with open_stream(path) as stream:
-        text = decoded(stream.read())
-    first_line = text.partition("\n")[0].rstrip()
-    return text if text.rstrip().endswith("]") and not first_line.endswith("]") else None
+        return stream.read(2**10).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:

@@ -357,14 +357,15 @@ def test_a_missing_column_is_reported_with_usual_keys(
             texts_of(path)
 
 
-def test_a_line_with_a_list_holds_its_records(
-    tmp_path: Path,
-) -> None:
+def test_only_a_json_file_may_have_an_array(tmp_path: Path) -> None:
     records = [{"text": "one"}, {"text": "zwei, ü"}]
     (tmp_path / "x.json").write_text(json.dumps(records))
     assert texts_of(tmp_path / "x.json") == ["one", "zwei, ü"]
     (tmp_path / "x.jsonl").write_text(json.dumps(records, indent=1))
     with pytest.raises(InputError, match=r"x\.jsonl:1: .*jq -c"):
+        texts_of(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_text(json.dumps(records))
+    with pytest.raises(InputError, match=r"x\.jsonl:1: .*write each record on one line"):
         texts_of(tmp_path / "x.jsonl")
 
 
@@ -390,7 +391,6 @@ def test_a_bad_record_of_an_array_is_named_by_its_index(indent: int | None, tmp_
     [
         ('\ufeff[\n{"text": "a"},\r\n {"text": "b"}\n]\n', ["a", "b"]),
         ('[{"text": "a"},\n{"text": "\u2028b\\n"}]', ["a", "\u2028b\n"]),
-        ('[{"text": "a"}]\n[{"text": "b"}]\n', ["a", "b"]),
         ('\ufeff[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
         ("[\n]", []),
     ],
