@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import shlex
 from collections.abc import Collection, Iterator
@@ -21,14 +20,6 @@ from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-# UTF-32 is tested before UTF-16, because the byte order mark of little-endian UTF-32 begins with
-# the mark of little-endian UTF-16.
-_BYTE_ORDER_MARKS = (
-    (codecs.BOM_UTF32_LE, "UTF-32"),
-    (codecs.BOM_UTF32_BE, "UTF-32"),
-    (codecs.BOM_UTF16_LE, "UTF-16"),
-    (codecs.BOM_UTF16_BE, "UTF-16"),
-)
 # Place in a source from which reading can continue. It is empty for the beginning of the source.
 Place = dict[str, Any]
 
@@ -55,17 +46,9 @@ class Chunk:
 def open_stream(path: Path) -> pa.NativeFile:
     """Open a file for reading, and decompress it if its suffix is .gz or .zst.
 
-    Raises OSError if the file cannot be opened. Arrow's decompressors raise OSError for a truncated
-    stream, but would read an empty file as an empty text. So this function raises OSError for an
-    empty file with one of these suffixes.
+    Raises OSError if the file cannot be opened.
     """
-    compression = COMPRESSION.get(path.suffix.lower())
-    if compression and not path.stat().st_size:
-        raise OSError(
-            f"the file is empty, so it was not written or copied to the end: even without content, "
-            f"a {path.suffix} file has some bytes"
-        )
-    return pa.input_stream(str(path), compression=compression)
+    return pa.input_stream(str(path), compression=COMPRESSION.get(path.suffix.lower()))
 
 
 # Map columns of a dataset to the default of `data.messages` (as YAML). A dataset that has all
@@ -237,21 +220,20 @@ def decoded(data: bytes) -> str:
     """Return the text of UTF-8 bytes. Raise ValueError if the bytes have another encoding.
 
     ASCII text in UTF-16 or UTF-32 is also valid UTF-8, but has NUL characters. So a text with NUL
-    characters is rejected. The message names the encoding only if there is a byte order mark.
+    characters is rejected.
     """
-    marked = [name for mark, name in _BYTE_ORDER_MARKS if data.startswith(mark)]
-    remedy = "convert the file to UTF-8"
-    if marked:
-        remedy = f"convert the file to UTF-8, for example with `iconv -f {marked[0]} -t UTF-8`"
     try:
         text = str(data, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"is not UTF-8 ({error}); {remedy}"
-            f"{'' if marked else ', from Latin-1 with `iconv -f latin1 -t utf8`'}"
+            f"is not UTF-8 ({error}); convert the file to UTF-8, for example from Latin-1 with "
+            "`iconv -f latin1 -t utf8`, or from UTF-16 with `iconv -f utf16 -t utf8`"
         ) from None
     if "\0" in text:
-        raise ValueError(f"has NUL characters, as UTF-16 and UTF-32 have; {remedy}")
+        raise ValueError(
+            "has NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8, for example "
+            "with `iconv -f utf16 -t utf8`"
+        )
     return text
 
 

@@ -256,10 +256,10 @@ def test_a_similar_name_is_suggested_before_the_hub(
 @pytest.mark.parametrize(
     ("encoding", "text", "message"),
     [
-        ("utf-16-le", "\ufeffcaf\xe9", "not UTF-8.*iconv -f UTF-16 -t UTF-8"),
-        ("utf-16-be", "\ufeffcafe", "not UTF-8.*iconv -f UTF-16 -t UTF-8"),
-        ("utf-32-le", "\ufeffcafe", "not UTF-8.*iconv -f UTF-32 -t UTF-8"),
-        ("utf-32-be", "\ufeffcafe", "not UTF-8.*iconv -f UTF-32 -t UTF-8"),
+        ("utf-16-le", "\ufeffcaf\xe9", "not UTF-8.*iconv -f utf16 -t utf8"),
+        ("utf-16-be", "\ufeffcafe", "not UTF-8.*iconv -f utf16 -t utf8"),
+        ("utf-32-le", "\ufeffcafe", "not UTF-8.*convert the file"),
+        ("utf-32-be", "\ufeffcafe", "not UTF-8.*convert the file"),
         (
             "utf-16-le",
             "cafe",
@@ -275,7 +275,7 @@ def test_a_similar_name_is_suggested_before_the_hub(
     ],
 )
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
-def test_another_encoding_is_refused_and_named_by_its_mark(
+def test_another_encoding_is_refused_with_a_remedy(
     encoding: str, text: str, message: str, suffix: str, tmp_path: Path
 ) -> None:
     mark = "\ufeff" if "\ufeff" in text else ""
