@@ -149,38 +149,25 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
     """Return the kind of the files to read, their paths, and a note about files that are not read.
 
-    `name` is the folder or the pattern of `files`. If there are JSONL or Parquet files, other files
-    are not read, because many datasets have a README. Otherwise text or CSV files are read,
-    whichever have more bytes. Raises InputError if there are both JSONL and Parquet files, or if
-    the files to read have fewer bytes than the files that are not read.
+    `name` is the folder or the pattern of `files`. Files of the kind with the most bytes are read.
+    Raises InputError if the files of unknown kinds have the most bytes.
     """
     by_kind: dict[str | None, list[Path]] = {}
     for path in files:
         by_kind.setdefault(kind_of(path), []).append(path)
-    kinds: list[str] = [kind for kind in ("parquet", "jsonl") if kind in by_kind]
-    if not kinds and by_kind.keys() & {"text", "csv"}:
-        kinds = [max(("text", "csv"), key=lambda kind: _bytes_of(by_kind.get(kind, ())))]
-    remedy = (
-        "set data.source to a file, or to a pattern that matches files of one kind, such as "
-        f"'FOLDER/**/*.txt'; {_READABLE}"
+    kind = max(by_kind, key=lambda kind: _bytes_of(by_kind[kind]), default=None)
+    if kind is None:
+        raise InputError(
+            f"data.source: {name}: most of its bytes are not in files of a known kind; set "
+            "data.source to a file, or to a pattern that matches files of one kind, such as "
+            f"'FOLDER/**/*.txt'; {_READABLE}"
+        )
+    paths = by_kind.pop(kind)
+    suffixes = Counter(path.suffix for group in by_kind.values() for path in group)
+    unread = ", ".join(
+        f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(8)
     )
-    if len(kinds) != 1:
-        counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
-        raise InputError(
-            f"data.source: {name}: the source has {counts or 'no files of a known kind'}; {remedy}"
-        )
-    paths = by_kind.pop(kinds[0])
-    unread_paths = [path for group in by_kind.values() for path in group]
-    suffixes = Counter(path.suffix or "without a suffix" for path in unread_paths)
-    unread = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(8))
-    if "text" in by_kind:
-        unread += f"; text files are not read beside {kinds[0]} files"
-    if _bytes_of(unread_paths) > _bytes_of(paths):
-        raise InputError(
-            f"data.source: {name}: most of its bytes are in files that are not read ({unread}); "
-            f"{remedy}"
-        )
-    return kinds[0], paths, unread and f"\nfiles not read: {unread}"
+    return kind, paths, unread and f"\nfiles not read: {unread}"
 
 
 def _bytes_of(paths: Iterable[Path]) -> int:

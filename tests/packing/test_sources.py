@@ -167,38 +167,23 @@ def test_a_folder_is_read_in_order_without_hidden_files_and_packs(tmp_path: Path
     assert texts_of(tmp_path) == ["README.md", "a/z.txt", "b.txt"]
 
 
-def test_data_files_precede_text_and_two_kinds_are_rejected(tmp_path: Path) -> None:
-    write_corpus(tmp_path, "jsonl", ["x"])
-    (tmp_path / "README.md").write_text("about")
-    assert texts_of(tmp_path) == ["x"]
-    write_corpus(tmp_path, "parquet", ["y"])
-    with pytest.raises(InputError, match=r"data.source: .*1 parquet files and 1 jsonl files"):
-        texts_of(tmp_path)
-
-
-def test_unread_files_are_counted_and_rejected_if_they_are_most(tmp_path: Path) -> None:
+def test_files_of_the_kind_with_the_most_bytes_are_read(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about this data set")
     (tmp_path / "a.csv").write_text("text\nb\n")
     assert open_reader(tmp_path).description.endswith("\nfiles not read: 1 .csv")
-    for name in ("b.pdf", "c.doc", "d.pdf"):
-        (tmp_path / name).write_text("text\nb\nc\n")
-    with pytest.raises(
-        InputError, match=r"data.source: .*not read \(2 \.pdf, 1 \.csv, 1 \.doc\).*\*\*/\*\.txt"
-    ):
-        open_reader(tmp_path)
-    (tmp_path / "notes.jsonl").write_text("{}")
-    with pytest.raises(
-        InputError, match=r"1 \.csv, 1 \.doc; text files are not read beside jsonl files\)"
-    ):
-        open_reader(tmp_path)
-
-
-def test_a_folder_of_csv_is_read_if_it_has_less_text(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("about this data set")
     for name in ("b.csv", "a.tsv"):
         (tmp_path / name).write_text("text\n" + f"{name}\n" * 4)
-    assert texts_of(tmp_path) == ["a.tsv"] * 4 + ["b.csv"] * 4
-    assert "\nfiles not read: 1 .md; text files" in open_reader(tmp_path).description
+    assert texts_of(tmp_path) == ["b", *["a.tsv"] * 4, *["b.csv"] * 4]
+    write_corpus(tmp_path, "jsonl", ["x" * 100])
+    assert texts_of(tmp_path) == ["x" * 100]
+    assert open_reader(tmp_path).description.endswith("files not read: 2 .csv, 1 .md, 1 .tsv")
+
+
+def test_unknown_files_with_the_most_bytes_are_rejected(tmp_path: Path) -> None:
+    write_corpus(tmp_path, "jsonl", ["x"])
+    (tmp_path / "a.pdf").write_text("x" * 100)
+    with pytest.raises(InputError, match=r"data.source: .*most of its bytes.*\*\*/\*\.txt"):
+        open_reader(tmp_path)
 
 
 def test_a_pattern_matches_files_in_order(tmp_path: Path) -> None:
