@@ -134,8 +134,6 @@ class PackMaker(AbstractContextManager):
         statistics = arranged.statistics()
         if stream is not None:
             statistics["stream"] = stream
-        if self.reading.messages != self.settings.messages:
-            statistics["chat_columns"] = self.reading.messages
         with PackWriter(path, self.settings.length) as writer:
             if stream is not None and stream["start"]["number"] > 0:
                 arranged.write(writer, "train", self.tokenizer.padding)

@@ -137,10 +137,6 @@ def holds_packs_of(settings: DataSettings) -> bool:
     # Ignore a different path or name of the source if both mean the same file or dataset.
     if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
         requested["source"] = recorded["source"]
-    # The packs remain valid if the column of chats was found automatically when the packs were
-    # made, and the settings now name the same column.
-    if requested["messages"] == manifest["statistics"].get("chat_columns", ""):
-        requested["messages"] = recorded["messages"]
     # Compare the fingerprints of the tokenizers if their names differ, or if the name is a path,
     # whose content may have changed. Otherwise do not load the tokenizer: packs may be copied to a
     # machine that does not have it.
