@@ -33,7 +33,7 @@ from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.settings import DataSettings
-from packing.sources import kind_of, open_source, recognise_chats
+from packing.sources import open_source, recognise_chats
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -158,13 +158,6 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
             "command line: a tokenizer is trained on text, not on token ids; "
             "set `data.text` to a column of text, or to a template of columns"
         )
-    fixed = 257 + len(options.special)
-    if options.vocabulary <= fixed:
-        raise InputError(
-            f"--vocabulary {options.vocabulary}: the vocabulary is too small: {fixed} tokens are "
-            "needed for the 256 bytes, the end-of-text token and the tokens of --special; set a "
-            "larger number"
-        )
     source = open_source(settings, Records((), ()))
     settings = recognise_chats(settings, source)
     source.records = TextTemplate.parse(settings.text)
@@ -226,14 +219,6 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
     recipe = None
     if arguments and "=" not in arguments[0]:
         recipe, *arguments = arguments
-        path = Path(recipe)
-        is_data = kind_of(path) not in (None, "text") and path.suffix not in _RECIPE_SUFFIXES
-        if is_data or path.is_dir():
-            raise InputError(
-                f"{recipe}: this path is data and not a recipe; either write a recipe before "
-                f"data.source={recipe}, or write data.source={recipe} data.tokenizer=TOKENIZER "
-                "data.packs=FOLDER"
-            )
         for path, content in load_with_bases(recipe):
             section = content.get("data") or {}
             if not isinstance(section, dict):
@@ -296,15 +281,12 @@ def _print_text(packs: Packs, index: int, tokenizer_name: str | None) -> None:
         return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     pack = packs[index]
-    ends = np.cumsum(pack.lengths).tolist()
-    for start, end in pairwise([0, *ends]):
+    for start, end in pairwise([0, *np.cumsum(pack.lengths).tolist()]):
         print(f"──── document at {start:,} · {end - start:,} tokens ".ljust(100, "─"))
         ids = pack.input_ids[start:end]
         print(text_of(ids))
         if pack.trained is not None:
             print(f"[trained on] {text_of(ids[pack.trained[start:end]])}")
-    if ends[-1] < packs.length:
-        print(f"──── padding · {packs.length - ends[-1]:,} tokens ".ljust(100, "─"))
 
 
 if __name__ == "__main__":

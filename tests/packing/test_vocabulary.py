@@ -68,13 +68,10 @@ def test_the_message_about_old_files_converts_them(tmp_path: Path, tokenizer: To
     )
 
 
-def test_a_tokenizer_is_never_overwritten_and_needs_256_ids(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_tokenizer_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = tmp_path / "texts.jsonl"
     source.write_text('{"text": "words"}\n')
     for vocabulary, out, message in (
-        ("200", "new", "--vocabulary"),
         ("300", ".", "--out"),
         ("300", "texts.jsonl", "--out"),
     ):
