@@ -37,9 +37,6 @@ from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
 UNTRAINED = np.uint32(1 << 31)
 # Name of a chat template's file, beside a tokenizer.json.
 CHAT_TEMPLATE = "chat_template.jinja"
-# Folder in which transformers 5 writes all chat templates of a tokenizer except the default one.
-# Each template is a file.
-_NAMED_TEMPLATES = "additional_chat_templates"
 # Prefix of every template. Templates read the date with `strftime_now`. The prefix makes this name
 # undefined, because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
@@ -524,41 +521,28 @@ def _has_word(template: str, word: str) -> bool:
 def chat_template(given: str | None, tokenizer: str) -> str:
     """Return the chat template that `given`, the value of `data.chat_template`, selects.
 
-    `given` may be "plain", "chatml", a template, a Jinja file, or the name of a template of the
-    tokenizer. Named templates are in tokenizer_config.json, or in a folder that transformers 5
-    writes. None selects the tokenizer's only template, or its template named default. Raises
-    InputError if there is no such template.
+    `given` may be "plain", "chatml", a template, or a Jinja file. None selects the tokenizer's
+    template. Raises InputError if there is no such template.
     """
     if given in _BUILT_IN:
         return _BUILT_IN[given]
     if given is not None and ("{" in given or "\n" in given):
         return given
-    if given and Path(given).is_file():
-        return Path(given).read_text(encoding="utf-8")
-    name = f"{_NAMED_TEMPLATES}/{given}.jinja" if given else CHAT_TEMPLATE
-    if file := find_file(tokenizer, name):
+    if given is not None:
+        with as_input_error(
+            (OSError, ValueError),
+            f"data.chat_template: {given}: cannot be read",
+            "set data.chat_template to plain, chatml or a Jinja file",
+        ):
+            return Path(given).read_text(encoding="utf-8")
+    if file := find_file(tokenizer, CHAT_TEMPLATE):
         return file.read_text(encoding="utf-8")
     config = find_file(tokenizer, "tokenizer_config.json")
-    stored = load_object(config, REMEDY).get("chat_template") if config else None
-    with as_input_error(
-        (LookupError, TypeError, ValueError),
-        f"{config}: `chat_template` is neither a template nor a list of named templates",
-        "either correct it, or set data.chat_template",
-    ):
-        if isinstance(stored, str):
-            stored = [{"name": "default", "template": stored}]
-        named = {str(entry["name"]): entry["template"] for entry in stored or ()}
-        if not all(isinstance(template, str) for template in named.values()):
-            raise ValueError("a template is not a text")
-    if (given or "default") not in named:
-        what = f"{given}: no such file or template"
-        if not given:
-            what = f"{tokenizer} has no template{' named default' if named else ''}"
-        in_folder = Path(tokenizer).glob(f"{_NAMED_TEMPLATES}/*.jinja")
-        names = ", ".join([*_BUILT_IN, *named, *sorted(file.stem for file in in_folder)])
+    template = load_object(config, REMEDY).get("chat_template") if config else None
+    if not isinstance(template, str):
         raise InputError(
-            f"data.chat_template: {what}; either set data.chat_template to {names} or a Jinja "
-            "file ('plain' suits every tokenizer), or set data.tokenizer to the tokenizer of an "
-            "instruct model"
+            f"data.chat_template: {tokenizer} has no template, or several; either set "
+            "data.chat_template to plain (which suits every tokenizer), chatml or a Jinja file, or "
+            "set data.tokenizer to the tokenizer of an instruct model"
         )
-    return named[given or "default"]
+    return template

@@ -84,8 +84,8 @@ class SourceSettings(Settings):
     # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
     # assistant's messages have a loss. null: chats are recognised by their columns.
     messages: str | tuple[str, ...] | None = None
-    # Template of chats: plain, chatml, a Jinja file, the name of one of the tokenizer's templates,
-    # or a template itself; null: the tokenizer's only template, or its template named default.
+    # Template of chats: plain, chatml, a Jinja file, or a template itself; null: the tokenizer's
+    # template.
     chat_template: PathText | None = None
 
     # Tokens instead of `text`: a column with the token ids of a record. `tokenizer` must be the one

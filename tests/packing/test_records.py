@@ -602,32 +602,19 @@ def test_keys_of_messages_without_an_effect_are_named(tokenizer_file: Path) -> N
         )
 
 
-def test_templates_by_name(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_a_tokenizer_with_several_templates_needs_a_file(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
     folder = shutil.copytree(tokenizer_file.parent, tmp_path / "named")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    listed = [{"name": name, "template": name + CHATML} for name in ("default", "tool_use")]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": listed}))
-    assert chat_template(None, str(folder)) == "default" + CHATML
-    assert chat_template("tool_use", str(folder)) == "tool_use" + CHATML
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config | {"chat_template": listed[1:]})
-    )
-    for given in (None, "rag"):
-        with pytest.raises(
-            InputError, match=r"data\.chat_template: .*chat_template to plain, chatml, tool_use"
-        ):
-            chat_template(given, str(folder))
-    # transformers 5 writes a file for each template.
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
-    assert chat_template("rag", str(folder)) == "rag"
-    with pytest.raises(InputError, match=r"chat_template to plain, chatml, tool_use, rag or"):
-        chat_template("cot", str(folder))
-    for malformed in ([{"name": "default"}], ["default"], [{"name": "a", "template": 1}], 7):
-        stored = config | {"chat_template": malformed}
-        (folder / "tokenizer_config.json").write_text(json.dumps(stored))
-        with pytest.raises(InputError, match=r"tokenizer_config\.json: `chat_template` is neither"):
-            chat_template(None, str(folder))
+    stored = config | {"chat_template": [{"name": "default", "template": CHATML}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=r"data\.chat_template: .*or several; either set"):
+        chat_template(None, str(folder))
+    with pytest.raises(InputError, match=r"data\.chat_template: rag: cannot be read: No such file"):
+        chat_template("rag", str(folder))
+    (folder / "rag.jinja").write_text("rag")
+    assert chat_template(str(folder / "rag.jinja"), str(folder)) == "rag"
 
 
 ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
