@@ -294,13 +294,8 @@ class FileSource:
     def _csv_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of rows. All values are texts. Rows before `place` are read and skipped."""
         with open_stream(path) as stream:
-            # Reject UTF-16 here, with a message that says how to convert the file.
-            decoded(stream.read(2**16).partition(b"\n")[0])
-        with open_stream(path) as stream:
             rows = _csv_rows(stream, path)
             names = next(rows, [])
-            if not names:
-                raise ValueError("it has no row with the names of the columns")
             check_columns(str(path), self.records, names)
             columns = {*self.records.columns, *self.records.optional} or names
             schema = pa.schema([(name, pa.string()) for name in names if name in columns])

@@ -272,9 +272,7 @@ def find_splits(
     )
     if train := train or first_of(path):
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
-    is_mixture = any(path.glob(f"*/{MANIFEST}"))
-    hint = "; to read packs of several sources, set `data.sources`" if is_mixture else ""
     raise InputError(
         f"{path}: the folder has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no "
-        f"train.bin{hint}; {_MAKE}"
+        f"train.bin; {_MAKE}"
     )
