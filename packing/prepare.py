@@ -180,8 +180,7 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
         as_input_error((OSError, MemoryError), str(settings.packs), remedy),
     ):
         log = TokenLog(folder, maker.key())
-        if not log.complete:
-            _tokenize_source(maker, log, progress)
+        _tokenize_source(maker, log, progress)
         with Progress("packing", shown=progress):
             manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
     shutil.rmtree(folder)
@@ -205,7 +204,6 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
                 f"data.source: {maker.settings.source}: the source was changed while it was read; "
                 "run the command again when the source is complete"
             )
-        log.complete = True
 
 
 class TokenLog(AbstractContextManager):
@@ -232,12 +230,10 @@ class TokenLog(AbstractContextManager):
         progress = load_object(path, remedy) if path.is_file() else {}
         # If the log has no documents, start over: its key and place may be from another source.
         if not progress.get("counts", {}).get("documents"):
-            progress = {"key": key, "counts": {}, "place": {}, "complete": False}
+            progress = {"key": key, "counts": {}, "place": {}}
         self.counts = Counts(**progress["counts"])
         # Place in the source after the last tokenised record.
         self.place: Place = progress["place"]
-        # True if the end of the source was reached.
-        self.complete: bool = progress["complete"]
         if changes := describe_changes(progress["key"], key):
             raise InputError(
                 f"{folder}: the folder has {self.counts.tokens:,} tokens that were made with other "
@@ -272,12 +268,7 @@ class TokenLog(AbstractContextManager):
         fsync_tree(self.folder)
         write_json(
             self.folder / _PROGRESS,
-            {
-                "key": self.key,
-                "counts": asdict(self.counts),
-                "place": self.place,
-                "complete": self.complete,
-            },
+            {"key": self.key, "counts": asdict(self.counts), "place": self.place},
         )
         self._committed_at = time.monotonic()
 
@@ -303,8 +294,6 @@ def summary(manifest: dict[str, Any]) -> str:
     }
     if "fill" in values:
         values["fill"] = f"{values['fill']:.2%}"
-    if values.get("cut_documents") and manifest["settings"]["packing"] == "truncate":
-        values["cut_documents"] = f"{values['cut_documents']:,}, at the ends of packs (truncate)"
     return "\n".join(
         f"  {name.replace('_', ' '):<20} {f'{value:,}' if isinstance(value, int) else value}"
         for name, value in values.items()

@@ -303,7 +303,7 @@ def test_tokens_are_kept_if_memory_runs_out(
     with pytest.raises(InputError, match=r"Unable to allocate .*are kept in .*\.packs\.tokens"):
         prepare(settings, progress=False)
     progress = settings.packs.with_name(".packs.tokens") / "progress.json"
-    assert json.loads(progress.read_text())["complete"]
+    assert json.loads(progress.read_text())["counts"]["documents"] > 0
 
 
 def test_chatml_is_refused_if_the_tokenizer_lacks_its_tokens(
