@@ -18,8 +18,6 @@ from packing.arrow import Pack, Packs, checked_index
 
 # Number of uint16 values from which the dtype is inferred.
 _SAMPLED_TOKENS = 2**20
-# If a file has fewer values, uint16 is assumed, because every second value may be small by chance.
-_FEWEST_TOKENS = 64
 # Bits 16 to 31 of every id below 2^20 are less than this number.
 _HIGH_WORD_LIMIT = 16
 # Size of llm.c's header in bytes.
@@ -83,10 +81,8 @@ def _dtype_of(path: Path) -> str:
     value of every second pair is 0 too.
     """
     sample = np.fromfile(path, "<u2", _SAMPLED_TOKENS)
-    if len(sample) < _FEWEST_TOKENS:
-        return "uint16"
     low_words = sample[0::2]
     high_words = sample[1::2]
-    if not high_words.max() < _HIGH_WORD_LIMIT <= low_words.max():
+    if not high_words.max(initial=0) < _HIGH_WORD_LIMIT <= low_words.max(initial=0):
         return "uint16"
     return "uint32" if low_words[1::2].any() else "int64"
