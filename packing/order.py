@@ -197,16 +197,14 @@ class MixedPacks(JoinedPacks):
         self.parts = dict(parts)
         self.weights = {name: weights[name] for name in parts}
         self.length = self.joined[0].length
-        # Compare only packs that record their tokenizer. MDS and token .bin files do not record it.
-        recorded = [packs for packs in self.joined if (packs.tokenizer or {}).get("fingerprint")]
-        self.tokenizer = (recorded or self.joined)[0].tokenizer
-        fingerprint = (self.tokenizer or {}).get("fingerprint")
-        for packs in recorded:
-            if (packs.tokenizer or {})["fingerprint"] != fingerprint:
-                raise InputError(
-                    f"{packs.path}: these packs were made with another tokenizer than "
-                    f"{recorded[0].path}; prepare all sources with the same tokenizer"
-                )
+        # MDS and token .bin files do not record their tokenizer.
+        recorded = [packs.tokenizer for packs in self.joined if packs.tokenizer]
+        if len({tokenizer["fingerprint"] for tokenizer in recorded}) > 1:
+            raise InputError(
+                f"{path}: the packs of the sources were made with different tokenizers; prepare "
+                "all sources with the same tokenizer"
+            )
+        self.tokenizer = recorded[0] if recorded else None
         self.fingerprint = hash_of(
             [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
         )
