@@ -27,7 +27,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -39,7 +38,7 @@ import numpy as np
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, hash_of, is_locked, locked, replace_file, write_json
+from foundation.files import free_bytes, hash_of, locked, replace_file, write_json
 from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import Mixture, Order, permute, splitmix64
@@ -201,13 +200,10 @@ class PackerProcess(ExitStack):
         self.callback(self.process.kill)
 
     def _refuse(self, holder: str) -> None:
-        time.sleep(0.1)
-        # Test the lock again, because a packer that tests the lock also holds it for a moment.
-        if is_locked(self._packs / RUN_LOCK):
-            raise InputError(
-                f"{self._packs}: another run, {holder}, trains on this stream; "
-                "either wait until it has ended, or set data.packs to another folder"
-            )
+        raise InputError(
+            f"{self._packs}: another run, {holder}, trains on this stream; "
+            "either wait until it has ended, or set data.packs to another folder"
+        )
 
     def publish(self, position: dict[str, Any], *, waits: bool) -> None:
         """Write `position` if the packer needs it.
