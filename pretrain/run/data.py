@@ -12,7 +12,6 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
-from foundation.progress import say
 from foundation.timeline import START
 from foundation.units import plural
 from packing.arrow import Pack, Packs
@@ -26,7 +25,7 @@ from packing.batch import (
 from packing.order import MixedPacks, evenly
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from packing.store import check_model, open_packs, unprepared
+from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
@@ -153,10 +152,6 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     For a stream, only the first part is prepared here.
     """
     if settings.prepares:
-        for folder in unprepared(settings):
-            say(
-                f"{folder}: this folder has no packs yet, so they are prepared now", is_main_process
-            )
         prepare(settings, progress=is_main_process)
     return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
 
