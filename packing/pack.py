@@ -119,7 +119,7 @@ def materialise(
     order of the lengths from which the layout was made. `fill_id` is the token id of padding.
 
     With `masked`, tokens without a loss have the bit `UNTRAINED` in `tokens`. The packs have a mask
-    (`Pack.trained`) instead of this bit. The function needs about 12 bytes of memory per token.
+    (`Pack.trained`) instead of this bit. The function needs about 17 bytes of memory per token.
     """
     pieces = slice(layout.offsets[first], layout.offsets[last])
     sizes = layout.stop[pieces] - layout.start[pieces]
@@ -133,12 +133,9 @@ def materialise(
 
     ids = np.take(tokens, index)
     shape = (last - first, layout.length)
-    if len(ids) == shape[0] * shape[1]:
-        rows = ids.astype(np.uint32, copy=False).reshape(shape)
-    else:
-        padding = fill_id | int(UNTRAINED) if masked else fill_id
-        rows = np.full(shape, padding, np.uint32)
-        rows[np.arange(layout.length) < filled[:, None]] = ids
+    padding = fill_id | int(UNTRAINED) if masked else fill_id
+    rows = np.full(shape, padding, np.uint32)
+    rows[np.arange(layout.length) < filled[:, None]] = ids
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
     return [
         Pack(row & ~UNTRAINED, row_lengths, 0, row < UNTRAINED)
