@@ -36,6 +36,7 @@ from foundation.errors import InputError
 from foundation.files import hash_of
 from foundation.progress import say
 from foundation.reading import as_input_error, one_line, parse_yaml
+from foundation.units import plural
 from packing.arrow import MANIFEST
 from packing.chunks import (
     CHAT_COLUMNS,
@@ -104,15 +105,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
             f"data.source: {name}: no such file or folder, and no file matches it "
             "(relative paths start at the current directory)"
         )
-    kind = kind_of(path)
-    paths = [path]
-    unread = ""
-    files = name
-    if matches or path.is_dir():
-        kind, paths, unread = _choose(name, matches or _files_below(path))
-        files = f"{len(paths):,} {kind} files in {name}"
-    if kind is None:
-        raise InputError(f"data.source: {path}: its suffix is not of a known format; {_READABLE}")
+    kind, paths, unread = _choose(name, matches or _files_below(path))
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
     unused = settings.changed(("subset", "split", *columns))
     if settings.streaming is True:
@@ -121,7 +114,8 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         raise InputError(
             f"data.{unused[0]}: {name} is read as {kind}, which has no such setting; remove it"
         )
-    description = f"{files}, {_bytes_of(paths) / 1e6:,.1f} MB{unread}"
+    files = plural(len(paths), f"{kind} file")
+    description = f"{name}: {files}, {_bytes_of(paths) / 1e6:,.1f} MB{unread}"
     return FileSource(description, paths, kind, records)
 
 
@@ -137,9 +131,12 @@ def kind_of(path: Path) -> str | None:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below `folder` in order. Skip hidden files, and packs in inner folders."""
+    """Yield the files below `folder` in order. Skip hidden files, and packs in inner folders.
+
+    If `folder` is a file, yield only this file.
+    """
     packs = {manifest.parent for manifest in folder.rglob(MANIFEST)} - {folder}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*")) or [folder]:
         names = path.relative_to(folder).parts
         is_hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
         if not is_hidden and not packs.intersection(path.parents) and path.is_file():
@@ -159,8 +156,8 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
     if kind is None:
         raise InputError(
             f"data.source: {name}: most of its bytes are not in files of a known kind; set "
-            "data.source to a file, or to a pattern that matches files of one kind, such as "
-            f"'FOLDER/**/*.txt'; {_READABLE}"
+            "data.source to a file with a known suffix, or to a pattern that matches such files, "
+            f"such as 'FOLDER/**/*.txt'; {_READABLE}"
         )
     paths = by_kind.pop(kind)
     suffixes = Counter(path.suffix for group in by_kind.values() for path in group)
