@@ -372,7 +372,15 @@ class DatasetSource:
         row = begin.get("row", 0)
         state = begin.get("state")
         batch_start = row - begin.get("skip", 0)
-        data, names = self._arrow_data()
+        data = self._data
+        if isinstance(data, datasets.Dataset):
+            data = data.to_iterable_dataset()
+        # Names of all columns, or an empty list if the dataset does not state them.
+        names = list(data.features or ())
+        if names:
+            check_columns(self.name, self.records, names)
+            data = data.select_columns(self._read_columns(names))
+        data = data.with_format("arrow")
         try:
             if state is not None:
                 data.load_state_dict(state)
@@ -398,24 +406,6 @@ class DatasetSource:
         """Return the columns in `names` that `records` reads."""
         columns = {*self.records.columns, *self.records.optional}
         return [name for name in names if name in columns]
-
-    def _arrow_data(self) -> tuple[datasets.IterableDataset, list[str]]:
-        """Return the dataset, and the names of all its columns.
-
-        The dataset yields Arrow tables with the columns that are read. The list of names is empty
-        if the dataset does not state its columns.
-        """
-        import datasets
-
-        data = self._data
-        names = []
-        if isinstance(data, datasets.Dataset):
-            data = data.to_iterable_dataset()
-        if data.features is not None:
-            names = list(data.features)
-            check_columns(self.name, self.records, names)
-            data = data.select_columns(self._read_columns(names))
-        return data.with_format("arrow"), names
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:
