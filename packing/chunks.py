@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,40 +50,19 @@ def open_stream(path: Path) -> pa.NativeFile:
     return pa.input_stream(str(path), compression=COMPRESSION.get(path.suffix.lower()))
 
 
-# Map columns of a dataset to the default of `data.messages` (as YAML). A dataset that has all
-# columns of an entry is read as chats. If several entries match, the first one is used.
-CHAT_COLUMNS = {
-    ("messages",): "messages",
-    ("conversations",): "conversations",
-    ("instruction", "input", "output"): r'["{instruction}\n\n{input}", output]',
-    ("instruction", "output"): "[instruction, output]",
-}
-# Usual columns of datasets, and the setting with which these columns are read.
-_USUAL_COLUMNS = {
-    **{columns: f"data.messages={shlex.quote(value)}" for columns, value in CHAT_COLUMNS.items()},
-    ("prompt", "completion"): "data.messages='[prompt, completion]'",
-    ("prompt", "response"): "data.messages='[prompt, response]'",
-    ("question", "answer"): "data.messages='[question, answer]'",
-    ("input_ids",): "data.input_ids=input_ids",
-    ("content",): "data.text=content",
-}
-
-
 def lacking(records: Records, names: Collection[str]) -> str | None:
     """Return an error message if a source lacks a column that `records` requires, else None.
 
-    `names` are the names of the columns that the source has. The message suggests settings that
-    read these columns.
+    `names` are the names of the columns that the source has.
     """
     absent = [column for column in records.columns if column not in names]
     if not absent:
         return None
-    settings = [key for columns, key in _USUAL_COLUMNS.items() if set(columns) <= set(names)]
-    remedy = (
-        " or ".join(settings)
-        or "data.text or data.messages to one of them, or to a template of columns"
+    return (
+        f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set data.text to a column "
+        "of text or a template of columns, data.messages to a column of chats or to two columns "
+        "('[prompt, response]'), or data.input_ids to a column of token ids"
     )
-    return f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set {remedy}"
 
 
 def check_columns(where: str, records: Records, names: Collection[str]) -> None:

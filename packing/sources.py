@@ -39,7 +39,6 @@ from foundation.reading import as_input_error, one_line, parse_yaml
 from foundation.units import plural
 from packing.arrow import MANIFEST
 from packing.chunks import (
-    CHAT_COLUMNS,
     COMPRESSION,
     Chunk,
     Place,
@@ -78,6 +77,14 @@ _SUFFIXES = {
         ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".ex", ".erl", ".clj", ".sh", ".sql", ".css",
     },
 }  # fmt: skip
+# Map columns of a dataset to the default of `data.messages` (as YAML). A dataset that has all
+# columns of an entry is read as chats. If several entries match, the first one is used.
+_CHAT_COLUMNS = {
+    ("messages",): "messages",
+    ("conversations",): "conversations",
+    ("instruction", "input", "output"): r'["{instruction}\n\n{input}", output]',
+    ("instruction", "output"): "[instruction, output]",
+}
 _KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
 _READABLE = (
     "JSONL, JSON arrays, Parquet, CSV, TSV and text files (.txt, .md, .py, ...) can be read, also "
@@ -182,7 +189,7 @@ def recognise_chats(settings: DataSettings, source: FileSource | DatasetSource) 
     names = source.columns
     if names & {"text", "input_ids"} and settings.chat_template is None:
         return settings
-    for columns, value in CHAT_COLUMNS.items():
+    for columns, value in _CHAT_COLUMNS.items():
         if names.issuperset(columns):
             say(
                 f"{settings.source}: the source has chats, which are read with "

@@ -196,7 +196,9 @@ def test_chats_are_recognised_by_their_columns(
 def test_columns_of_text_precede_those_of_chats(tmp_path: Path, tokenizer_file: Path) -> None:
     ((ids, trained),) = packed(tmp_path, tokenizer_file, [ALPACA | {"text": "words"}])
     assert Tokenizer.from_file(str(tokenizer_file)).decode(ids) == "words" and trained.all()
-    with pytest.raises(InputError, match=r"Set data.messages=messages or data.input_ids"):
+    with pytest.raises(
+        InputError, match=r"Set data.text to .*data.messages to .*data.input_ids to"
+    ):
         (tmp_path / "other").mkdir()
         packed(tmp_path / "other", tokenizer_file, [{"messages": CHATS[0], "input_ids": [1]}])
 
