@@ -317,6 +317,7 @@ class Arranged:
             "empty_documents": counts.empty,
             "median_document": int(np.median(self.tokens.lengths)),
             "longest_document": int(self.tokens.lengths.max()),
+            "columns_not_read": ", ".join(counts.unread),
         }
         if self.masked:
             statistics["trained_tokens"] = counts.trained
@@ -328,8 +329,6 @@ class Arranged:
                     "; warning: the tokenizer lacks much of this text, choose another tokenizer"
                 )
             statistics["unknown_tokens"] = unknown
-        if counts.unread:
-            statistics["columns_not_read"] = ", ".join(counts.unread)
         return statistics
 
 
