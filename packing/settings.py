@@ -83,7 +83,7 @@ class SourceSettings(Settings):
     # Chats instead of `text`: either one column with a list of {role, content}, or two entries,
     # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
     # assistant's messages have a loss. null: chats are recognised by their columns.
-    messages: str | tuple[str, ...] | None = None
+    messages: str | tuple[str, str] | None = None
     # Template of chats: plain, chatml, a Jinja file, or a template itself; null: the tokenizer's
     # template.
     chat_template: PathText | None = None
@@ -108,11 +108,6 @@ class SourceSettings(Settings):
             raise ValueError(
                 f"`{kinds[0]}` and `{kinds[1]}` are both set, but a record has only one of them; "
                 "remove one"
-            )
-        if isinstance(self.messages, tuple) and len(self.messages) != 2:
-            raise ValueError(
-                f"`messages` has {len(self.messages)} entries; "
-                "set it to one column, or to two entries: [prompt, response]"
             )
         if self.labels is not None and self.input_ids is None:
             raise ValueError(

@@ -144,7 +144,7 @@ TEXTS = [
         "text.jsonl is also used for training",
     ),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
-    (CHAT, "data.messages=[p]", "`messages` has 1 entries"),
+    (CHAT, "data.messages=[p]", "`data.messages.1`: Field required"),
     (CHAT, "data.input_ids=p", "`p`"),
     (CHAT, "data.messages=[p,r]", "data.chat_template"),
     (CHAT, "data.messages=[p,r] data.chat_template={here}/no.jinja", "chat_template"),
