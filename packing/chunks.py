@@ -82,8 +82,6 @@ class Counts:
     tokens: int = 0
     # Number of tokens that have a loss.
     trained: int = 0
-    # Number of tokens that replace text outside of the vocabulary.
-    unknown: int = 0
     # Number of malformed records that were skipped (on_bad_line: skip).
     skipped: int = 0
     # Number of records without text.
@@ -99,7 +97,6 @@ class Counts:
             self.documents + other.documents,
             self.tokens + other.tokens,
             self.trained + other.trained,
-            self.unknown + other.unknown,
             self.skipped + other.skipped,
             self.empty + other.empty,
             self.first_skipped or other.first_skipped,
@@ -146,7 +143,6 @@ def tokenize(
         documents=len(encoded),
         tokens=len(tokens),
         trained=int(np.count_nonzero(tokens < UNTRAINED)),
-        unknown=int(np.count_nonzero(tokens & ~UNTRAINED == tokenizer.unknown)),
         # Number of records without tokens. A record of token ids may have several documents. So if
         # `encoded` has more documents than there are records, no record is counted as empty.
         empty=max(0, len(documents) - len(encoded)),

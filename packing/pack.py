@@ -26,8 +26,6 @@ from packing.settings import DataSettings
 # Seed of the order of documents and of the choice of held-out documents. It is not the seed of a
 # run, so runs with different seeds use the same packs.
 SEED = 42
-# Above this share of unknown tokens, a warning is printed.
-_MOST_UNKNOWN = 0.01
 # Number of tokens that are copied at once.
 _PACKS_TOKENS = 2**22
 
@@ -321,14 +319,6 @@ class Arranged:
         }
         if self.masked:
             statistics["trained_tokens"] = counts.trained
-        if counts.unknown:
-            share = counts.unknown / counts.tokens
-            unknown = f"{share:.2%} of all"
-            if share > _MOST_UNKNOWN:
-                unknown += (
-                    "; warning: the tokenizer lacks much of this text, choose another tokenizer"
-                )
-            statistics["unknown_tokens"] = unknown
         return statistics
 
 

@@ -231,7 +231,8 @@ class TokenLog(AbstractContextManager):
         # If the log has no documents, start over: its key and place may be from another source.
         if not progress.get("counts", {}).get("documents"):
             progress = {"key": key, "counts": {}, "place": {}}
-        self.counts = Counts(**progress["counts"])
+        with as_input_error((TypeError,), f"{path}: was written by another version", remedy):
+            self.counts = Counts(**progress["counts"])
         # Place in the source after the last tokenised record.
         self.place: Place = progress["place"]
         if changes := describe_changes(progress["key"], key):

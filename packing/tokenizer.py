@@ -77,20 +77,6 @@ class TextTokenizer:
         """Largest token id plus one. A model needs at least this number of embeddings."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
-    @cached_property
-    def unknown(self) -> int | None:
-        """Id of the unknown token, which replaces text outside of the vocabulary, or None.
-
-        The id is None if the tokenizer has no unknown token, or if the unknown token also begins or
-        ends documents. In the latter case, the number of these tokens does not show how much text
-        was replaced. If the unknown token is the padding token, its id is returned, because
-        documents contain no padding.
-        """
-        model = json.loads(self.tokenizer.to_str())["model"]
-        unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
-        document_marks = (self.special.get("bos"), self.special.get("eos"))
-        return None if unknown in document_marks else unknown
-
     @property
     def padding(self) -> int:
         """Token id that fills the rest of a pack."""

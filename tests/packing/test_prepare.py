@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from tokenizers.models import Model, Unigram, WordLevel
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
@@ -67,33 +66,10 @@ def test_packs_hold_every_document(settings: DataSettings, documents: list[str])
     assert statistics["documents"] == len(documents) and statistics["longest_document"] > 256
 
 
-WORDS = WordLevel({"[UNK]": 0, "</s>": 1, "one": 2}, "[UNK]")
-PIECES = Unigram([("<unk>", 0.0), ("</s>", -1.0), ("o", -1.0)], 0)
-
-
-@pytest.mark.parametrize("pads_with_unknown", [False, True])
-@pytest.mark.parametrize("model", [WORDS, PIECES], ids=["words", "pieces"])
-def test_prepare_names_unknown_tokens_and_columns_that_are_not_read(
-    model: Model, pads_with_unknown: bool, settings: DataSettings, corpus: Path, tmp_path: Path
-) -> None:
-    if pads_with_unknown:
-        config = {"eos_token": "</s>", "pad_token": "[UNK]" if model is WORDS else "<unk>"}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+def test_prepare_names_columns_that_are_not_read(settings: DataSettings, corpus: Path) -> None:
     corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
-    Tokenizer(model).save(str(tmp_path / "words.json"))
-    changed = settings.model_copy(update={"tokenizer": str(tmp_path / "words.json")})
-    prepare(changed, progress=False)
-    lines = summary(read_manifest(changed.packs))
-    assert re.search(r"columns not read +id, url\n?", lines)
-    assert re.search(r"unknown tokens +\d\d\.\d\d% of all; warning", lines)
-
-
-def test_prepare_reports_no_unknown_tokens_of_a_byte_tokenizer(
-    settings: DataSettings,
-) -> None:
     prepare(settings, progress=False)
-    statistics = read_manifest(settings.packs)["statistics"]
-    assert "unknown_tokens" not in statistics and not statistics["columns_not_read"]
+    assert re.search(r"columns not read +id, url\n?", summary(read_manifest(settings.packs)))
 
 
 def test_held_out_documents_are_complete_and_not_trained_on(
