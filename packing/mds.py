@@ -1,4 +1,4 @@
-"""Read MDS shards of MosaicML's streaming library: version 2, raw or compressed.
+"""Read MDS shards of MosaicML's streaming library: version 2, not compressed.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
 the shards and the columns of each shard. A shard file consists of the number of samples `n`
@@ -10,21 +10,17 @@ of numbers (see docs/data.md). It means one number if the declared size is the s
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, check_files, hash_of
+from foundation.files import FileRecord, check_files, hash_file, hash_of
 from foundation.progress import say
 from foundation.reading import as_input_error, load_object
 from packing.arrow import JoinedPacks, Pack, Packs, checked_index
@@ -40,7 +36,10 @@ from packing.token_columns import (
 from packing.tokenizer import load_tokenizer
 
 INDEX = "index.json"
-_REMEDY = "fetch the folder again, or write it again"
+_REMEDY = (
+    "fetch or write the folder again, or unpack its compressed shards, for example with "
+    "`zstd -d shard.00000.mds.zstd -o shard.00000.mds`"
+)
 _SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
     "float8"
 }
@@ -106,14 +105,8 @@ class Shard(Packs):
         self.folder = folder
         self.samples: int = entry["samples"]
         raw = entry["raw_data"]
-        self.hashes: dict[str, str] = raw["hashes"]
-        self.reads_compressed = bool(entry["zip_data"]) and not (folder / raw["basename"]).exists()
-        file = entry["zip_data"] if self.reads_compressed else raw
-        self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
+        self.record = FileRecord(raw["basename"], raw["bytes"], raw["hashes"])
         self.path = folder / self.record.name
-        # An example of `compression` is `zstd:7`: codec and level. Use Arrow's name of the codec.
-        codec = (entry["compression"] or "").partition(":")[0]
-        self.codec = {"br": "brotli", "gz": "gzip"}.get(codec, codec)
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         # `size` is the number of bytes of every value, or None if each sample stores the size.
         self._columns = [
@@ -124,35 +117,11 @@ class Shard(Packs):
 
     @cached_property
     def content(self) -> tuple[memoryview, np.ndarray]:
-        """The memory-mapped, decompressed content, and the offsets [samples + 1] of the samples."""
+        """The file's memory-mapped content, and the offsets [samples + 1] of the samples."""
         # Use Arrow's memory map. Unlike Python's memory map, it does not keep the file open. A
         # terabyte of data is 16,000 shards, and many systems limit a process to 1,024 open files.
-        file = self._decompressed() if self.reads_compressed else pa.memory_map(str(self.path))
-        data = memoryview(file.read_buffer())
+        data = memoryview(pa.memory_map(str(self.path)).read_buffer())
         return data, np.frombuffer(data, "<u4", self.samples + 1, offset=4)
-
-    def content_hash(self) -> str:
-        """Return the SHA-256 of the decompressed content. Write nothing to the disk."""
-        with self._stream(f"{self.path}: cannot be read") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-
-    @contextmanager
-    def _stream(self, what: str) -> Iterator[pa.NativeFile]:
-        """Open the decompressed content. Raise errors as an InputError that starts with `what`."""
-        compression = self.codec if self.reads_compressed else None
-        with (
-            as_input_error((OSError, ValueError, NotImplementedError), what, _REMEDY),
-            pa.input_stream(str(self.path), compression=compression) as stream,
-        ):
-            yield stream
-
-    def _decompressed(self) -> pa.MemoryMappedFile:
-        """Return a memory map of the decompressed content, in a temporary file that is unlinked."""
-        what = f"{self.path}: cannot be unpacked into {gettempdir()} (set TMPDIR to another folder)"
-        with self._stream(what) as stream, NamedTemporaryFile() as file:
-            shutil.copyfileobj(stream, file)
-            file.flush()
-            return pa.memory_map(file.name)
 
     def sample(self, index: int) -> dict[str, Any]:
         """Return the decoded columns of sample `index`. Arrays are views into the file."""
@@ -250,7 +219,11 @@ class MDSPacks(JoinedPacks):
         if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):
             end_token = load_tokenizer(tokenizer).special.get("eos")
         content = [
-            [shard.samples, shard.layout, shard.hashes or {"sha256": shard.content_hash()}]
+            [
+                shard.samples,
+                shard.layout,
+                shard.record.hashes or {"sha256": hash_file(shard.path)},
+            ]
             for shard in shards
         ]
         # The fingerprint depends on how samples are divided into shards.
