@@ -349,22 +349,17 @@ class TorchUpdate:
         The result has the keys and shapes of `_values`.
         """
         settings = self._recipe.optimizer
-        decays = torch.tensor(
-            [parameter.dim() >= 2 for parameter in self._parameters], device=self._device
-        )[self._parameter_of]
-        expected = {name: torch.empty_like(value) for name, value in self._before.items()}
-        for mask, decay in ((decays, settings.weight_decay), (~decays, 0.0)):
-            weight = nn.Parameter(self._before["weights"][mask].clone())
-            weight.grad = gradient[mask]
-            reference = torch.optim.AdamW(
-                [weight], learning_rate, settings.betas, settings.eps, decay
-            )
-            moments = {name: self._before[name][mask].clone() for name in MOMENTS}
-            reference.state[weight] = {"step": torch.tensor(float(self._updates)), **moments}
-            reference.step()
-            for name, value in {"weights": weight.detach(), **moments}.items():
-                expected[name][mask] = value
-        return expected
+        is_matrix = [parameter.dim() >= 2 for parameter in self._parameters]
+        decays = torch.tensor(is_matrix, device=self._device)[self._parameter_of]
+        # AdamW first multiplies the weights of matrices by this factor.
+        kept = 1 - learning_rate * settings.weight_decay * decays
+        weight = nn.Parameter(self._before["weights"] * kept)
+        weight.grad = gradient
+        reference = torch.optim.AdamW([weight], learning_rate, settings.betas, settings.eps, 0.0)
+        moments = {name: self._before[name].clone() for name in MOMENTS}
+        reference.state[weight] = {"step": torch.tensor(float(self._updates)), **moments}
+        reference.step()
+        return {"weights": weight.detach(), **moments}
 
     def _is_off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
         """Return a bool tensor: True for each value that differs from its expected value.
