@@ -31,7 +31,7 @@ from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scal
 from pretrain.precision.observed import (
     FP8_FORMATS,
     OPERANDS,
-    ProductWatcher,
+    ActiveObserver,
     Scales,
     dtype_name,
     fp8_format,
@@ -207,7 +207,7 @@ class _Sample(NamedTuple):
     largest: Tensor | None
 
 
-class ProductObserver(ProductWatcher):
+class ProductObserver:
     """Record the products of each linear, and examine their operands.
 
     `products` maps the name of each linear to its products, in the order in which they ran. The
@@ -263,7 +263,7 @@ class ProductObserver(ProductWatcher):
             return multiply(a, transposes_a, b, transposes_b, *rest, **options)
 
         with ExitStack() as overrides:
-            overrides.enter_context(overridden(ProductWatcher, current=self))
+            overrides.enter_context(overridden(ActiveObserver, current=self))
             if extension is not None:
                 overrides.enter_context(overridden(extension, generic_gemm=gemm))
             yield

@@ -9,7 +9,6 @@ GEMM by a function that passes the operands on. `see` passes the operands of cub
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -47,36 +46,11 @@ NO_CONTEXT = nullcontext()
 Scales = tuple[Tensor | None, Tensor | None]
 
 
-class ProductWatcher(ABC):
-    """Base class of an observer of products. `current` is the active observer, or None."""
+class ActiveObserver:
+    """Holder of the active observer of products."""
 
-    current: ClassVar[ProductWatcher | None] = None
-
-    @abstractmethod
-    def observes(self, names: Sequence[str]) -> bool:
-        """Return True if products of the linear layers `names` are currently observed."""
-
-    @abstractmethod
-    def during(
-        self,
-        names: Sequence[str],
-        gemm: str,
-        scales: Sequence[Scales] | None = None,
-        *,
-        swapped: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Return a context that passes the operands of all products to the observer.
-
-        See `watched` for the arguments.
-        """
-
-    @abstractmethod
-    def library_product(self, *operands: tuple[Any, bool]) -> None:
-        """Observe a product that a library computes.
-
-        Each of the two operands is given as a pair: the operand, and True if the kernel reads its
-        row-wise form or False if the kernel reads its column-wise form.
-        """
+    # A ProductObserver (pretrain/observe/product_observer.py), or None.
+    current: ClassVar[Any] = None
 
 
 def watched(
@@ -96,10 +70,10 @@ def watched(
     scales: the scales of the left and of the right operand of an emulated product.
     swapped: True if a library computes the transpose of the product, with swapped operands.
     """
-    watcher = ProductWatcher.current
-    if watcher is None or not watcher.observes(names):
+    observer = ActiveObserver.current
+    if observer is None or not observer.observes(names):
         return NO_CONTEXT
-    return watcher.during(names, gemm, scales, swapped=swapped)
+    return observer.during(names, gemm, scales, swapped=swapped)
 
 
 def see(left: Any, right: Any, layout: str) -> None:
@@ -107,11 +81,11 @@ def see(left: Any, right: Any, layout: str) -> None:
 
     `left`, `right` and `layout` have the same meaning as in `searched.multiply`.
     """
-    watcher = ProductWatcher.current
-    if watcher is not None:
+    observer = ActiveObserver.current
+    if observer is not None:
         # Pass `right` first. Libraries swap the operands of a product, because cuBLAS stores
         # matrices column by column.
-        watcher.library_product((right, layout[1] == "N"), (left, layout[0] == "T"))
+        observer.library_product((right, layout[1] == "N"), (left, layout[0] == "T"))
 
 
 def fp8_format(te: ModuleType, dtype: Any) -> tuple[torch.dtype, Grid]:
