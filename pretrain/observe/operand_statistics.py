@@ -7,9 +7,8 @@ numbers drawn here would change the run.
 A warning is printed if an operand loses a larger share of its values than is usual in its
 precision. The warning names the worst operand and a remedy. Values can be lost in two ways: they
 become zero, or they are too large for the format. Each of the two warnings is printed once in a
-process, and once more after a rollback or a change of precision. The run continues, because no
-threshold can show whether a restart is worth its cost. docs/verification.md lists the limits and
-explains how they were derived.
+process, and once more after a rollback. The run continues, because no threshold can show whether a
+restart is worth its cost. docs/verification.md lists the limits and explains how they were derived.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class OperandWatch(Observer):
     # The file fp8_statistics.jsonl, opened by the caller.
     file: JsonlTracker
     console: Console
-    # The keys of LOSSES about which this process has already warned in the present precision.
+    # The keys of LOSSES about which this observer has already warned.
     warned: set[str] = field(default_factory=set, init=False)
 
     def due(self, step: Step) -> bool:
@@ -96,8 +95,6 @@ class OperandWatch(Observer):
         """
         records = self._statistics.records()
         self.file.log({"step": step.number, "operands": records})
-        if step.starts_precision:
-            self.warned.clear()
         warning = warning_of(step.number, self._statistics.precision, records, self.warned)
         if warning is not None:
             self.console.warning(warning)
