@@ -437,8 +437,8 @@ def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches)
     model.context.go_back(copies)
     torch.manual_seed(0)
     summed: dict[str, Tensor] = {}
-    for number in range(max(from_all_ranks(len(step.microbatches)))):
-        run_pass(replace(step, microbatches=step.microbatches[number : number + 1]))
+    for microbatch in step.microbatches:
+        run_pass(replace(step, microbatches=[microbatch]))
         for name, gradient in _gradients(model).items():
             if gradient is not None:
                 summed[name] = gradient.float() + summed.get(name, 0.0)
