@@ -192,7 +192,10 @@ def quantize_dequantize(
         encode = _reciprocal(decode)
     elif scaling.block:
         block_amax = _over_blocks(np.maximum, values, scaling)
-        encode = _fp32_scales(block_amax, codes[-1], torch.finfo(x.dtype).max)
+        # If all values of a block are zero, its encoding scale is 1.
+        encode = np.divide(
+            np.float32(codes[-1]), block_amax, out=np.ones_like(block_amax), where=block_amax > 0
+        )
         decode = _reciprocal(encode)
     else:
         encode = np.asarray(codes[-1] / amax if scale is None else scale, np.float32)
@@ -231,18 +234,6 @@ def _over_blocks(function: np.ufunc, values: Array, scaling: Scaling) -> Array:
     blocks = np.abs(values).reshape(len(values) // height, height, -1, size)
     reduced = function.reduce(blocks, (1, 3), keepdims=True)
     return np.broadcast_to(reduced, blocks.shape).reshape(values.shape)
-
-
-def _fp32_scales(block_amax: Array, maximum: float, overflow: float) -> Array:
-    """Return the FP32 encoding scale of each value: `maximum` / `block_amax`, or 1 in a zero block.
-
-    A quotient that is too large for FP32 becomes `overflow`, the largest number of the operand's
-    dtype, as in Transformer Engine's kernels.
-    """
-    with np.errstate(divide="ignore", over="ignore"):
-        scale = np.float32(maximum) / block_amax
-    scale = np.where(np.isinf(scale), np.float32(overflow), scale)
-    return np.where(block_amax == 0, np.float32(1), scale)
 
 
 def _block_scales_of_nvfp4(
