@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from foundation.overrides import overridden
-from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
@@ -235,7 +234,6 @@ def _compare(
     step_tokens = max(step.valid_tokens, 1)
     mean_over_compared = step_tokens / tokens
     with _comparable(model, shapes.input_ids.shape[1]) as head_factor:
-        advance()
         with (
             overridden(model.context, quantizing=False),
             recording_choices(model) as choices,
@@ -339,7 +337,6 @@ def _reference(
         * The gradients in FP32, by parameter name.
         * The distances of the gradients in BF16 from the gradients in FP32.
     """
-    advance()
     plain = reference_model(model.hf, accelerator.device)
     loss_settings = model.hf.get_output_embeddings().settings
 
@@ -379,7 +376,6 @@ def _compare_quantized(
 
     The figures of the quantized path are stored in `parity`. Return one line for each mismatch.
     """
-    advance()
     # Run one pass before the comparison, so that the histories of delayed scaling contain the
     # amaxes of the gradients of these labels.
     if model.context.state():
