@@ -208,8 +208,6 @@ class OperandStatistics:
         The operands are in the order in which they were observed for the first time. This method
         waits for the device once.
         """
-        if not self._figures:
-            return []
         figures = map(torch.stack, self._figures.values())
         rows = [torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)]) for parts in figures]
         return [
