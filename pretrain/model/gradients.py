@@ -60,6 +60,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, and any other tensor unchanged.
+
+    If `tensor` is a DTensor, all ranks must call this function.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """Return the main gradient of a parameter, or its `.grad` if it has no main gradient."""
     main = getattr(parameter, "main_grad", None)

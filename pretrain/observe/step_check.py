@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from foundation.overrides import overridden
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted, some_of
 from pretrain.model.distributed import largest_over_ranks
-from pretrain.model.gradients import gradient_of, local_part
+from pretrain.model.gradients import gathered, gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
@@ -292,8 +291,10 @@ class TorchUpdate:
         The clipping function of training is not called, because this check covers that function.
         """
         limit = self._recipe.optimizer.clip
-        norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float32) for g in self._gradients]
-        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        norms = [
+            gathered(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+            for gradient in self._gradients
+        ]
         norm = torch.stack(norms).square().sum().sqrt()
         return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 

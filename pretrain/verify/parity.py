@@ -28,14 +28,13 @@ from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
-from pretrain.model.gradients import gradient_of, local_part
+from pretrain.model.gradients import gathered, gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.observe.product_check import Compared, watching_products
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.reference_model import (
     Documents,
-    gathered,
     reference_model,
     reference_pass,
     wrong_batches,

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch
+from pretrain.model.gradients import gathered
 from pretrain.model.huggingface import decoder_layers, named_tensors
 from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
@@ -308,11 +308,3 @@ def _output_of(
     head = plain.get_output_embeddings()
     with head.register_forward_pre_hook(lambda head, inputs: head_factor * inputs[0][has_label]):
         return plain(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, and any other tensor unchanged.
-
-    If `tensor` is a DTensor, all ranks must call this function.
-    """
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
