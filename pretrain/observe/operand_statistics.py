@@ -306,6 +306,6 @@ def summary(records: Sequence[Record]) -> dict[str, float]:
         ]
         if scales:
             result[key] = math.exp2(math.fsum(map(math.log2, scales)) / len(scales))
-    for key in ("underflow", "saturation"):
+    for key in LOSSES:
         result[f"fp8/{key}"] = max((record[key] for record in records), default=0.0)
     return result

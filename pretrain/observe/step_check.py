@@ -295,7 +295,7 @@ class TorchUpdate:
             gathered(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
             for gradient in self._gradients
         ]
-        norm = torch.stack(norms).square().sum().sqrt()
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
     def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
