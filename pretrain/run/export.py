@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 import torch
 import yaml
-from huggingface_hub import HfApi, ModelCardData, get_token
-from huggingface_hub.errors import HTTPError
+from huggingface_hub import ModelCardData
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from foundation.reading import as_input_error, load_object
+from foundation.reading import load_object
 from foundation.units import cell, count, percent, plural
 from packing.arrow import Packs
 from packing.settings import HUB_NAME
@@ -61,14 +60,12 @@ from pretrain.settings.recipe import Recipe
 
 CARD = "README.md"
 PICTURE = "loss.png"
-# Exceptions that huggingface_hub raises if the hub refuses a request or the network fails.
-_REFUSALS = (HTTPError, OSError, RuntimeError, ValueError)
 
 # ── The command ───────────────────────────────────────────────────────────────────────────────────
 
 
 def main(options: argparse.Namespace) -> int:
-    """Export a checkpoint, and return 0. With --push, also upload the export to the hub.
+    """Export a checkpoint, and return 0.
 
     Raises InputError if the options contradict each other, or if the export is not possible.
     """
@@ -84,10 +81,6 @@ def main(options: argparse.Namespace) -> int:
     out = options.out or options.folder or run_dir / "export"
     if out.exists():
         raise InputError(f"{out}: this path already exists; choose a folder that does not exist")
-    if options.push is not None:
-        # Create the repository before the export. If the hub refuses the repository, no gigabytes
-        # have been written in vain.
-        make_repository(options.push)
     state = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)
     recipe = load_recipe(run_dir / "config.yaml")
     stored_as: Weights = options.dtype or "bf16"
@@ -115,8 +108,6 @@ def main(options: argparse.Namespace) -> int:
     print(f"{checkpoint} is exported to {out}: weights in {precision}{remark}")
     for title, fact in facts.items():
         print(f"  {title}: {fact}")
-    if options.push is not None:
-        push(out, options.push, f"{recipe.name}, {checkpoint.name}")
     return 0
 
 
@@ -146,43 +137,6 @@ def write_export(
         further_files[PICTURE] = picture_of_run(run)
     model.export(hf, tensors, tokenizer, out, further_files)
     return f"; without a tokenizer: {why_not}" if tokenizer is None else ""
-
-
-def make_repository(name: str) -> None:
-    """Create the private model repository `name` on the hub if it does not exist.
-
-    Raises InputError if the hub refuses the repository.
-    """
-    if "/" not in name or not HUB_NAME.fullmatch(name):
-        raise InputError(f"--push {name}: not the name of a repository; pass a name OWNER/NAME")
-    if get_token() is None:
-        raise InputError(
-            "--push: this machine has no token for the hub; either run `hf auth login`, or set "
-            "HF_TOKEN"
-        )
-    with _push_as_input_error("nothing was exported; either correct the cause, or omit --push"):
-        HfApi().create_repo(name, private=True, exist_ok=True)
-
-
-def push(folder: Path, repository: str, message: str) -> None:
-    """Upload an exported folder to the hub. Raises InputError if the hub refuses the upload."""
-    with _push_as_input_error(
-        f"the export is complete; upload it with `hf upload {repository} {folder}`"
-    ):
-        # Delete the weights of an earlier push. If their file names differ from the names of the
-        # new files, transformers would load them too.
-        commit = HfApi().upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            commit_message=message,
-            delete_patterns="model*.safetensors*",
-        )
-    print(f"pushed: {commit.commit_url}")
-
-
-def _push_as_input_error(remedy: str) -> Any:
-    """Return a context manager that re-raises errors of the hub as InputError with `remedy`."""
-    return as_input_error(_REFUSALS, f"--push: {HfApi().endpoint} refuses the request", remedy)
 
 
 def best_checkpoint(run_dir: Path) -> Path:

@@ -171,7 +171,8 @@ def doctor(add: Callable) -> None:
 def export(add: Callable) -> None:
     """Export a checkpoint as a model folder for transformers, with a model card.
 
-    The command needs no GPU. It needs as much memory as the weights.
+    The command needs no GPU. It needs as much memory as the weights. `hf upload OWNER/NAME OUT`
+    uploads the folder to the Hugging Face hub.
     """
     add(
         "source",
@@ -209,12 +210,6 @@ def export(add: Callable) -> None:
         type=count,
         metavar="N",
         help="export the mean of the weights in the last N checkpoints, computed in FP64",
-    )
-    add(
-        "--push",
-        metavar="OWNER/NAME",
-        help="also upload the model to this repository on the Hugging Face hub; a missing "
-        "repository is created as private",
     )
 
 

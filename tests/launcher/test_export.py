@@ -1,25 +1,17 @@
-"""Test `python -m pretrain export` and `sample` on checkpoints of interrupted runs.
-
-`--push` is tested with huggingface_hub and a stand-in for the hub's HTTP server on this machine.
-"""
+"""Test `python -m pretrain export` and `sample` on checkpoints of interrupted runs."""
 
 from __future__ import annotations
 
-import base64
 import errno
-import hashlib
 import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -229,180 +221,3 @@ def test_a_run_goes_on_from_its_own_export_with_its_own_packs(
         for folder in (first.run_dir / "final", second.run_dir / "final")
     ]
     assert fingerprints == [load_tokenizer(str(tmp_path / "tokenizer")).fingerprint] * 2
-
-
-# ── Push to a hub ──
-
-TOKEN = "hf_of_a_test"
-REPOSITORY = "somebody/small-one"
-
-
-class Hub(ThreadingHTTPServer):
-    """Server that takes commits as the hub does: weights by Git LFS, other files in the commit."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.address = f"http://127.0.0.1:{self.server_port}"
-        # Requests that created a repository.
-        self.made: list[dict[str, Any]] = []
-        # Files of the only repository.
-        self.files: dict[str, bytes] = {}
-        # LFS objects by their SHA-256.
-        self.objects: dict[str, bytes] = {}
-        self.messages: list[str] = []
-        self.takes_commits = True
-
-    def commit(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            value = line["value"]
-            match line["key"]:
-                case "header":
-                    self.messages.append(value["summary"])
-                case "deletedFile":
-                    del self.files[value["path"]]
-                case "file":
-                    self.files[value["path"]] = base64.b64decode(value["content"])
-                case "lfsFile":
-                    self.files[value["path"]] = self.objects[value["oid"]]
-
-
-class Answer(BaseHTTPRequestHandler):
-    """Handler of the hub's requests."""
-
-    server: Hub
-
-    def do_GET(self) -> None:
-        if self.headers["Authorization"] != f"Bearer {TOKEN}":
-            return self.answer({"error": "Invalid credentials"}, 401)
-        entry = {"type": "file", "size": 1, "oid": "0" * 40}
-        return self.answer([entry | {"path": name} for name in self.server.files])
-
-    def do_PUT(self) -> None:
-        content = self.body()
-        self.server.objects[hashlib.sha256(content).hexdigest()] = content
-        self.answer({})
-
-    def do_POST(self) -> None:
-        hub = self.server
-        body = self.body()
-        if self.headers["Authorization"] != f"Bearer {TOKEN}":
-            return self.answer({"error": "Invalid credentials"}, 401)
-        if self.path == "/api/repos/create":
-            hub.made.append(json.loads(body))
-            return self.answer(
-                {"url": f"{hub.address}/{REPOSITORY}"}, 409 if len(hub.made) > 1 else 200
-            )
-        if self.path == "/api/validate-yaml":  # validation of the model card
-            return self.answer({"errors": [], "warnings": []})
-        if self.path == f"/api/models/{REPOSITORY}/preupload/main":
-            files = []
-            for file in json.loads(body)["files"]:
-                mode = "lfs" if file["path"].endswith(".safetensors") else "regular"
-                files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
-            return self.answer({"files": files})
-        if self.path == f"/{REPOSITORY}.git/info/lfs/objects/batch":
-            objects = json.loads(body)["objects"]
-            for entry in objects:
-                entry["actions"] = {"upload": {"href": f"{hub.address}/lfs/{entry['oid']}"}}
-            return self.answer({"transfer": "basic", "objects": objects})
-        if self.path == f"/api/models/{REPOSITORY}/commit/main" and hub.takes_commits:
-            hub.commit([json.loads(line) for line in body.splitlines()])
-            return self.answer(
-                {"commitUrl": f"{hub.address}/{REPOSITORY}/commit/1", "commitOid": "1"}
-            )
-        return self.answer({"error": "This storage is full"}, 403)
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers["Content-Length"]))
-
-    def answer(self, content: Any, status: int = 200) -> None:
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """Hub to which huggingface_hub is logged in, without Xet, whose protocol is no plain HTTP."""
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        for name, value in (
-            ("ENDPOINT", server.address),
-            ("HF_HUB_DISABLE_XET", True),
-            ("HF_HUB_OFFLINE", False),
-        ):
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield server
-        server.shutdown()
-
-
-def test_what_export_wrote_is_pushed_and_nothing_else(
-    exact: Path, hub: Hub, tmp_path: Path, capsys: Any
-) -> None:
-    kept = {".gitattributes": b"*.safetensors filter=lfs", "notes.md": b"by hand"}
-    hub.files = kept | {
-        "model-00001-of-00002.safetensors": b"of an earlier push",
-        "model.safetensors.index.json": b"{}",
-    }
-    status, output = command(capsys, "export", exact, tmp_path / "out", "--push", REPOSITORY)
-    assert status == 0, output
-    assert f"{hub.address}/{REPOSITORY}/commit/1" in output
-    written = {path: (tmp_path / "out" / path).read_bytes() for path in contents(tmp_path / "out")}
-    assert "model.safetensors" in written
-    assert hub.files == kept | written
-    assert [request["visibility"] for request in hub.made] == ["private"]
-    (message,) = hub.messages
-    assert "step-00000008" in message
-    # Push again, to a repository that exists.
-    assert command(capsys, "export", exact, tmp_path / "again", "--push", REPOSITORY)[0] == 0
-
-
-def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
-    exact: Path, hub: Hub, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The hub is asked before the checkpoint is hashed, so damage is not reported.
-    damaged = shutil.copytree(exact, tmp_path / "run")
-    for file in (damaged / "checkpoints").glob("*/model*.safetensors"):
-        flip(file)
-
-    def refused(name: str = REPOSITORY) -> str:
-        status, output = command(capsys, "export", damaged, tmp_path / "out", "--push", name)
-        assert status == 2
-        assert output.startswith("error: --push")
-        assert not (tmp_path / "out").exists()
-        return output
-
-    for name in ("", "small-one", "a/b/c", "../small", "somebody/small--one"):
-        assert "OWNER/NAME" in refused(name) or name in refused(name)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
-    assert "Invalid credentials" in refused()
-    monkeypatch.delenv("HF_TOKEN")
-    assert "HF_TOKEN" in refused()
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "offline" in refused()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    # Nothing listens on this port.
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "127.0.0.1:9" in refused()
-    assert not hub.made
-
-
-def test_an_export_that_is_not_pushed_is_whole_and_says_how_to_push(
-    exact: Path, hub: Hub, tmp_path: Path, capsys: Any
-) -> None:
-    hub.takes_commits = False
-    status, output = command(capsys, "export", exact, tmp_path / "out", "--push", REPOSITORY)
-    assert status == 2
-    assert f"hf upload {REPOSITORY} {tmp_path / 'out'}" in output
-    assert "storage is full" in output
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    assert not hub.files
