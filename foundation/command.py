@@ -74,22 +74,20 @@ class CommandParser(argparse.ArgumentParser):
         options.
         """
         given = sys.argv[1:] if arguments is None else arguments
-        arguments = list(itertools.takewhile("--".__ne__, given))
-        for text, after in zip(arguments, [*arguments, ""][1:], strict=True):
-            name, _, value = text.partition("=")
+        for text in itertools.takewhile("--".__ne__, given):
+            name = text.partition("=")[0]
             # Like argparse, accept an abbreviated option, and treat an argument with a space as a
             # value and not as an option.
             is_known = any(option.startswith(name) for option in self._option_string_actions)
             if name.startswith("--") and not is_known and " " not in text and not self._subparsers:
-                meant = self.suggest(name.removeprefix("--").replace("-", "_"), value or after)
+                meant = self.suggest(name.removeprefix("--").replace("-", "_"))
                 hint = f"did you mean {meant}?" if meant else self.remedy
                 raise InputError(f"command line: unknown option {name}; {hint}")
 
-    def suggest(self, name: str, value: str) -> str | None:
+    def suggest(self, name: str) -> str | None:
         """Return the option that was probably meant by an unknown option, or None.
 
         name: the unknown option, with `_` for `-`.
-        value: the text after `=`, or the next argument. It may be the value of the option.
         """
         options = {
             option.removeprefix("--").replace("-", "_"): option

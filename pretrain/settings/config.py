@@ -28,7 +28,7 @@ from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.reading import load_with_bases
 from foundation.settings import closest_key, parse, set_value, value_from_text
-from pretrain.precision.settings import BY_ACCELERATE, PRECISIONS, is_quantized, label
+from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
 # The keys that set the length of a training. Only one of them can be set.
@@ -79,9 +79,6 @@ _NOT_IDENTITY = (
     "data.on_bad_line",
 )
 
-# Keys whose values have another unit in other programs. `LaunchParser.suggest` suggests such a key
-# without the user's value, because this value may be in the other unit.
-_CONVERTED = ("batch.tokens", "optimizer.betas", "schedule.min_lr_ratio")
 # Prefix of the keys of `identity_of` for the values in the config.json of `model.source`.
 SOURCE = "model.source."
 
@@ -277,21 +274,13 @@ class LaunchParser(CommandParser):
             help="settings that override the recipe, for example weights=bf16 train.steps=9",
         )
 
-    def suggest(self, name: str, value: str) -> str | None:
-        """Return the option or the key=value that the user probably meant by `--name value`.
+    def suggest(self, name: str) -> str | None:
+        """Return the option or the key=VALUE that the user probably meant by `--name`.
 
         Return None if no option and no key is similar to `name`.
         """
         key = closest_key(Recipe, name)
-        if key == "precision" and value in BY_ACCELERATE:
-            value = BY_ACCELERATE[value].name
-        is_value = (
-            (value and "=" not in value and not value.startswith("-"))
-            and key not in _CONVERTED
-            and (key != "precision" or value in PRECISIONS)
-        )
-        setting = f"{key}={value if is_value else 'VALUE'}" if key else None
-        return super().suggest(name, value) or setting
+        return super().suggest(name) or (f"{key}=VALUE" if key else None)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and overrides may be in any order."""
