@@ -266,8 +266,8 @@ def merged_reader(
 
 def load_tensor(checkpoint: Path, name: str, entry: TensorEntry) -> Tensor:
     """Return the full tensor `name` of a checkpoint, on the CPU."""
-    # Start from zeros. If a forged manifest omits pieces of a tensor, uninitialized memory of this
-    # process must not get into the export.
+    # Start from zeros. If a manifest omits pieces of a tensor, uninitialized memory of this process
+    # must not get into the export.
     tensor = torch.zeros(entry.shape, dtype=DTYPES[entry.dtype])
     load_tensors(checkpoint, {name: entry}, {name: tensor})
     return tensor
