@@ -19,16 +19,15 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.settings import parse
-from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import MANIFEST, STATE, newest_in, step_folders
 from pretrain.checkpoint.state import NO_PAST, changed_keys
 from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_run
-from pretrain.optimizer.schedule import describe, learning_rate, shorten
+from pretrain.optimizer.schedule import describe, learning_rate
 from pretrain.run.job import Job
-from pretrain.settings.config import HORIZON, branch_checkpoint, flatten, identity_of
+from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
 from pretrain.settings.recipe import Recipe
 
 # Map each setting that differs between a checkpoint and the run to (saved value, present value).
@@ -316,16 +315,7 @@ def require_same_training(
     only_horizon = changes.keys() <= {*HORIZON}
     if source.is_branch or not changes or (only_horizon and source.step > job.plan.steps):
         return
-    lines = lines_of(changes)
-    steps = source.record["progress"]["steps"]
-    shortened = flatten({"schedule": shorten(job.recipe.schedule, steps).model_dump()})
-    if lines.keys() & shortened and shortened.items() <= source.record["identity"].items():
-        # Describe the keys of the shortened schedule in one line, because the user has set none of
-        # them.
-        lines = {key: line for key, line in lines.items() if key not in shortened} | {
-            "schedule": f"the earlier run's schedule was shortened to {plural(steps, 'step')}"
-        }
-    changed = "".join(f"\n  {line}" for line in lines.values())
+    changed = "".join(f"\n  {line}" for line in lines_of(changes).values())
     new_run = "Set another `name` or `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "

@@ -24,7 +24,7 @@ from pretrain.run.resume_point import (
     require_steps_to_train,
     with_changes,
 )
-from pretrain.settings.config import flatten, load_recipe
+from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 from tests.conftest import flip
 from tests.pretrain.compare.made_runs import make_run
@@ -222,22 +222,6 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
     assert ("Set another `name` or `run_dir`" if in_run_folder else "Omit --resume") in message
     assert "--accept-changes" in message and "To end at another step" not in message
-
-
-@pytest.mark.parametrize("warmup", [3, 4])
-def test_a_shortened_schedule_is_named_instead_of_its_keys(warmup: int) -> None:
-    """A warm-up of 12 steps is shortened to 4 of 5 steps."""
-    job = job_of(24, **{"schedule.warmup": 12})
-    job.recipe.schedule = ScheduleSettings(warmup=12)
-    saved = ScheduleSettings(warmup=warmup, decay=0.2).model_dump()
-    record = record_of(5, 5, **flatten({"schedule": saved}))
-    checkpoint = ResumePoint(Path("step"), record, in_run_folder=True)
-    with pytest.raises(InputError) as error:
-        require_same_training(checkpoint, {"schedule.warmup": (warmup, 12)}, job, [])
-    message = str(error.value)
-    words = "schedule was shortened to 5 steps\nSet another `name`"
-    assert (words in message) == (warmup == 4)
-    assert ("schedule.warmup: saved" in message) == (warmup == 3)
 
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
