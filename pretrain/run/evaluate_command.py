@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
@@ -147,9 +146,9 @@ def _evaluate(
     resume_from: str,
     assemble: Assemble,
 ) -> None:
-    """Print the held-out loss in each precision of the recipe, and in BF16.
+    """Print the held-out loss in each precision of the recipe.
 
-    If the run computes in FP32, print the loss under torch.autocast instead of the loss in BF16.
+    If one of them is quantized, also print the loss in BF16.
 
     All ranks must call this function.
 
@@ -194,18 +193,11 @@ def _evaluate(
             if source is not None and needs_new_histories(source, assembly, job):
                 assembly.start_precision(name, job, accelerator)
             print_loss(name)
-    if context.backends:
-        with overridden(context, evaluates_low=False):
-            print_loss("bf16")
+    if not context.backends:
+        print_loss(assembly.precision.current.name)
         return
-    print_loss(assembly.precision.current.name)
-    if job.compute_dtype == torch.float32:
-        with torch.autocast(accelerator.device.type, torch.bfloat16):
-            print_loss("autocast")
-        console.notice(
-            "  autocast has FP32 weights and multiplies matrices in BF16; --precisions bf16 also "
-            "rounds the weights and the activations to BF16"
-        )
+    with overridden(context, evaluates_low=False):
+        print_loss("bf16")
 
 
 def _print_loss(
