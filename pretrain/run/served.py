@@ -228,7 +228,7 @@ def served_weights(
     layout = LAYOUTS[precision.served_as]
     quantize = precision.quantizer(settings.resolved(precision_name), "weight", "features")
     tensors: dict[str, Tensor] = {}
-    values = moved = 0
+    values = 0
     for parameter in named_tensors(hf):
         name = parameter.removesuffix(".weight")
         if name not in stacks or name == parameter:
@@ -243,12 +243,14 @@ def served_weights(
         elif precision.tensor_scaled:
             amax = max(absolute_maximum(read(f"{member}.weight")) for member in members)
         weight = quantize(read(parameter), scale, amax)
-        packed = layout.tensors(weight)
-        tensors |= {f"{name}.{key}": tensor for key, tensor in packed.items()}
+        tensors |= {f"{name}.{key}": part for key, part in layout.tensors(weight).items()}
         values += weight.codes.numel()
-        moved += _moved(weight, packed)
-    facts = {"quantized weights": f"{values:,} in {precision_name}; all others are in BF16"}
-    facts |= _facts_about(layout, moved)
+    kind = layout.config.get("format", "blocks of 128 x 128")
+    facts = {
+        "quantized weights": f"{values:,} in {precision_name}; all others are in BF16",
+        "layout": f"{layout.config['quant_method']} ({kind}), quantized as in the training forward",
+        "activations": layout.activations,
+    }
     if all(name == stack for name, (stack, _) in stacks.items()) and precision.tensor_scaled:
         facts["tensor scales"] = (
             "one for each linear, as in training; a server that uses one scale for q, k and v, or "
@@ -256,24 +258,6 @@ def served_weights(
         )
     kept = [name for name in linears if name not in stacks]
     return tensors, layout.config | {layout.kept_key: kept}, facts
-
-
-def _facts_about(layout: Layout, moved: int) -> dict[str, str]:
-    """Return facts about the layout of an export, by title.
-
-    moved: the number of weights that a server decodes to another BF16 number than training does.
-    """
-    kind = layout.config.get("format", "blocks of 128 x 128")
-    facts = {
-        "layout": f"{layout.config['quant_method']} ({kind}), quantized as in the training forward",
-        "activations": layout.activations,
-    }
-    if layout.tensors is _nvfp4:
-        facts["reciprocals"] = (
-            "the layout stores the reciprocal of each tensor scale; dividing by it moves "
-            f"{moved:,} weights by one unit in the last place of BF16"
-        )
-    return facts
 
 
 def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, Collection[str]]]:
@@ -319,16 +303,3 @@ def _check_supported(
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     if reason:
         raise InputError(f"--precision trained: {reason}; omit --precision to export in BF16")
-
-
-def _moved(weight: Quantized, packed: Mapping[str, Tensor]) -> int:
-    """Return the number of weights that a server decodes to another BF16 number than training does.
-
-    packed: the tensors of `weight` in a layout.
-    """
-    if "weight_global_scale" not in packed:
-        return 0
-    # Decode in the same order of operations as compressed-tensors, which divides the block scale by
-    # the reciprocal of the tensor scale.
-    read_back = weight.codes * (weight.block_scale / packed["weight_global_scale"])
-    return int((read_back.bfloat16() != weight.dequantize().bfloat16()).sum())

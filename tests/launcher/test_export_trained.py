@@ -224,7 +224,6 @@ def test_codes_and_scales_are_those_of_the_training_forward(
 ) -> None:
     run = exported(precision, weights, **options)
     assert len(run.linears) == (7 if precision == "nvfp4" else 14)
-    moved = 0
     for linear in run.linears:
         weight = decode(run.folder, linear)
         operand = run.operands[linear, "weight"]
@@ -234,11 +233,8 @@ def test_codes_and_scales_are_those_of_the_training_forward(
             continue
         scale = operand.scale.numpy()
         if precision == "nvfp4":
-            served = torch.from_numpy(weight.values / weight.scale).bfloat16()
-            moved += int((served != (operand.values * operand.scale).bfloat16()).sum())
             scale = np.float32(1) / scale
         assert weight.scale == scale.reshape(1)
-    assert f"moves {moved:,} weights" in run.output or precision != "nvfp4"
 
 
 @pytest.mark.parametrize("precision", ["delayed", "block"])
