@@ -81,7 +81,7 @@ class Job:
     attention: attention.Choice
     # The values in the config.json of `model.source`, by dotted key. They are part of the identity.
     source_config: dict[str, Any]
-    # Lines about a shortened schedule and about settings without effect.
+    # Lines about a shortened schedule.
     notices: list[str]
 
     @property
@@ -251,7 +251,7 @@ def prepare_job(
     }
     plan = spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))
     if not is_elsewhere:
-        notices = [*notices, *_check_hardware(plan, shapes, accelerator)]
+        _check_hardware(plan, shapes, accelerator)
     return Job(
         plan,
         run_dir,
@@ -345,23 +345,15 @@ def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> N
     check_labels(data, recipe.data, recipe.evaluate.packs)
 
 
-def _check_hardware(plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator) -> list[str]:
-    """Check the settings that depend on this machine's hardware, and return notices.
+def _check_hardware(plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator) -> None:
+    """Check the settings that depend on this machine's hardware.
 
-    There is a notice if `optimizer.offload` is set but has no effect. All ranks must call this
-    function. Raises InputError if the host has too little free memory for the state of all its
-    processes, or if `model.cuda_graphs: on` is impossible.
+    All ranks must call this function. Raises InputError if the host has too little free memory for
+    the state of all its processes, or if `model.cuda_graphs: on` is impossible.
     """
     cuda_graphs(plan, shapes, accelerator.device.type)
-    offload = plan.recipe.optimizer.offload
-    if offload == "none":
-        return []
-    if accelerator.device.type != "cuda":
-        return [
-            f"`optimizer.offload: {offload}` has no effect on a CPU, which has host memory only"
-        ]
-    refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
-    return []
+    if plan.recipe.optimizer.offload != "none" and accelerator.device.type == "cuda":
+        refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
 
 
 def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
