@@ -8,7 +8,7 @@ file does not import torch, so that a mistake in a recipe is reported at once.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -94,12 +94,6 @@ class ModelSettings(Settings):
 
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:
-        if self.from_scratch and self.source is None:
-            raise ValueError(
-                "`from_scratch: true` needs a `source` for the architecture; either set `source`, "
-                "or remove `from_scratch`, because a recipe without `source` always trains from "
-                "scratch"
-            )
         if self.source is None and "model_type" not in (self.config or {}):
             raise ValueError(
                 "the architecture is not set; either set `source` to a model folder or a name on "
@@ -226,16 +220,10 @@ class LossSettings(Settings):
 
     @model_validator(mode="after")
     def _penalty_has_a_weight(self) -> LossSettings:
-        if self.penalty is None and self.penalty_weight is not None:
-            kinds = ", ".join(get_args(PenaltyKind))
+        if (self.penalty is None) != (self.penalty_weight is None):
             raise ValueError(
-                "`penalty_weight` is set, but `penalty` is not set; either set `penalty` to one of "
-                f"{kinds}, or remove `penalty_weight`"
-            )
-        if self.penalty is not None and self.penalty_weight is None:
-            raise ValueError(
-                f"`penalty: {self.penalty}` needs `penalty_weight`; set it to 0.01, which is a "
-                "usual value, or to 0 to measure the penalty without adding it to the loss"
+                "`penalty` and `penalty_weight` need each other; set both, for example "
+                "`penalty: non_max_sum` and `penalty_weight: 0.01`, or neither"
             )
         return self
 

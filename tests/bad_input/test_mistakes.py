@@ -88,7 +88,6 @@ SETTINGS = {
     "model.source=./nowhere": "'./nowhere' is neither the folder of a model nor a model",
     "model.source=tests": "`model.source`: tests: the source has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
-    "model.from_scratch=true": "`source`",
     "model.attention=varlen": "model.attention",
     "model.attention=flash": "`model.attention`",
     "precision=delayed fp8_config.backend=emulation model.fused=on": "`model.fused: on`",
