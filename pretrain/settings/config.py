@@ -16,7 +16,6 @@ earlier sources are removed.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import sys
@@ -181,11 +180,9 @@ def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
                 f"`{key}`: {path!r} has a brace without its counterpart; add the missing brace, or "
                 "remove all braces"
             )
-        similar = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
-        example = next(iter(fields))
-        hint = f"did you mean {{{similar[0]}}}?" if similar else f"use a name such as {{{example}}}"
         raise InputError(
-            f"`{key}`: {path!r} contains {{{name}}}, but {name!r} is not a known name; {hint}"
+            f"`{key}`: {path!r} contains {{{name}}}, but {name!r} is not a known name; use a name "
+            f"such as {{{next(iter(fields))}}}"
         )
 
     return re.sub(r"{(.*?)}|[{}]", replacement, path)
