@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -63,11 +62,7 @@ def load_yaml(path: str | os.PathLike[str], remedy: str = "") -> dict[str, Any]:
     """
     path = Path(path)
     if not path.exists():
-        similar = difflib.get_close_matches(
-            path.name, [file.name for file in path.parent.glob("*.y*ml")], n=1, cutoff=0.7
-        )
-        hint = f"; did you mean {path.with_name(similar[0])}?" if similar else ""
-        raise InputError(f"{path}: no such file{hint}")
+        raise InputError(f"{path}: no such file")
     with as_input_error(
         (OSError, ValueError, TypeError, yaml.YAMLError),
         f"{path}: cannot be read as YAML",

@@ -183,7 +183,7 @@ COMMANDS = {
     "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
     "generate": "'sample'",
-    "flops {here}/fodler.yaml": "fodler.yaml: no such file; did you mean {here}/folder.yaml?",
+    "flops {here}/fodler.yaml": "fodler.yaml: no such file",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": (
         "empty.txt: the source contains no text"
