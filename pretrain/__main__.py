@@ -5,7 +5,6 @@ The commands of `python -m packing` are available here too.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import signal
 import sys
@@ -98,13 +97,7 @@ def main(arguments: list[str]) -> int:
         print(f"low-precision {__version__}")
         return 0
     if arguments:
-        message = f"error: unknown command {arguments[0]!r}"
-        near = difflib.get_close_matches(
-            arguments[0].replace("generate", "sample"), COMMANDS, n=1, cutoff=0.5
-        )
-        if near:
-            message += f"; did you mean {near[0]!r}?"
-        print(message, file=sys.stderr)
+        print(f"error: unknown command {arguments[0]!r}", file=sys.stderr)
     print(usage(), file=sys.stderr)
     return 2
 

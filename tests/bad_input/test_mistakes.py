@@ -182,7 +182,7 @@ COMMANDS = {
     "matrix {here}/matrix.yaml": "recipe",
     "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
-    "generate": "'sample'",
+    "generate": "unknown command 'generate'",
     "flops {here}/fodler.yaml": "fodler.yaml: no such file",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": (
