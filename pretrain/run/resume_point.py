@@ -196,11 +196,9 @@ def find_checkpoint(
     if branch_from is None:
         return None
     if not (branch_from / MANIFEST).is_file():
-        newest = newest_in(branch_from)
-        example = "RUN/checkpoints/step-00000100" if newest == branch_from else newest
         raise InputError(
-            f"`train.begin_with`: {branch_from} is not a checkpoint; set it to the folder of a "
-            f"checkpoint, such as {example}"
+            f"`train.begin_with`: {branch_from} is not a checkpoint; set it to a step-* folder in "
+            "the `checkpoints` of a run"
         )
     return ResumePoint(branch_from, checkpoints.read_state(branch_from), is_branch=True)
 

@@ -182,16 +182,6 @@ def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     assert outcome(resumed)[-1] == outcome(alone)[-1]
 
 
-def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
-    alone: Finished,
-    run: Callable,
-) -> None:
-    message = run(f"train.begin_with={alone.run_dir}").refusal
-    newest = alone.run_dir / "checkpoints" / f"step-{STEPS:08d}"
-    assert message.startswith("`train.begin_with`")
-    assert f"of a checkpoint, such as {newest}" in message
-
-
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
 def test_a_stopped_run_saves_its_step_and_resumes_exactly(
     step: int, signal: Any, alone: Finished, start: Callable, run: Callable, tmp_path: Path

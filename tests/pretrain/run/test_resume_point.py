@@ -137,15 +137,10 @@ def test_damaged_checkpoints_alone_are_refused(tmp_path: Path) -> None:
         find(tmp_path / "run", branch_from=trunk)
 
 
-@pytest.mark.parametrize(
-    ("folder", "example"),
-    [("trunk", "trunk/checkpoints/step-00000008"), ("nowhere", "RUN/checkpoints/step-00000100")],
-)
-def test_a_branch_needs_the_folder_of_a_checkpoint(
-    folder: str, example: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("folder", ["trunk", "nowhere"])
+def test_a_branch_needs_the_folder_of_a_checkpoint(folder: str, tmp_path: Path) -> None:
     save(tmp_path / "trunk", 4, 8)
-    with pytest.raises(InputError, match=f"is not a checkpoint; .*, such as .*{example}"):
+    with pytest.raises(InputError, match=r"`train.begin_with`: .* is not a checkpoint"):
         find(tmp_path / "run", branch_from=tmp_path / folder)
 
 
