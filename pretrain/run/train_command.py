@@ -60,9 +60,8 @@ def main(options: argparse.Namespace) -> int:
     if processes is not None:
         launch += ["--num_processes", str(processes)]
     launch += [_shown(LAUNCHER), *training_arguments(options)]
-    if not options.quiet:
-        # Flush, so that the command comes before the output of the processes in a log file.
-        print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)
+    # Flush, so that the command comes before the output of the processes in a log file.
+    print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)
     return run_launcher(launch, configuration)
 
 

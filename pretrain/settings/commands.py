@@ -79,7 +79,6 @@ def train(add: Callable) -> None:
         help="number of processes, one for each GPU; default: the number in the configuration, or "
         "one for each GPU",
     )
-    add("--quiet", action="store_true", help="do not print the command")
 
 
 def plan(add: Callable) -> None:

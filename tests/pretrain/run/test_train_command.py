@@ -271,7 +271,7 @@ def test_a_configuration_that_accelerate_refuses_is_one_message(
 def test_the_options_of_the_script_are_passed_on() -> None:
     given = ["my.yaml", "seed=1", "--accept-changes", "--plan", "--resume", "step-1"]
     assert train_command.training_arguments(commands.read("train", given)) == given
-    with_setting = commands.read("train", ["--profile", "my.yaml", "--seed=1", "--quiet"])
+    with_setting = commands.read("train", ["--profile", "my.yaml", "--seed=1"])
     assert train_command.training_arguments(with_setting) == ["my.yaml", "seed=1", "--profile"]
 
 
