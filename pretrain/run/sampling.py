@@ -153,18 +153,13 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises InputError if there is no model or no tokenizer.
     """
     transformers_logging.disable_progress_bar()
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: the folder does not exist; choose the folder of a run, such as "
-            "runs/my-fp32-fp32, or the folder of a model"
-        )
     if (folder / "final").is_dir():
         folder = folder / "final"
     if not (folder / "config.json").is_file() or not (folder / "tokenizer_config.json").is_file():
         # If the files of the tokenizer are missing, transformers creates an empty tokenizer.
         raise InputError(
-            f"{folder}: the folder does not contain a model with its tokenizer; create such a "
-            "folder with `python -m pretrain export RUN_OR_CHECKPOINT OUT`"
+            f"{folder}: this is not a folder with a model and its tokenizer; create such a folder "
+            "with `python -m pretrain export RUN_OR_CHECKPOINT OUT`"
         )
     # `load_config` refuses a model whose folder contains its own Python code.
     load_config(ModelSettings(source=str(folder)))
