@@ -166,19 +166,10 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     # If accelerate wants to start a single process, its options are stored here. The training then
     # runs in this process.
     single: list[argparse.Namespace] = []
-    simple_launcher = launch.simple_launcher
-
-    def start(options: argparse.Namespace) -> None:
-        if options.mpirun_hostfile is None:
-            single.append(options)
-        else:
-            # mpirun starts the processes of the training.
-            simple_launcher(options)
-
     try:
         with (
             _passing_on_signals(),
-            overridden(launch, simple_launcher=start),
+            overridden(launch, simple_launcher=single.append),
             as_input_error(
                 _REFUSED,
                 f"{configuration}: accelerate does not accept this configuration",
@@ -202,7 +193,8 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
 def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
     """Run a training in this process, and end this process with its exit status.
 
-    command: interpreter, script and arguments.
+    command: interpreter, script and arguments. Words before the interpreter are ignored. They would
+        start several processes with mpirun, and the training refuses such a configuration.
     environment: environment variables of the training.
     """
     import torch
@@ -210,7 +202,7 @@ def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     # Set the number of threads explicitly, because torch has already read OMP_NUM_THREADS.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    sys.argv = list(command[1:])
+    sys.argv = list(command[command.index(sys.executable) + 1 :])
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -150,15 +150,16 @@ sys.meta_path.insert(0, Finder)
     assert done.stderr == ""
 
 
-def test_mpirun_starts_the_processes_if_the_configuration_has_its_hosts(
+def test_a_configuration_with_hosts_of_mpirun_is_refused(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Open MPI" || (echo "$@"; exit 7)\n')
+    mpirun.write_text('#!/bin/sh\necho "Open MPI"\n')
     mpirun.chmod(0o755)
     cpu = (ROOT / "accelerate_configs/cpu.yaml").read_text().replace("'NO'", "MULTI_CPU")
     hosts = f"mpirun_config: {{mpirun_hostfile: {tmp_path}/hosts, mpirun_ccl: '1'}}\n"
-    (tmp_path / "mpi.yaml").write_text(cpu + hosts)
+    two = cpu.replace("num_processes: 1", "num_processes: 2")
+    (tmp_path / "mpi.yaml").write_text(two + hosts)
     recipe = str(write_recipe(small_recipe, tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "pretrain", "train", recipe, f"--config={tmp_path}/mpi.yaml"],
@@ -167,8 +168,8 @@ def test_mpirun_starts_the_processes_if_the_configuration_has_its_hosts(
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 7, done.stderr
-    assert "train_accelerate.py" in done.stdout.splitlines()[-1]
+    assert done.returncode == 2, done.stderr
+    assert "because of `distributed_type: NO`, `distributed_type: MULTI_CPU`" in done.stderr
 
 
 def test_a_training_that_a_signal_ends_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
