@@ -69,8 +69,6 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError if the options contradict each other, or if the export is not possible.
     """
-    if options.out and options.folder:
-        raise InputError(f"--out {options.out}: {options.folder} is also given; give one folder")
     source = best_checkpoint(options.source) if options.best else options.source
     if options.precision and options.dtype:
         raise InputError(
@@ -78,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
             "--dtype"
         )
     checkpoint, run_dir = checkpoint_of(source)
-    out = options.out or options.folder or run_dir / "export"
+    out = options.out or run_dir / "export"
     if out.exists():
         raise InputError(f"{out}: this path already exists; choose a folder that does not exist")
     state = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)

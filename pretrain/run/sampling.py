@@ -159,7 +159,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         # If the files of the tokenizer are missing, transformers creates an empty tokenizer.
         raise InputError(
             f"{folder}: this is not a folder with a model and its tokenizer; create such a folder "
-            "with `python -m pretrain export RUN_OR_CHECKPOINT OUT`"
+            "with `python -m pretrain export RUN_OR_CHECKPOINT`"
         )
     # `load_config` refuses a model whose folder contains its own Python code.
     load_config(ModelSettings(source=str(folder)))

@@ -170,7 +170,7 @@ def doctor(add: Callable) -> None:
 def export(add: Callable) -> None:
     """Export a checkpoint as a model folder for transformers, with a model card.
 
-    The command needs no GPU. It needs as much memory as the weights. `hf upload OWNER/NAME OUT`
+    The command needs no GPU. It needs as much memory as the weights. `hf upload OWNER/NAME FOLDER`
     uploads the folder to the Hugging Face hub.
     """
     add(
@@ -180,13 +180,11 @@ def export(add: Callable) -> None:
         help="a checkpoint (a step-* folder), or a run folder, whose newest checkpoint is exported",
     )
     add(
-        "folder",
+        "--out",
         type=Path,
-        nargs="?",
-        metavar="OUT",
+        metavar="FOLDER",
         help="folder into which the model is exported; default: RUN/export",
     )
-    add("--out", type=Path, metavar="OUT", help="the folder, as an option instead of an argument")
     add(
         "--best",
         action="store_true",

@@ -164,12 +164,12 @@ COMMANDS = {
         for command in ("matrix", "phases", "flops", "plan", "prepare")
     },
     "export": "RUN_OR_CHECKPOINT",
-    "export nowhere out --out other": "--out other: out is also given",
     "evaluate {here}": "{here}: this folder is not a run folder",
     **dict.fromkeys(
-        ("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"
+        ("export nowhere --out out", "sample nowhere one", "report nowhere", "inspect nowhere"),
+        "nowhere",
     ),
-    **dict.fromkeys(("export {here} out", "report {here}"), "{here}"),
+    **dict.fromkeys(("export {here} --out out", "report {here}"), "{here}"),
     "sample nowhere one --tokens 0": (
         "--tokens/--max-new-tokens/--max_new_tokens: 0 is not a whole number of at least 1"
     ),

@@ -65,7 +65,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert resumed.status == 0
     assert evaluations(resumed) == losses
     assert steps_saved(run.run_dir) == [6, 7, 8]
-    assert main(["export", str(run.run_dir), str(tmp_path / "out"), "--best"]) == 0
+    assert main(["export", str(run.run_dir), "--out", str(tmp_path / "out"), "--best"]) == 0
     assert "step-00000006" in capsys.readouterr().out
     source = (
         "evaluate",

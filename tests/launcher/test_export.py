@@ -75,7 +75,7 @@ def test_an_export_has_the_stored_weights_tokenizer_and_card(
 def test_fp32_of_exact_weights_rounds_to_them(exact: Path, tmp_path: Path, capsys: Any) -> None:
     checkpoint = exact / "checkpoints" / "step-00000004"
     for name, options in (("bf16", ()), ("fp32", ("--dtype", "fp32"))):
-        status, _ = command(capsys, "export", checkpoint, tmp_path / name, *options)
+        status, _ = command(capsys, "export", checkpoint, "--out", tmp_path / name, *options)
         assert status == 0
     bf16 = loaded(tmp_path / "bf16")
     fp32 = loaded(tmp_path / "fp32")
@@ -89,12 +89,15 @@ def test_merge_exports_the_mean_of_the_last_checkpoints(
     checkpoints = exact / "checkpoints"
     for step in (4, 8):
         source = checkpoints / f"step-{step:08}"
-        assert command(capsys, "export", source, tmp_path / str(step), "--dtype", "fp32")[0] == 0
+        assert (
+            command(capsys, "export", source, "--out", tmp_path / str(step), "--dtype", "fp32")[0]
+            == 0
+        )
     four, eight = (loaded(tmp_path / name) for name in ("4", "8"))
     for dtype in (torch.float32, torch.bfloat16):
         options = ("--dtype", "fp32") if dtype == torch.float32 else ()
         out = tmp_path / str(dtype)
-        status, output = command(capsys, "export", exact, out, "--merge", 2, *options)
+        status, output = command(capsys, "export", exact, "--out", out, "--merge", 2, *options)
         assert status == 0, output
         for name, weight in loaded(out).items():
             mean = (four[name].double() + eight[name].double()) / 2
@@ -103,7 +106,9 @@ def test_merge_exports_the_mean_of_the_last_checkpoints(
     assert text in output
     assert f"| merged | {text} |" in (out / "README.md").read_text()
     for source, number in ((exact, 3), (checkpoints / "step-00000004", 2)):
-        status, output = command(capsys, "export", source, tmp_path / "none", "--merge", number)
+        status, output = command(
+            capsys, "export", source, "--out", tmp_path / "none", "--merge", number
+        )
         assert status == 2
         assert f"--merge {number}" in output and "checkpoint.keep" in output
         assert not (tmp_path / "none").exists()
@@ -115,7 +120,7 @@ def test_a_link_to_a_checkpoint_is_merged_with_earlier_ones(
     link = exact / "checkpoints" / "newest"
     link.symlink_to("step-00000008")
     try:
-        status, output = command(capsys, "export", link, tmp_path / "merged", "--merge", 2)
+        status, output = command(capsys, "export", link, "--out", tmp_path / "merged", "--merge", 2)
     finally:
         link.unlink()
     assert status == 0, output
@@ -127,14 +132,14 @@ def test_what_exists_is_not_written_over_and_damage_is_named(
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    status, output = command(capsys, "export", exact, tmp_path / "out")
+    status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
     assert status == 2
     assert str(tmp_path / "out") in output
     assert [*contents(tmp_path / "out")] == ["thesis.tex"]
     run = shutil.copytree(exact, tmp_path / "run")
     for file in (run / "checkpoints").glob("*/model*.safetensors"):
         flip(file)
-    status, output = command(capsys, "export", run, tmp_path / "other")
+    status, output = command(capsys, "export", run, "--out", tmp_path / "other")
     assert status == 2
     assert "damaged" in output
     assert not (tmp_path / "other").exists()
@@ -145,7 +150,7 @@ def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
     tmp_path: Path,
     capsys: Any,
 ) -> None:
-    assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
+    assert command(capsys, "export", exact, "--out", tmp_path / "out")[0] == 0
     file = tmp_path / "out" / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"attn_implementation": "kernels-community/flash-attn2"}))
@@ -167,7 +172,7 @@ def test_an_export_that_fails_leaves_no_files(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("pretrain.model.huggingface.fsync_tree", full)
-    status, output = command(capsys, "export", exact, tmp_path / "out")
+    status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
     assert status == 2
     assert "No space left" in output
     assert not [*tmp_path.iterdir()]
@@ -176,7 +181,7 @@ def test_an_export_that_fails_leaves_no_files(
 def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
     exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
+    assert command(capsys, "export", exact, "--out", tmp_path / "out")[0] == 0
     sample = ("sample", tmp_path / "out", "w3", "--prompt", "w1 w2", "--max-new-tokens", 8)
     texts = [command(capsys, *sample, "--seed", seed) for seed in (1, 2, 1)]
     assert [status for status, _ in texts] == [0] * 3

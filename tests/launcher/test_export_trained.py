@@ -485,7 +485,7 @@ def test_a_phase_in_bf16_is_refused_and_the_phase_before_is_exported(
     assert not out.exists()
     low = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert "--dtype" in refusal(capsys, low, "--out", out, "--dtype", "fp32")
-    assert main(["export", str(low), str(out), "--precision", "trained"]) == 0
+    assert main(["export", str(low), "--out", str(out), "--precision", "trained"]) == 0
     assert decode(out, "model.layers.1.mlp.up_proj").scale is not None
 
 

@@ -89,7 +89,7 @@ def test_two_processes_train_and_export_as_one_and_pass_parity(
 ) -> None:
     assert_same_curve(two, one)
     assert two.audit()["parity"]["failures"] == []
-    assert main(["export", str(two.run_dir), str(tmp_path / "out")]) == 0
+    assert main(["export", str(two.run_dir), "--out", str(tmp_path / "out")]) == 0
     exported = tensors_of(tmp_path / "out")
     final = tensors_of(two.run_dir / "final")
     assert exported.keys() == final.keys()
