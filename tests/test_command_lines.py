@@ -65,7 +65,7 @@ def test_an_unknown_option_is_answered_with_ours(
         ("which my.yaml --margin x", "--margin: x is not a number above 0; "),
         ("matrix", "required: matrix; "),
         ("phases", "required: phases; "),
-        ("sample", "required: FOLDER; "),
+        ("sample", "required: FOLDER, PROMPT; "),
     ],
 )
 def test_a_mistake_in_a_value_is_found_before_files_are_read(

@@ -116,12 +116,6 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError if the model cannot be loaded or an option has no valid value.
     """
-    prompts = [*options.prompts, *options.prompt]
-    if not prompts:
-        raise InputError(
-            "command line: no prompt is given; add a prompt after the folder, or '' to generate a "
-            "text without a prompt"
-        )
     if not (options.temperature >= 0 and 0 < options.top_p <= 1):
         raise InputError(
             f"command line: --temperature {options.temperature:g} --top-p {options.top_p:g}: set "
@@ -129,7 +123,7 @@ def main(options: argparse.Namespace) -> int:
         )
     hf, tokenizer = load(options.folder)
     console = Console(0)
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(options.prompts):
         console.sample(
             prompt,
             sample(

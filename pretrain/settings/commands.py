@@ -220,16 +220,9 @@ def sample(add: Callable) -> None:
     add("folder", type=Path, metavar="FOLDER", help="a run folder or a model folder")
     add(
         "prompts",
-        nargs="*",
-        default=[],
+        nargs="+",
         metavar="PROMPT",
         help="text that the model continues; '' generates text without a prompt",
-    )
-    add(
-        "--prompt",
-        action="append",
-        default=[],
-        help="text that the model continues, as an option instead of an argument; may be repeated",
     )
     add(
         "--tokens",
