@@ -97,9 +97,6 @@ class CommandParser(argparse.ArgumentParser):
         return options.get(_OTHER_NAMES.get(name, "")) or next(map(options.get, similar), None)
 
     def error(self, message: str) -> NoReturn:
-        # argparse names the type of a value with the name of a Python function.
-        message = message.replace("invalid int value", "not a whole number")
-        message = message.replace("invalid float value", "not a number")
         raise InputError(f"command line: {message}; {self.remedy}")
 
 

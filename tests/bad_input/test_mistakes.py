@@ -174,7 +174,7 @@ COMMANDS = {
         "--tokens/--max-new-tokens/--max_new_tokens: 0 is not a whole number of at least 1"
     ),
     "sample nowhere one --top-p 2": "--top-p",
-    "sample nowhere one --top-p x": "--top-p/--top_p: not a number: 'x'",
+    "sample nowhere one --top-p x": "--top-p/--top_p: invalid float value: 'x'",
     "which nowhere.yaml --hours x": "--hours: x is not a number above 0",
     "matrix nowhere.yaml --gpus 0": "--gpus: 0 is not a whole number of at least 1",
     "report": "RUN",
@@ -192,7 +192,7 @@ COMMANDS = {
         "`data.text`"
     ),
     "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": (
-        "--vocabulary: not a whole number: 'many'"
+        "--vocabulary: invalid int value: 'many'"
     ),
 }
 
