@@ -161,8 +161,6 @@ def words(schema: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(filter(None, map(words, members))))
     if values := schema.get("enum") or ([schema["const"]] if "const" in schema else None):
         return ", ".join(f"`{value}`" for value in values)
-    if examples := schema.get("examples"):
-        return f"as {', '.join(f'`{example}`' for example in examples)}"
     if schema.get("type") == "array":
         items = schema.get("prefixItems") or [schema["items"]]
         inside = dict.fromkeys(map(words, items))

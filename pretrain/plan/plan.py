@@ -122,18 +122,16 @@ class Plan:
         For each number of microbatches in a step, the smallest size that leads to this number is a
         candidate. If all devices have the same number of packs, a candidate that does not divide
         the number of packs of a device is removed. If the devices have different numbers of packs,
-        no size fills all microbatches, and no candidate is removed. With `auto:16`, candidates
-        above 16 are removed.
+        no size fills all microbatches, and no candidate is removed.
         """
         is_uneven = self.packs_per_step % self.devices.count > 0
         most = self.packs_per_rank
-        cap = self.recipe.batch.microbatch_cap or most
         sizes = {
             -(-most // microbatches)
             for microbatches in range(1, most + 1)
             if is_uneven or most % microbatches == 0
         }
-        return sorted(size for size in sizes if size <= cap)
+        return sorted(sizes)
 
     @cached_property
     def expected_microbatch(self) -> int:

@@ -106,23 +106,13 @@ class BatchSettings(Settings):
     # Number of tokens in one optimizer step, on all devices together.
     tokens: Annotated[PositiveCount, Field(le=2**40)] = 131_072
     # Maximum number of packs that a device processes at once. auto: find the number that fits into
-    # the memory. auto:16: find a number of at most 16.
-    microbatch: (
-        Literal["auto"]
-        | PositiveCount
-        | Annotated[str, Field(pattern="^auto:[1-9][0-9]{0,8}$", examples=["auto:16"])]
-    ) = "auto"
+    # the memory.
+    microbatch: Literal["auto"] | PositiveCount = "auto"
 
     @property
     def microbatch_is_searched(self) -> bool:
-        """Return True if `microbatch` is `auto`, with or without a limit."""
-        return isinstance(self.microbatch, str)
-
-    @property
-    def microbatch_cap(self) -> int | None:
-        """Return the limit in `microbatch`: 16 for `auto:16`. Return None if there is no limit."""
-        cap = str(self.microbatch).partition("auto:")[2]
-        return int(cap) if cap else None
+        """Return True if `microbatch` is `auto`."""
+        return self.microbatch == "auto"
 
 
 class OptimizerSettings(Settings):

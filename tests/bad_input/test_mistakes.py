@@ -55,7 +55,6 @@ SETTINGS = {
         "`fp8_config.keep_bf16_layers`"
     ),
     "batch.tokens=250": "`batch.tokens: 250`",
-    "batch.microbatch=auto:0": "`batch.microbatch`",
     "log.trackers=[wandbb]": "`log.trackers`",
     "optimizer.name=adamw": "known keys here: betas",
     "--eval-only": "pretrain evaluate",

@@ -123,20 +123,6 @@ def test_microbatch_sizes_have_minimal_padding(
     assert packs % devices or all(packs_per_rank % size == 0 for size in sizes)
 
 
-def test_a_search_for_the_microbatch_stays_below_its_cap(qwen3: PreTrainedModel) -> None:
-    def planned(microbatch: object) -> Plan:
-        return plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": microbatch}), Devices(1))
-
-    assert planned("auto").microbatch_sizes == [1, 2, 4, 8, 16, 32]
-    capped = planned("auto:5")
-    assert (
-        capped.microbatch_sizes == [1, 2, 4]
-        and capped.microbatch is None
-        and capped.expected_microbatch == 4
-    )
-    assert planned("auto:100").microbatch_sizes == planned("auto").microbatch_sizes
-
-
 @given(most=st.integers(1, 40), devices=st.integers(1, 32))
 def test_a_microbatch_is_at_most_the_setting_with_as_few_passes(
     qwen3: PreTrainedModel, most: int, devices: int
