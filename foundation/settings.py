@@ -181,7 +181,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     `text` is parsed as YAML, unless the key may hold a text or a path. YAML would read the template
     `{title}: {text}` as a mapping. For a key that may hold a text or a path:
 
-    * `null` means None, and two quotes mean the empty text.
+    * `null` means None.
     * `\\n` and `\\t` are replaced by a line feed and a tab. A shell passes each of them on as two
       characters.
     * If the key may also hold a list, a text that begins with `[` is parsed as a list. If the key
@@ -203,8 +203,6 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     if lists and members == lists and not begins_list:
         return [text]
     if members & {str, Path} and text != "null" and not (lists and begins_list):
-        if text in ("''", '""'):
-            return ""
         return text.replace("\\n", "\n").replace("\\t", "\t")
     with as_input_error(
         (ValueError, TypeError, yaml.YAMLError),

@@ -70,7 +70,6 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict, named: list[str]
         ("bound", "~", None),
         ("steps", "364e6", 364_000_000),
         ("name", "null", None),
-        ("name", "''", ""),
         ("name", "{title}: {text}\\n", "{title}: {text}\n"),
         ("names", "Hello, you", ["Hello, you"]),
         ("names", "[a, b]", ["a", "b"]),
