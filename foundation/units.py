@@ -16,8 +16,6 @@ UNKNOWN = "–"
 
 def count(value: float) -> str:
     """Format a count with three significant digits and a suffix: 950, 47.5k, 364 M, 1.72 B."""
-    if not math.isfinite(value):
-        return str(value)
     for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, "k")):
         # With three digits, a value just below `size` is rounded up to `size`. So 999.6e3 is
         # formatted as `1.00 M`, and not as `1000k`.
