@@ -56,10 +56,10 @@ def main(options: argparse.Namespace) -> int:
     configuration, processes, reason = choose_configuration(
         recipe, options.config, options.processes
     )
-    launch = ["--config_file", _shown(configuration)]
+    launch = ["--config_file", os.path.relpath(configuration)]
     if processes is not None:
         launch += ["--num_processes", str(processes)]
-    launch += [_shown(LAUNCHER), *training_arguments(options)]
+    launch += [os.path.relpath(LAUNCHER), *training_arguments(options)]
     # Flush, so that the command comes before the output of the processes in a log file.
     print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)
     return run_launcher(launch, configuration)
@@ -138,11 +138,6 @@ def training_arguments(options: argparse.Namespace) -> list[str]:
     if options.resume != "auto":
         arguments += ["--resume", options.resume]
     return [str(options.recipe), *options.overrides, *arguments]
-
-
-def _shown(path: Path) -> str:
-    """Return `path`, relative to the working directory if `path` is inside that directory."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
