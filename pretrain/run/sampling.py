@@ -28,10 +28,6 @@ from pretrain.run.run import Run
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
 from pretrain.settings.recipe import ModelSettings
 
-# At this temperature or below, the most likely token is chosen. Dividing FP32 scores by a smaller
-# temperature could overflow.
-COLDEST = 1e-4
-
 
 def draw_samples(run: Run) -> None:
     """Generate a text for each prompt of the recipe. Print the texts and log them.
@@ -68,7 +64,7 @@ def sample(
 
     tokens: the largest number of new tokens. Fewer tokens are generated if the model generates a
         token that ends the text, or if the model has no more positions.
-    temperature: the temperature of sampling. Near 0, the most likely token is always chosen.
+    temperature: the temperature of sampling. At 0, the most likely token is always chosen.
     top_p: the sum of probabilities for nucleus sampling. Each token is sampled from the smallest
         set of most likely tokens whose probabilities sum to at least this value.
     seed: the seed of the random numbers.
@@ -86,7 +82,7 @@ def sample(
     length = encoded["input_ids"].shape[1]
     positions = positions_of(hf.config) or length + tokens
     sampling: dict[str, Any] = {}
-    if temperature > COLDEST:
+    if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     pad = tokenizer.pad_token_id
     generation = GenerationConfig(
