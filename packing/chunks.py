@@ -45,9 +45,14 @@ class Chunk:
 def open_stream(path: Path) -> pa.NativeFile:
     """Open a file for reading, and decompress it if its suffix is .gz or .zst.
 
-    Raises OSError if the file cannot be opened.
+    Raises OSError if the file cannot be opened. Arrow's decompressors raise OSError for a truncated
+    stream, but would read a file of 0 bytes as an empty text. So this function raises OSError for
+    such a file.
     """
-    return pa.input_stream(str(path), compression=COMPRESSION.get(path.suffix.lower()))
+    compression = COMPRESSION.get(path.suffix.lower())
+    if compression and not path.stat().st_size:
+        raise OSError("the file has 0 bytes, so it was not written or copied to the end")
+    return pa.input_stream(str(path), compression=compression)
 
 
 def lacking(records: Records, names: Collection[str]) -> str | None:

@@ -454,9 +454,11 @@ def test_rows_of_csv_are_read_as_they_were_written(
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
 def test_a_truncated_file_raises_an_error(kind: str, documents: list[str], tmp_path: Path) -> None:
     path = write_corpus(tmp_path, kind, documents)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match=str(path)):
-        texts_of(path)
+    content = path.read_bytes()
+    for damaged in (content[:-20], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=str(path)):
+            texts_of(path)
 
 
 @given(
