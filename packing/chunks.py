@@ -251,15 +251,16 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
     requires.
     """
     text = decoded(line)
+    remedy = (
+        "write each record on one line as {...}, as `jq -c .[]` does with a list, or write one "
+        "complete list to a .json file"
+    )
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(
-            f"the line is not valid JSON: {error}; write each record on one line, as `jq -c .[]` "
-            "does with a list, or write one complete list to a .json file"
-        ) from None
+        raise ValueError(f"the line is not valid JSON: {error}; {remedy}") from None
     if not isinstance(value, dict):
-        raise ValueError("the line is not a JSON object; write each record on one line as {...}")
+        raise ValueError(f"the line is not a JSON object; {remedy}")
     if message := lacking(records, value):
         raise ValueError(message)
     return value

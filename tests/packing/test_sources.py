@@ -182,7 +182,7 @@ def test_files_of_the_kind_with_the_most_bytes_are_read(tmp_path: Path) -> None:
 def test_unknown_files_with_the_most_bytes_are_rejected(tmp_path: Path) -> None:
     write_corpus(tmp_path, "jsonl", ["x"])
     (tmp_path / "a.pdf").write_text("x" * 100)
-    with pytest.raises(InputError, match=r"data.source: .*most of its bytes.*\*\*/\*\.txt"):
+    with pytest.raises(InputError, match=r"data.source: .*most of the bytes.*\*\*/\*\.txt"):
         open_reader(tmp_path)
 
 
