@@ -45,9 +45,14 @@ class Chunk:
 def open_stream(path: Path) -> pa.NativeFile:
     """Open a file for reading, and decompress it if its suffix is .gz or .zst.
 
-    Raises OSError if the file cannot be opened.
+    Raises OSError if the file cannot be opened. Arrow's decompressors raise OSError for a truncated
+    stream, but would read a file of 0 bytes as an empty text. So this function raises OSError for
+    such a file.
     """
-    return pa.input_stream(str(path), compression=COMPRESSION.get(path.suffix.lower()))
+    compression = COMPRESSION.get(path.suffix.lower())
+    if compression and not path.stat().st_size:
+        raise OSError("the file has 0 bytes, so it was not written or copied to the end")
+    return pa.input_stream(str(path), compression=compression)
 
 
 def lacking(records: Records, names: Collection[str]) -> str | None:
@@ -246,15 +251,16 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
     requires.
     """
     text = decoded(line)
+    remedy = (
+        "write each record on one line as {...}, as `jq -c .[]` does with a list, or write one "
+        "complete list to a .json file"
+    )
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(
-            f"the line is not valid JSON: {error}; write each record on one line, as `jq -c .[]` "
-            "does with a list, or write one complete list to a .json file"
-        ) from None
+        raise ValueError(f"the line is not valid JSON: {error}; {remedy}") from None
     if not isinstance(value, dict):
-        raise ValueError("the line is not a JSON object; write each record on one line as {...}")
+        raise ValueError(f"the line is not a JSON object; {remedy}")
     if message := lacking(records, value):
         raise ValueError(message)
     return value

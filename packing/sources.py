@@ -162,9 +162,9 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
     kind = max(by_kind, key=lambda kind: _bytes_of(by_kind[kind]), default=None)
     if kind is None:
         raise InputError(
-            f"data.source: {name}: most of its bytes are not in files of a known kind; set "
-            "data.source to a file with a known suffix, or to a pattern that matches such files, "
-            f"such as 'FOLDER/**/*.txt'; {_READABLE}"
+            f"data.source: {name}: there are no files of a known kind, or files of unknown kinds "
+            "have most of the bytes; set data.source to a file with a known suffix, or to a "
+            f"pattern that matches such files, such as 'FOLDER/**/*.txt'; {_READABLE}"
         )
     paths = by_kind.pop(kind)
     suffixes = Counter(path.suffix for group in by_kind.values() for path in group)

@@ -126,6 +126,13 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             "`model.config.router_aux_loss_coef` requires the router loss; set "
             "`model.config.output_router_logits: true`"
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_changed = not changes.keys().isdisjoint(("rope_parameters", "rope_scaling"))
+    if is_changed and rope.get("rope_type") == "default" and "factor" in rope:
+        raise InputError(
+            f"`model.config`: `factor: {rope['factor']}` has no effect with "
+            "`rope_type: default`; either set another `rope_type`, such as linear, or remove it"
+        )
     return config
 
 

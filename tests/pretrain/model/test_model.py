@@ -401,6 +401,13 @@ def test_a_key_without_effect_is_rejected(kind: str, key: str, value: object) ->
     assert "`_" not in str(error.value).partition("did you mean")[2]
 
 
+def test_a_factor_without_a_type_of_rotation_is_rejected() -> None:
+    for key in ("rope_scaling", "rope_parameters"):
+        config = {"model_type": "llama", key: {"factor": 8.0}}
+        with pytest.raises(InputError, match=r"`factor: 8\.0` has no effect .*`rope_type`"):
+            model.load_config(ModelSettings(config=config))
+
+
 def test_an_entry_that_the_rotary_embedding_reads_is_accepted() -> None:
     llama3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
     llama3 |= {"low_freq_factor": 1.0, "original_max_position_embeddings": 64}
