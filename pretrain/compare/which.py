@@ -126,6 +126,11 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
             f"command line: `{reserved[0]}` is set by this command; remove it (--help lists the "
             "options of this command)"
         )
+    if options.seeds > MOST_SEEDS:
+        raise InputError(
+            f"--seeds {options.seeds}: a candidate is trained with at most {MOST_SEEDS} seeds; set "
+            f"--seeds {MOST_SEEDS} or fewer"
+        )
     minimum = least_steps(step_of_checkpoint(options.begin_with))
     steps = recipe.train.steps if options.steps is None else options.steps
     if steps is not None and steps < minimum:

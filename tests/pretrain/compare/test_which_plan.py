@@ -85,6 +85,7 @@ def test_too_few_hours_are_refused_before_the_trials(
         (["--from", "nowhere"], {}, "--from"),
         (["--steps", "79"], {}, "--steps"),
         (["--steps", "0"], {}, "0 is not a whole number of at least 1"),
+        (["--seeds", "1000"], {}, "--seeds 20 or fewer"),
         (["--steps", "1000000"], {}, "repeated after step [0-9]+, "),
         ([], {"steps": 79}, "train.steps"),
         # All trainings branch from the recipe's checkpoint.
