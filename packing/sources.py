@@ -154,7 +154,8 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
     """Return the kind of the files to read, their paths, and a note about files that are not read.
 
     `name` is the folder or the pattern of `files`. Files of the kind with the most bytes are read.
-    Raises InputError if the files of unknown kinds have the most bytes.
+    Raises InputError if the files of unknown kinds have the most bytes, or if text files, such as a
+    README, have more bytes than JSONL or Parquet files.
     """
     by_kind: dict[str | None, list[Path]] = {}
     for path in files:
@@ -165,6 +166,11 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
             f"data.source: {name}: there are no files of a known kind, or files of unknown kinds "
             "have most of the bytes; set data.source to a file with a known suffix, or to a "
             f"pattern that matches such files, such as 'FOLDER/**/*.txt'; {_READABLE}"
+        )
+    if kind == "text" and by_kind.keys() & {"jsonl", "parquet"}:
+        raise InputError(
+            f"data.source: {name}: has text files, and smaller JSONL or Parquet files; set "
+            "data.source to a pattern that matches the files to read, such as 'FOLDER/*.jsonl'"
         )
     paths = by_kind.pop(kind)
     suffixes = Counter(path.suffix for group in by_kind.values() for path in group)

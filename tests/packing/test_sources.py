@@ -177,6 +177,9 @@ def test_files_of_the_kind_with_the_most_bytes_are_read(tmp_path: Path) -> None:
     write_corpus(tmp_path, "jsonl", ["x" * 100])
     assert texts_of(tmp_path) == ["x" * 100]
     assert open_reader(tmp_path).description.endswith("files not read: 2 .csv, 1 .md, 1 .tsv")
+    (tmp_path / "README.md").write_text("x" * 1000)
+    with pytest.raises(InputError, match=r"data.source: .*smaller JSONL or Parquet files"):
+        open_reader(tmp_path)
 
 
 def test_unknown_files_with_the_most_bytes_are_rejected(tmp_path: Path) -> None:
