@@ -110,7 +110,7 @@ def materialise(
     *,
     masked: bool = False,
 ) -> list[Pack]:
-    """Return packs `first` to `last` (exclusive) with their tokens.
+    """Fill packs `first` to `last` - 1 of the layout with tokens, and return them.
 
     `tokens` is a flat integer array with the tokens of all documents. It may be memory-mapped.
     `starts` [documents] int64 has the index in `tokens` of each document's first token, in the

@@ -1,4 +1,4 @@
-"""Sum the gradients of a step in the attribute `main_grad` of each parameter (main gradients).
+"""Main gradients: sums of the gradients of a step, in the attribute `main_grad` of parameters.
 
 Autograd accumulates in `parameter.grad`, in the dtype of the parameter. In BF16, this sum is
 rounded for every microbatch after the first. Main gradients are FP32 or BF16, whatever the dtype of

@@ -6,8 +6,8 @@ number 1.
 
 No step has a learning rate of zero, because such a step would not change the weights. Warm-up
 starts at 1 / warmup of the peak. Decay would reach its end at step `total_steps`, but the last step
-of the run is `total_steps` - 1. After warm-up, the learning rates equal those of the schedulers
-`transformers.get_wsd_schedule`, torch's CosineAnnealingLR and torch's LinearLR.
+of the run is `total_steps` - 1. After warm-up, `transformers.get_wsd_schedule`, and
+CosineAnnealingLR and LinearLR of torch give the same learning rates.
 """
 
 from __future__ import annotations

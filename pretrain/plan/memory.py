@@ -1,8 +1,8 @@
 """Estimate the memory that a training step needs on one device.
 
-The peak is at one of two moments: at the loss, when the activations of all layers are in memory, or
-in the backward of a layer, after the following layers have freed their activations. The estimate is
-the larger of the two.
+The memory has two peaks: at the loss, when the activations of all layers are in memory, and in the
+backward of a layer, after the following layers have freed their activations. The estimate is the
+larger peak.
 
 The activations of a fused layer are known exactly. The autograd functions in
 `pretrain.model.fused.layers` save the following tensors for backward. The first column is the

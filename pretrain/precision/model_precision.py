@@ -67,5 +67,5 @@ class ModelPrecision:
         self.context.backend = self.in_model[name].backend
 
     def using(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which the precision `name` is used instead of the current one."""
+        """Return a context manager that uses the precision `name` until it is left."""
         return overridden(self.context, backend=self.in_model[name].backend)

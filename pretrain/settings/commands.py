@@ -342,10 +342,10 @@ def which(add: Callable) -> None:
     verdict is still open.
 
     The main result is the gain at equal loss. It is the candidate's speedup, divided by the
-    factor by which its training tokens would have to grow to reach the baseline's loss. A
-    precision is recommended if the confidence interval of its gain is above 1. To continue after
-    Ctrl-C, run the same command again. To train more rounds for open candidates, run it again
-    with enough --hours for a round.
+    number of training tokens that the candidate needs for the baseline's loss, relative to the
+    baseline's number of tokens. A precision is recommended if the confidence interval of its
+    gain is above 1. To continue after Ctrl-C, run the same command again. To train more rounds
+    for open candidates, run it again with enough --hours for a round.
 
     The result is not valid for longer runs or larger models, which may need a more exact
     precision.

@@ -1,6 +1,6 @@
 """Round to the values of a format, and quantize to FP8 with one scale per tensor.
 
-The scale is that of current or of delayed scaling. Rounded values are returned in FP32. They are
+Current or delayed scaling computes the scale. Rounded values are returned in FP32. They are
 not cast to torch's float8 dtypes, because the result of such a cast for values beyond the maximum
 changed between versions of torch.
 
