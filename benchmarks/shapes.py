@@ -107,7 +107,28 @@ def llama_3_2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
+def qwen2_5(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, *, tied: bool
+) -> dict[str, Any]:
+    """Return Qwen2.5's configuration. The head is tied up to 3 billion parameters."""
+    return {
+        "model_type": "qwen2",
+        "vocab_size": 151936 if tied else 152064,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": tied,
+    }
+
+
 E4M3 = "fp8_config.fp8_format=E4M3"
+# AdamW's moments in host memory, and gradient sums in BF16.
+OFFLOADED = ("optimizer.offload=moments", "optimizer.gradients=bf16")
 # Layers of Qwen3-30B-A3B: 128 experts, 8 of them for each token.
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -147,6 +168,44 @@ SHAPES = {
     "OLMoE-1B-7B (6 of 16 layers)": Shape("benchmarks/olmoe_6_layers.yaml", low=(E4M3,)),
     "Qwen3-30B-A3B (4 of 48 layers)": Shape(
         "benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, low=(E4M3,)
+    ),
+    # Use `--tokens 524288` with these shapes. The microbatches are the largest ones that fit into
+    # 80 GB without recomputed activations. Qwen2.5-14B needs 141 GB.
+    "Qwen2.5-0.5B": Shape(
+        "benchmarks/qwen2_5.yaml",
+        qwen2_5(896, 4864, 24, 14, 2, tied=True),
+        whole_documents=True,
+    ),
+    "Qwen2.5-1.5B": Shape(
+        "benchmarks/qwen2_5.yaml",
+        qwen2_5(1536, 8960, 28, 12, 2, tied=True),
+        whole_documents=True,
+        warm_up=3,
+    ),
+    "Qwen2.5-3B": Shape(
+        "benchmarks/qwen2_5.yaml",
+        qwen2_5(2048, 11008, 36, 16, 2, tied=True),
+        microbatch=8192,
+        whole_documents=True,
+        warm_up=2,
+    ),
+    "Qwen2.5-7B": Shape(
+        "benchmarks/qwen2_5.yaml",
+        qwen2_5(3584, 18944, 28, 28, 4, tied=False),
+        microbatch=4096,
+        more=OFFLOADED,
+        whole_documents=True,
+        warm_up=2,
+        steps=2,
+    ),
+    "Qwen2.5-14B": Shape(
+        "benchmarks/qwen2_5.yaml",
+        qwen2_5(5120, 13824, 48, 40, 8, tied=False),
+        microbatch=4096,
+        more=OFFLOADED,
+        whole_documents=True,
+        warm_up=2,
+        steps=2,
     ),
 }
 
