@@ -76,7 +76,7 @@ def assemble(
     *,
     fused: bool,
     weights: torch.dtype = torch.bfloat16,
-    main: torch.dtype | None = torch.float32,
+    main: torch.dtype = torch.float32,
     attention: str = "packed_varlen",
     recompute: bool = False,
     keep: tuple[str, ...] = (),
@@ -89,7 +89,7 @@ def assemble(
         recipe: Name of the precision.
         fused: Whether layers are fused.
         weights: Dtype in which weights are stored.
-        main: Dtype of the main gradients. None: no main gradients.
+        main: Dtype of the main gradients.
         attention: Name of the attention implementation.
         recompute: Whether layers are recomputed in backward.
         keep: Patterns of linears that stay in BF16.
@@ -112,8 +112,7 @@ def assemble(
         packed.fused = fuse(layers, {context.backend: decisions}, arithmetic)
         assert not packed.fused.left_out
     convert(hf, decisions, context, packed.fused)
-    if main:
-        attach_main_gradients(packed, main, packed.fused.stacks if fused else ())
+    attach_main_gradients(packed, main, packed.fused.stacks if fused else ())
     settings = ModelSettings(config=config, gradient_checkpointing="full" if recompute else "none")
     cast_to = torch.bfloat16 if weights == torch.float32 else None
     wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.fused import formulas
+from pretrain.model.gradients import Summed
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.gemm import Gemm, GemmEngine, Operand, TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
@@ -85,7 +86,7 @@ class StackedLinear(LinearState):
         self.plain = TorchGemm(name, self.members)
 
     @property
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[Summed]:
         """List of the weights of all layers."""
         return [linear.weight for linear in self.linears]
 
@@ -121,14 +122,11 @@ class StackedLinear(LinearState):
 
     @property
     def main_gradient(self) -> Tensor | None:
-        """The main gradient [out, in] of the stacked weight.
+        """The main gradient [out, in] of the stacked weight, a view of the weights' main gradients.
 
-        None if a weight has no main gradient, or if the main gradients of the weights are not the
-        rows of one matrix in memory.
+        `FusedLayers.stacks` makes the main gradients of the weights the rows of one matrix.
         """
-        gradients = [weight.main_grad for weight in self.weights if hasattr(weight, "main_grad")]
-        if len(gradients) != len(self.linears):
-            return None
+        gradients = [weight.main_grad for weight in self.weights]
         return gradients[0].t() if self.transposed else _rows_of_one(gradients)
 
     def bias_gradients(self, total: Tensor | None) -> list[Tensor]:
@@ -149,7 +147,7 @@ class StackedPass(LinearPass):
     """One forward of a `StackedLinear` and its backward.
 
     The three matrix products of a linear layer are computed by `project`, `input_gradient` and
-    `weight_gradients`. Their arguments may be operands that a norm or an activation has already
+    `add_weight_gradient`. Their arguments may be operands that a norm or an activation has already
     quantized.
     """
 
@@ -183,18 +181,12 @@ class StackedPass(LinearPass):
         """Return the gradient of the input [tokens, in] for the output gradient `dy`."""
         return self.gradient_product("dgrad", dy, self._stacked_weight(refresh=False))
 
-    def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
-        """Return one gradient for each weight.
+    def add_weight_gradient(self, dy: Operand, x: Operand) -> None:
+        """Add the gradient of the stacked weight to its main gradient.
 
-        If the weights have a main gradient in one matrix, the product adds to this matrix instead,
-        and all returned gradients are None. `dy` is the output gradient and `x` the input.
+        `dy` is the output gradient and `x` the input.
         """
-        gradient = self.weight_gradient(dy, x, self.stack.main_gradient)
-        if gradient is None:
-            return [None] * len(self.stack.linears)
-        if self.stack.transposed:
-            return [gradient.t()]
-        return list(gradient.split([len(weight) for weight in self.stack.weights]))
+        self.weight_gradient(dy, x, self.stack.main_gradient)
 
     def _stacked_weight(self, *, refresh: bool) -> Operand:
         """Return the stacked weight as an operand, from the cache unless `refresh` is set.
@@ -208,26 +200,6 @@ class StackedPass(LinearPass):
         return self.gemm.weight_operand(
             stack.matrix, refresh=refresh, differentiable=self.differentiable
         )
-
-
-def add_to_main_gradients(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Add gradients to the main gradients of their parameters, and return all other gradients.
-
-    The result has one entry for each parameter: None if the gradient has been added, and the
-    gradient itself if the parameter has no main gradient. One kernel adds all gradients, because a
-    layer has many small parameters.
-    """
-    pairs = list(zip(parameters, gradients, strict=True))
-    added = [
-        (parameter.main_grad, gradient)
-        for parameter, gradient in pairs
-        if hasattr(parameter, "main_grad") and gradient is not None
-    ]
-    if added:
-        torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
-    return [None if hasattr(parameter, "main_grad") else gradient for parameter, gradient in pairs]
 
 
 def parameters_of(norm: nn.Module) -> list[nn.Parameter]:

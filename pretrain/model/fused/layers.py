@@ -8,7 +8,7 @@ calls the original forward.
 A fused layer has two autograd nodes instead of many. Each norm writes its output once, in the
 format that the next matrix product reads. The kernel that computes the gradient of a norm also adds
 the gradient of the residual branch. Gradients of parameters are added directly to the main
-gradients of the step (`pretrain.model.gradients`).
+gradients of the step (`pretrain.model.gradients`), which each parameter of a fused layer must have.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pretrain.model.attention import flash_backward_in_parts, flash_forward
 from pretrain.model.fused.arithmetic import (
     Arithmetic,
     StackedLinear,
-    add_to_main_gradients,
     parameters_of,
 )
 from pretrain.model.fused.formulas import NAMES, Activation
 from pretrain.model.fused.heads import HeadNorms, Heads
+from pretrain.model.gradients import Summed
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.scope import LINEARS, Decision
 
@@ -321,22 +321,20 @@ class FusedLayer:
         # autograd.Function.
         self.arithmetic.differentiable = torch.is_grad_enabled()
         attended, x = self._attend(x, **kwargs)
-        return OutputAndMLP.apply(self, attended, x, *self.mlp_parameters)[None]
+        weights = (*self.output.weights, *self.gate_up.weights, *self.down.weights)
+        return OutputAndMLP.apply(self, attended, x, *self.mlp_vectors, *weights)[None]
 
     @property
-    def attention_parameters(self) -> list[Tensor]:
-        """List of the parameters of `NormedAttention`."""
+    def attention_vectors(self) -> list[Summed]:
+        """List of the parameters of norms, and of the biases, in `NormedAttention`."""
         of_heads = (norm.weight for norm in self.parts.head_norms)
-        parameters = [*parameters_of(self.parts.norms[0]), *of_heads]
-        return [*parameters, *self.qkv.weights, *self.qkv.biases]
+        return [*parameters_of(self.parts.norms[0]), *of_heads, *self.qkv.biases]
 
     @property
-    def mlp_parameters(self) -> list[Tensor]:
-        """List of the parameters of `OutputAndMLP`."""
-        parameters: list[Tensor] = [*parameters_of(self.parts.norms[1])]
-        for product in (self.output, self.gate_up, self.down):
-            parameters += [*product.weights, *product.biases]
-        return parameters
+    def mlp_vectors(self) -> list[Summed]:
+        """List of the parameters of the norm, and of the biases, in `OutputAndMLP`."""
+        norm = parameters_of(self.parts.norms[1])
+        return [*norm, *self.output.biases, *self.gate_up.biases, *self.down.biases]
 
     def _attend(
         self,
@@ -359,7 +357,7 @@ class FusedLayer:
         tables: Sequence[Tensor | None] = (None, None)
         if position_embeddings is not None:
             tables = [table.flatten(0, -2) for table in position_embeddings]
-        inputs = (x, *tables, *self.attention_parameters)
+        inputs = (x, *tables, *self.attention_vectors, *self.qkv.weights)
         name = attention.config._attn_implementation
         # In some models, each layer has the attribute `sliding_window`. In other models, only the
         # configuration has it, for all layers.
@@ -389,8 +387,8 @@ class FusedLayer:
 #
 # Parameters are arguments of the nodes only to make them inputs of the autograd graph, as FSDP2 and
 # `RankSums` require. Products and norms read the parameters from the layer. Backward adds the
-# gradient of a parameter to its main gradient, if the parameter has one. It returns only the
-# gradients of parameters without a main gradient.
+# gradients of parameters to their main gradients, and returns None for the parameters. The small
+# gradients of norms and biases are added by one kernel, because a layer has many of them.
 
 
 class NormedAttention(torch.autograd.Function):
@@ -454,19 +452,19 @@ class NormedAttention(torch.autograd.Function):
         del saved[3:]
         dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, product)
         d_normed = product.input_gradient(dqkv)
-        d_weights = product.weight_gradients(dqkv, normed)
+        product.add_weight_gradient(dqkv, normed)
         dx, d_norm, _ = arithmetic.norm_backward(
             d_normed, *saved[:3], layer.parts.norms[0], residual=residual
         )
         if is_first_in_forward:
             arithmetic.gemm_class.finish_backward()
-        return (
-            *(None, None, dx, None, None),
-            *add_to_main_gradients(
-                layer.attention_parameters,
-                [*d_norm, *d_head_norms[: len(layer.parts.head_norms)], *d_weights, *d_biases],
-            ),
-        )
+        d_vectors = [*d_norm, *d_head_norms[: len(layer.parts.head_norms)], *d_biases]
+        _add_to_main_gradients(layer.attention_vectors, d_vectors)
+        return None, None, dx, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+def _add_to_main_gradients(parameters: Sequence[Summed], gradients: Any) -> None:
+    torch._foreach_add_([parameter.main_grad for parameter in parameters], gradients)
 
 
 def _flash_backward(
@@ -533,23 +531,21 @@ class OutputAndMLP(torch.autograd.Function):
             d_activated, hidden, layer.parts.activation, kept, gate_up, down
         )
         del d_activated, hidden, kept
-        d_down = down.weight_gradients(quantized, activated)
+        down.add_weight_gradient(quantized, activated)
         del quantized, activated
         d_normed = gate_up.input_gradient(d_hidden)
-        d_gate_up = [*gate_up.weight_gradients(d_hidden, normed), *d_biases]
+        gate_up.add_weight_gradient(d_hidden, normed)
         del d_hidden, normed
         dx, d_norm, (d_output_bias, d_down_bias) = arithmetic.norm_backward(
             *(d_normed, x, *statistics, layer.parts.norms[1]),
             residual=dy,
             summed=bool(output.stack.biases or down.stack.biases),
         )
-        d_down += down.stack.bias_gradients(d_down_bias)
         del d_normed, x
         quantized = output.quantize("grad_output", dx)
         d_attended = output.input_gradient(quantized)
-        d_output = output.weight_gradients(quantized, operand)
-        d_output += output.stack.bias_gradients(d_output_bias)
-        d_parameters = add_to_main_gradients(
-            layer.mlp_parameters, [*d_norm, *d_output, *d_gate_up, *d_down]
-        )
-        return None, d_attended, dx, *d_parameters
+        output.add_weight_gradient(quantized, operand)
+        d_biases = [*output.stack.bias_gradients(d_output_bias), *d_biases]
+        d_biases += down.stack.bias_gradients(d_down_bias)
+        _add_to_main_gradients(layer.mlp_vectors, [*d_norm, *d_biases])
+        return None, d_attended, dx, *[None] * (len(ctx.needs_input_grad) - 3)

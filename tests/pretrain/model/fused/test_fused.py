@@ -40,6 +40,7 @@ def packed(
     if fused:
         model.fused = fuse(decoder_layers(hf), {}, Arithmetic(model.context))
         assert not model.fused.left_out
+        attach_main_gradients(model, torch.float32, model.fused.stacks)
     return model
 
 
@@ -128,7 +129,6 @@ def test_losses_and_main_gradients_are_those_of_the_unfused_model(
     """
     model = packed(build(config), dtype=dtype)
     plain = packed(build(config), fused=False)
-    attach_main_gradients(model, torch.float32, model.fused.stacks)
     wrap_layers(model, ModelSettings(config=config), cast_to=dtype, compile_layers=compile_layers)
     losses, gradients = losses_and_gradients(model)
     expected_losses, expected = losses_and_gradients(plain)
