@@ -205,24 +205,13 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
         compile_layers=compiles,
     )
 
-    optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
+    # Without FSDP2 the model is already on its device.
     if accelerator.is_fsdp2:
-        with (
-            START.part("sharding"),
-            distributed.sharded_as_planned(
-                accelerator,
-                model,
-                optimizer,
-                job.compute_dtype,
-                once_a_step=job.plan.devices.gathered,
-            ),
-        ):
-            # Keep only the model. Accelerate also returns a wrapper of the optimizer, which only
-            # training in FP16 needs.
-            model, _ = accelerator.prepare(model, optimizer)
-    # Without FSDP2 the model is already on its device. `prepare` is not called, because it would
-    # wrap the model in DistributedDataParallel, which sums gradients over ranks in the dtype of the
-    # parameters. The class `RankSums` sums them in FP32 instead.
+        with START.part("sharding"):
+            model = distributed.shard(
+                accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered
+            )
+    optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
     set_weights(hf, values, optimizer, exact=exact)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()

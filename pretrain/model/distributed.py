@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -172,29 +171,21 @@ def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
     return topology
 
 
-@contextmanager
-def sharded_as_planned(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    compute_dtype: torch.dtype,
-    *,
-    once_a_step: bool,
-) -> Iterator[None]:
-    """Context manager that configures FSDP2 for `accelerator.prepare(model, optimizer)`.
+def shard(
+    accelerator: Accelerator, model: nn.Module, compute_dtype: torch.dtype, *, once_a_step: bool
+) -> Any:
+    """Shard `model` by FSDP2 in place, and return it. Its parameters then have no values.
 
-    Call `prepare` inside of the context. When the context ends, the model is sharded, and the
-    parameters of `optimizer` are the shards. Parameters are gathered in `compute_dtype`, and
-    gradients are summed over ranks in FP32.
+    Parameters are gathered in `compute_dtype`, and gradients are summed over ranks in FP32. Build
+    the optimizer of the shards after this call.
 
-    A run without FSDP2 builds the model on its device and does not call `prepare`. `prepare` would
-    wrap the model in DistributedDataParallel, which sums gradients in the dtype of the parameters.
-    `RankSums` of pretrain.model.gradients sums them in FP32 instead.
+    A run without FSDP2 builds the model on its device and does not call `accelerator.prepare`.
+    `prepare` would wrap the model in DistributedDataParallel, which sums gradients in the dtype of
+    the parameters. `RankSums` of pretrain.model.gradients sums them in FP32 instead.
 
     Args:
         accelerator: The run's Accelerator.
         model: The model, on the meta device or not.
-        optimizer: The optimizer of its parameters.
         compute_dtype: Dtype of gathered parameters.
         once_a_step: True to gather once a step (ZeRO-2), False to gather for each use (ZeRO-3).
     """
@@ -213,27 +204,19 @@ def sharded_as_planned(
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    group_names = [
-        [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
-    ]
-    # FSDP2 frees the full parameters while it shards them. With a reference in `names`, their
-    # memory could not be freed.
-    del names
-    yield
+    # Accelerate shards a model only together with an optimizer. The optimizer of the run cannot be
+    # used, because Accelerate finds the shard of a parameter by its address, but parameters on the
+    # meta device have no address.
+    sharded, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offloads else accelerator.device
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    # Replace the optimizer's parameters by the shards. Accelerate finds the shard of a parameter by
-    # its address, but parameters on the meta device have no address.
-    shards = dict(model.named_parameters())
-    for group, parameter_names in zip(optimizer.param_groups, group_names, strict=True):
-        group["params"] = [shards[name] for name in parameter_names]
-    for module in model.modules():
+    sharded._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    for module in sharded.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Use a plain sum. By default, FSDP2 may sum values that it has multiplied by a factor.
             module.set_force_sum_reduction_for_comms(True)
+    return sharded
 
 
 # ── Agreement between processes ──

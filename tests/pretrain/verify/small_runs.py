@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.optim import Optimizer
 
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model import huggingface as model
 from pretrain.model import packed as packed_model
-from pretrain.model.distributed import sharded_as_planned
+from pretrain.model.distributed import shard
 from pretrain.model.gradients import RankSums, attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -226,8 +225,8 @@ def build_run(
         optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"},
         log={"fp8_statistics": 1},
     )
+    prepared = prepare(packed, accelerator)
     optimizer = adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact")
-    prepared = prepare(packed, optimizer, accelerator)
     packs = random_packs(4 * packs_a_microbatch, seed)
     step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
     run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator, recipe)
@@ -288,9 +287,7 @@ def low_precision_model(
     return packed.train(), decisions
 
 
-def prepare(
-    packed: PackedLanguageModel, optimizer: Optimizer, accelerator: Accelerator
-) -> PackedLanguageModel:
+def prepare(packed: PackedLanguageModel, accelerator: Accelerator) -> PackedLanguageModel:
     """Shard `packed` under FSDP2, and allocate its gradient sums."""
     stacks = packed.fused.stacks if packed.fused else ()
     if not accelerator.is_fsdp2:
@@ -298,8 +295,7 @@ def prepare(
         packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
         return packed
     compute = packed.context.compute_dtype
-    with sharded_as_planned(accelerator, packed, optimizer, compute, once_a_step=False):
-        prepared, _ = accelerator.prepare(packed, optimizer)
+    prepared = shard(accelerator, packed, compute, once_a_step=False)
     packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=False)
     return prepared
 
