@@ -44,7 +44,7 @@ class PackedLanguageModel(nn.Module):
         rank_sums: Sums gradients over ranks that each have the complete model. None under FSDP2 and
             in a run with one process.
         sharding: Gradient accumulation under FSDP2, or None without FSDP2.
-        routing: The routers of a mixture of experts, or None for other models.
+        routing: The routers of the model. Only a mixture of experts has routers.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class PackedLanguageModel(nn.Module):
         self.fused: FusedLayers | None = None
         self.rank_sums: RankSums | None = None
         self.sharding: Sharding | None = None
-        self.routing = Routing.of(hf)
-        if self.routing is not None:
-            self.routing.in_fp32()
+        self.routing = Routing(hf)
+        self.routing.in_fp32()
         head = hf.get_output_embeddings()
         name = next(name for name, module in hf.named_modules() if module is head)
         hf.set_output_embeddings(LossHead(head, loss, self.context, name))
@@ -97,7 +96,7 @@ class PackedLanguageModel(nn.Module):
             max_seqlen: Pack length.
         """
         documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        if self.routing is not None:
+        if self.routing.routers:
             # `Routing` records the logits by hooks instead.
             documents["output_router_logits"] = False
         if self.attention == "packed_sdpa":
@@ -110,9 +109,7 @@ class PackedLanguageModel(nn.Module):
             )
             with torch.profiler.record_function("loss"):
                 loss = self.hf.get_output_embeddings()(output.last_hidden_state, labels)
-        if self.routing is not None:
-            loss = self.routing.add_loss(loss, labels, training=self.training)
-        return loss
+        return self.routing.add_loss(loss, labels, training=self.training)
 
     # Under FSDP2, Accelerate calls the next two methods to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
@@ -140,9 +137,7 @@ class PackedLanguageModel(nn.Module):
         """
         parts = self.hf.get_output_embeddings().take_parts()
         sums = {} if parts is None else dict(zip(("loss", "penalty"), parts, strict=True))
-        if self.routing is not None:
-            sums |= self.routing.take_sums()
-        return sums
+        return sums | self.routing.take_sums()
 
     def mean_losses(
         self, accelerator: Accelerator, tokens: int, trained: Tensor
@@ -158,10 +153,10 @@ class PackedLanguageModel(nn.Module):
             trained: Mean loss that the step minimizes, the same on all ranks. It is the sum of the
                 cross-entropy, the penalty and the router loss, with their weights.
         """
-        balance = self.routing.balance(accelerator) if self.routing else {}
+        balance = self.routing.balance(accelerator)
         sums = self.take_sums()
         names = ["loss", "penalty"] if self.hf.get_output_embeddings().penalty else []
-        names += self.routing.names if self.routing else []
+        names += self.routing.names
         if not names:
             return {"loss": trained}
         zero = torch.zeros((), device=trained.device)
@@ -170,7 +165,7 @@ class PackedLanguageModel(nn.Module):
         losses = {"loss": trained} | dict(zip(names, means, strict=True))
         # With a penalty, the head has summed the cross-entropy separately. Without a penalty,
         # subtract the router loss from the minimized loss to get the cross-entropy.
-        if self.routing and "router_loss" in losses and "penalty" not in losses:
+        if "router_loss" in losses and "penalty" not in losses:
             losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
         return losses | balance
 

@@ -52,7 +52,9 @@ def check(hf: PreTrainedModel) -> None:
 
 
 class Routing:
-    """The routers of a model with a mixture of experts.
+    """The routers of a model. Only a mixture of experts has routers.
+
+    Without routers, the methods change nothing and report nothing.
 
     Attributes:
         routers: Map each router module, in order, to the index of the logits in its output.
@@ -72,11 +74,6 @@ class Routing:
         for router, index in self.routers.items():
             router.register_forward_hook(partial(_keep_logits, index))
 
-    @classmethod
-    def of(cls, hf: PreTrainedModel) -> Routing | None:
-        """Return a `Routing` for the model, or None if the model has no routers."""
-        return cls(hf) if _routers(hf) else None
-
     def add_loss(self, loss: Tensor, labels: Tensor, *, training: bool) -> Tensor:
         """Return `loss` plus the router loss. Call it after each forward of the model.
 
@@ -90,7 +87,7 @@ class Routing:
             training: True in training, False in evaluation.
         """
         logits = [vars(router).pop("router_logits") for router in self.routers]
-        if not training:
+        if not (training and logits):
             return loss
         is_labelled = labels.flatten() != IGNORE
         label_count = is_labelled.sum()
@@ -116,9 +113,10 @@ class Routing:
 
         `router_entropy` is the entropy of the routers relative to the entropy of a uniform choice
         among all experts. `router_loss` is the router loss without its coefficient. If the router
-        loss is off, `router_loss` is not in the list.
+        loss is off, `router_loss` is not in the list. The list is empty without routers.
         """
-        return ["router_entropy", *(["router_loss"] if self.coefficient is not None else [])]
+        entropy = ["router_entropy"] if self.routers else []
+        return [*entropy, *(["router_loss"] if self.coefficient is not None else [])]
 
     def take_sums(self) -> dict[str, Tensor]:
         """Return the sums of the router statistics since the last call, and reset the sums.

@@ -100,8 +100,7 @@ def audit_products(
     ):
         compute_loss().backward()
     ran_low = _effective_in(active, observer, low)
-    routers = packed.routing.routers if packed.routing else ()
-    in_routers = {module for router in routers for module in router.modules()}
+    in_routers = {module for router in packed.routing.routers for module in router.modules()}
     fused = packed.fused.members if packed.fused else {}
     entries = []
     for name, (module, weight, is_member) in matrices.items():

@@ -76,7 +76,7 @@ def make_observers(run: Run) -> Observers:
             partial(gradient_statistics, model.hf, decoder_layers(model.hf), accelerator),
         ),
     ]
-    if model.routing is not None:
+    if model.routing.routers:
         observers.append(PeriodicFigures(every, partial(_expert_loads, model.routing)))
     if every and model.context.backends:
         file = JsonlTracker(

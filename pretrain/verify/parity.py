@@ -719,10 +719,9 @@ def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
     experts randomly in training mode. The attributes of routers are not changed, because the noise
     rate of a router also determines which experts the router considers.
     """
-    routers = model.routing.routers if model.routing else ()
     with ExitStack() as changes:
         for module in model.modules():
-            is_router = module in routers
+            is_router = module in model.routing.routers
             off = {
                 attribute: 0.0
                 for attribute, value in vars(module).items()

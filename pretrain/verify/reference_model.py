@@ -128,8 +128,7 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
             tensor.requires_grad_(stored[name].requires_grad)
     for layer in decoder_layers(plain).values():
         layer.forward = partial(_forward_of_layer, layer.forward)
-    routing = Routing.of(plain)
-    routers = routing.routers if routing else ()
+    routers = Routing(plain).routers
     for (_, experts), router in zip(stacked_experts(plain), routers, strict=False):
         experts.register_forward_pre_hook(partial(_follow_recorded_choices, router))
     return plain.eval()
