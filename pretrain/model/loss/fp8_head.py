@@ -74,11 +74,13 @@ def chunk_loss(
     weight: Any,
     hidden: Tensor,
     labels: Tensor,
-    gradients: tuple[Tensor, Tensor, None],
+    d_hidden: Tensor,
+    d_weight: Tensor,
+    d_bias: None,
     *,
     first: bool,
 ) -> Tensor:
-    """Return the losses of a chunk, FP32 [n], and write its gradients to `gradients`.
+    """Return the losses of a chunk, FP32 [n], and write its gradients.
 
     Args:
         gemm: The Gemm of the head.
@@ -86,8 +88,9 @@ def chunk_loss(
         weight: Quantized weight, with FP8 codes by rows and transposed.
         hidden: Hidden states of the chunk [n, hidden].
         labels: Labels of the chunk, int64 [n].
-        gradients: Buffers for the gradients of `hidden`, of the weight and of the bias. The last
-            one is None, because this function is not used for a head with a bias.
+        d_hidden: Buffer for the gradient of `hidden`.
+        d_weight: FP32 sum of the weight's gradient over chunks.
+        d_bias: None, because this function is not used for a head with a bias.
         first: True to overwrite the buffer of the weight's gradient instead of adding to it.
     """
 
@@ -97,7 +100,6 @@ def chunk_loss(
             for observer in head_pass.observed.result_observers:
                 observer(gemm.name, kind, result.detach(), None)
 
-    d_hidden, d_weight, _ = gradients
     x = head_pass.quantize("input", hidden.to(_BF16))
     logits = gemm.matmul("forward", x, weight, _BF16)
     show_result("forward", logits)

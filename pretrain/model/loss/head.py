@@ -44,10 +44,6 @@ from pretrain.precision.searched import add_product_, linear
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
-# Buffers for the gradients of the summed loss: the gradient of the hidden states in the dtype of
-# the hidden states, the gradient of the weight [vocabulary, hidden] in FP32, and the gradient of
-# the bias in FP32, or None without a bias. The gradients of weight and bias are summed over chunks.
-Gradients = tuple[Tensor, Tensor, Tensor | None]
 # Maximum number of logits that `Penalty.gradient_` converts to FP32 at a time, for any chunk size.
 # They take 16 MiB, and the method needs about three tensors of this size.
 LOGITS_AT_ONCE = 2**22
@@ -143,10 +139,8 @@ class LossHead(nn.Linear):
         # checks of the plan refuse a penalty.
         if self.settings.kind == "cce":
             return cut_cross_entropy(hidden, self.weight.to(hidden.dtype), labels)
-        inputs = (hidden, self.weight, self.bias)
-        needs_gradient = any(t is not None and t.requires_grad for t in inputs)
-        if torch.is_grad_enabled() and needs_gradient:
-            trained, parts = ChunkedLoss.apply(*inputs, labels, self, low)
+        if torch.is_grad_enabled():
+            trained, parts = ChunkedLoss.apply(hidden, self.weight, self.bias, labels, self, low)
         else:
             trained, parts = self._evaluate(hidden, labels, low)
         if self.penalty is None:
@@ -257,8 +251,14 @@ class ChunkedLoss(torch.autograd.Function):
 
             def losses(rows: slice) -> Tensor:
                 """Return the losses of the chunk `rows`, and write its gradients."""
-                gradients = (d_hidden[rows], d_weight, d_bias)
-                return chunk_loss(hidden[rows], labels[rows], gradients, first=rows.start == 0)
+                return chunk_loss(
+                    hidden[rows],
+                    labels[rows],
+                    d_hidden[rows],
+                    d_weight,
+                    d_bias,
+                    first=rows.start == 0,
+                )
 
             trained, parts = head.add_up(losses, labels, low)
         ctx.gradients = (d_hidden, d_weight, d_bias)
@@ -290,10 +290,10 @@ def _differentiating(
 ) -> AbstractContextManager[Callable[..., Tensor]]:
     """Return a context manager for the chunks of one training forward.
 
-    It yields a function `chunk_loss(hidden, labels, gradients, *, first)`, which returns the losses
-    of a chunk and writes its gradients to the buffers `gradients`. `first` is True for the first
-    chunk. The weight gradient of the first chunk overwrites the uninitialized buffer, and the
-    weight gradients of all other chunks are added to the buffer.
+    It yields a function `chunk_loss(hidden, labels, d_hidden, d_weight, d_bias, *, first)`, which
+    returns the losses of a chunk and writes its gradients. `first` is True for the first chunk. The
+    weight gradient of the first chunk overwrites the uninitialized buffer, and the weight gradients
+    of all other chunks are added to the buffer.
 
     Args:
         head: The head whose loss is computed.
@@ -310,16 +310,25 @@ def _differentiating(
         return fused_head(low, head.weight, context)
     weight, bias = in_dtype(context.compute_dtype if low else dtype, head.weight, head.bias)
 
-    def chunk_loss(hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
+    def chunk_loss(
+        hidden: Tensor,
+        labels: Tensor,
+        d_hidden: Tensor,
+        d_weight: Tensor,
+        d_bias: Tensor | None,
+        *,
+        first: bool,
+    ) -> Tensor:
         """Return the losses of a chunk, FP32 [n] or [2, n], and write its gradients.
 
         Args:
             hidden: Hidden states of the chunk [n, hidden].
             labels: Labels of the chunk, int64 [n].
-            gradients: Buffers for the gradients of `hidden`, of the weight and of the bias.
+            d_hidden: Buffer for the gradient of `hidden`, in the dtype of `hidden`.
+            d_weight: FP32 sum of the weight's gradient over chunks [vocabulary, hidden].
+            d_bias: FP32 sum of the bias' gradient over chunks, or None without a bias.
             first: True to overwrite the buffer of the weight's gradient instead of adding to it.
         """
-        d_hidden, d_weight, d_bias = gradients
         if low:
             refresh = context.first_microbatch and first
             linear_pass = LinearPass(low, context, refresh=refresh, differentiable=True)
