@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
-from pretrain.optimizer.exact_weights import join, split
+from pretrain.optimizer.exact_weights import master_of, split
 from pretrain.optimizer.offload import (
     MOMENTS,
     OFFLOADED,
@@ -291,12 +291,11 @@ def _update(
     """
     weight = tensors.weight
     remainder = tensors.remainder
-    in_place = weight.dtype == torch.float32  # an FP32 weight is its own master
-    before = weight.to(torch.float32, copy=True) if remainder is None else join(weight, remainder)
+    before = master_of(weight, remainder)
     gradient = tensors.gradient.float()
     if clip_coefficient is not None:
         gradient = gradient * clip_coefficient
-    master = weight if in_place else before.clone()
+    master = before.clone()
     # For an FP32 moment, `float` returns the tensor itself, so the moment is updated in place.
     exp_avg = tensors.exp_avg.float()
     exp_avg_sq = tensors.exp_avg_sq.float()
@@ -311,14 +310,13 @@ def _update(
     if exp_avg is not tensors.exp_avg:
         tensors.exp_avg.copy_(exp_avg)
         tensors.exp_avg_sq.copy_(exp_avg_sq)
-    after = master
-    if remainder is not None:
+    if remainder is None:
+        rounded = master.to(weight.dtype)
+        after = rounded
+    else:
         rounded, remainder_bits = split(master)
-        weight.copy_(rounded)
         remainder.copy_(remainder_bits)
-    elif not in_place:
-        weight.copy_(master)
-        after = weight
+        after = master
     # On a CPU, `x.bool()` takes a tenth of the time of `x != 0`. The difference of two infinite
     # weights is NaN, which converts to True, so an infinite weight is treated as changed.
     has_update = exp_avg.bool()
@@ -327,6 +325,8 @@ def _update(
     if hyper.learning_rate == 0:
         has_update.zero_()
     unchanged = ~(after - before).bool()
+    # Write the weight last, because `before` has the memory of an FP32 weight.
+    weight.copy_(rounded)
     return (has_update & unchanged).sum()
 
 
