@@ -39,20 +39,14 @@ Forward = Callable[..., Any]
 
 
 def choose_arithmetic(
-    setting: Switch, active: ActivePrecision, device_type: str, context: PrecisionContext
-) -> tuple[Arithmetic | None, str]:
-    """Return the arithmetic of the model's fused layers, and the reason if no layer is fused.
-
-    The arithmetic is None if no layer is fused. Otherwise the reason is an empty string. Raise
-    InputError if `model.fused: on` is impossible.
-    """
-    if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
-        return None, reason
+    active: ActivePrecision, device_type: str, context: PrecisionContext
+) -> Arithmetic:
+    """Return the arithmetic of the model's fused layers, if `not_fused_because` returns None."""
     if active.backend != "torch":
-        return Arithmetic(context, Implementation.TRANSFORMER_ENGINE), ""
+        return Arithmetic(context, Implementation.TRANSFORMER_ENGINE)
     if _is_faster(device_type, context.compute_dtype):
-        return Arithmetic(context, Implementation.KERNELS), ""
-    return Arithmetic(context, Implementation.FORMULAS), ""
+        return Arithmetic(context, Implementation.KERNELS)
+    return Arithmetic(context, Implementation.FORMULAS)
 
 
 def not_fused_because(

@@ -34,7 +34,7 @@ from pretrain.model.huggingface import (
 )
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.sharding import Sharding, part_from_first
-from pretrain.model.wrapping import choose_arithmetic, convert, fuse
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse, not_fused_because
 from pretrain.observe.audit import Entry, audit_products, describe
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
@@ -204,14 +204,11 @@ def _fuse(
     quantized_first = sorted(
         job.plan.precisions, key=lambda active: active.precision.quantized, reverse=True
     )
-    chosen = [
-        choose_arithmetic(job.recipe.model.fused, active, device_type, context)
-        for active in quantized_first
-    ]
-    arithmetic, _ = chosen[0]
-    missing = [reason for possible, reason in chosen if possible is None]
-    if arithmetic is None or missing:
-        return None, missing[0]
+    setting = job.recipe.model.fused
+    for active in quantized_first:
+        if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
+            return None, reason
+    arithmetic = choose_arithmetic(quantized_first[0], device_type, context)
     arithmetic.keeps_rotated = job.plan.keeps_rotated
     fused = fuse(layers, {entry.backend: entry.decisions for entry in precisions}, arithmetic)
     return fused if fused.layers else None, fused.describe()

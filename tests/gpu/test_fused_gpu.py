@@ -107,8 +107,7 @@ def assemble(
     context = PrecisionContext(made, torch.bfloat16, backends=[*filter(None, [made])])
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256), context).train()
     if fused:
-        arithmetic, why_not = choose_arithmetic("auto", active, "cuda", context)
-        assert arithmetic, why_not
+        arithmetic = choose_arithmetic(active, "cuda", context)
         packed.fused = fuse(layers, {context.backend: decisions}, arithmetic)
         assert not packed.fused.left_out
     convert(hf, decisions, context, packed.fused)

@@ -255,7 +255,10 @@ class Arithmetic:
         or root mean squares, FP32. mean has the means, FP32, or is None for an RMSNorm. Both are
         arguments of `norm_backward`.
         """
-        weight, bias = self._parameters_of(norm)
+        # Cast the parameters to the compute dtype, as in unfused layers. An RMSNorm has no bias.
+        dtype = self.context.compute_dtype
+        weight, *biases = (parameter.detach().to(dtype) for parameter in parameters_of(norm))
+        bias = biases[0] if biases else None
         eps = norm.variance_epsilon if bias is None else norm.eps
         if self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
@@ -306,15 +309,6 @@ class Arithmetic:
         if summed and not totals:  # The kernels of an RMSNorm do not sum these gradients.
             totals = [values.sum(dim=0, dtype=torch.float32) for values in (dx, residual)]
         return dx, gradients, totals or (None, None)
-
-    def _parameters_of(self, norm: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias of a norm, cast to the compute dtype as in unfused layers.
-
-        The bias of an RMSNorm is None.
-        """
-        dtype = self.context.compute_dtype
-        weight, *biases = (parameter.detach().to(dtype) for parameter in parameters_of(norm))
-        return weight, biases[0] if biases else None
 
     @cached_property
     def kernels(self) -> SimpleNamespace:

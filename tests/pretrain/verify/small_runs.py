@@ -277,8 +277,7 @@ def low_precision_model(
     if active.precision.quantized:
         decisions = decide(hf, list(blocks.values()), active)
     if fused:
-        arithmetic, reason = choose_arithmetic("on", active, device.type, context)
-        assert arithmetic is not None, reason
+        arithmetic = choose_arithmetic(active, device.type, context)
         packed.fused = fuse(blocks, {context.backend: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
     wrap_layers(

@@ -24,7 +24,7 @@ from pretrain.model.fused import activation_kernel, formulas
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import choose_arithmetic, convert, fuse
+from pretrain.model.wrapping import choose_arithmetic, convert, fuse, not_fused_because
 from pretrain.observe.audit import audit_products, is_expected
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.gemm import Gemm
@@ -106,8 +106,8 @@ def assemble(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> Pac
         if active.precision.quantized
     }
     if fused:
-        arithmetic, reason = choose_arithmetic("auto", actives[0], "cuda", context)
-        assert arithmetic, reason
+        assert not_fused_because("auto", actives[0], "cuda", torch.bfloat16) is None
+        arithmetic = choose_arithmetic(actives[0], "cuda", context)
         arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=formulas, activation=ACTIVATION)
         packed.fused = fuse(layers, decisions, arithmetic)
         assert not packed.fused.left_out
@@ -172,14 +172,13 @@ def test_products_with_an_unquantized_backward_are_as_the_audit_expects(
 @pytest.mark.parametrize("setting", ["auto", "on"])
 def test_an_unquantized_backward_needs_unfused_layers(setting: str) -> None:
     active = active_everywhere("nvfp4", "transformer_engine", backward_override="dequantized")
-    context = PrecisionContext(None, torch.bfloat16)
     message = "because `fp8_config.backward_override` computes each linear layer separately"
     if setting == "on":
         with pytest.raises(InputError, match=message):
-            choose_arithmetic(setting, active, "cuda", context)
+            not_fused_because(setting, active, "cuda", torch.bfloat16)
     else:
-        arithmetic, reason = choose_arithmetic(setting, active, "cuda", context)
-        assert arithmetic is None and reason == f"none, {message}"
+        reason = not_fused_because(setting, active, "cuda", torch.bfloat16)
+        assert reason == f"none, {message}"
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)

@@ -13,7 +13,7 @@ from pretrain.model.fused.arithmetic import Arithmetic, Implementation
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import choose_arithmetic, fuse, wrap_layers
+from pretrain.model.wrapping import choose_arithmetic, fuse, not_fused_because, wrap_layers
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -88,8 +88,9 @@ def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
 ) -> None:
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     active = ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings())
-    arithmetic, _ = choose_arithmetic(setting, active, device, PrecisionContext(None, dtype))
-    assert (arithmetic and arithmetic.implementation) == implementation
+    reason = not_fused_because(setting, active, device, dtype)
+    arithmetic = choose_arithmetic(active, device, PrecisionContext(None, dtype))
+    assert (None if reason else arithmetic.implementation) == implementation
 
 
 # ── Losses and gradients ──
