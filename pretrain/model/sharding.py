@@ -88,10 +88,14 @@ def gathered(model: nn.Module) -> Iterator[None]:
 class _Group:
     """Parameters that are gathered and reduced together."""
 
-    module: FSDPModule  # one of the modules of the group
     fsdp: Any  # the FSDPParamGroup of torch
     sums: Tensor | None = None  # memory of the main gradients; None if nothing is trained
     shares_memory: bool = False  # True if other groups use the same memory
+
+    @property
+    def module(self) -> Any:
+        """One of the group's modules. Its `unshard` and `reshard` affect only this group."""
+        return self.fsdp.modules[0]
 
     @property
     def trained(self) -> list[Any]:
@@ -107,7 +111,7 @@ class _Group:
 class Sharding:
     """Main gradients and their reduction for one model that Accelerate has sharded.
 
-    Create one object for a model, after `accelerator.prepare`. All ranks must call all methods.
+    Create one object for a model, after `distributed.shard`. All ranks must call all methods.
 
     Args:
         model: The prepared model.
@@ -133,10 +137,10 @@ class Sharding:
         # input.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
-        for number, group in enumerate(self._groups):
+        for group in self._groups:
             # The group of the root, and the group of a tied embedding and head, do not share
             # memory, because their backward overlaps with the backward of other groups.
-            is_root = number == 0 and group.module is model
+            is_root = model in group.fsdp.modules
             group.shares_memory = not (once_a_step or is_root or len(group.fsdp.modules) > 1)
         self._attach(stacks)
         for group in self._groups:
@@ -181,14 +185,13 @@ class Sharding:
         It is sufficient to call this method once, because FSDP2 uses the same tensor object each
         time it gathers a parameter.
         """
-        shared = None
-        sharing = [group for group in self._groups if group.shares_memory]
-        if sharing:
-            values = max(
-                values_of_sums(p.sharded_param for p in group.trained) for group in sharing
-            )
-            device = sharing[0].trained[0].sharded_param.device
-            shared = torch.empty(values, dtype=torch.float32, device=device)
+        sizes = [
+            values_of_sums(param.sharded_param for param in group.trained)
+            for group in self._groups
+            if group.shares_memory
+        ]
+        device = next(self._model.parameters()).device
+        shared = torch.empty(max(sizes, default=0), dtype=torch.float32, device=device)
         for group in self._groups:
             trained = group.trained
             group.module.unshard()
@@ -251,14 +254,7 @@ class Sharding:
 
 
 def _groups_of(model: nn.Module) -> list[_Group]:
-    """Return the shard groups of `model` without repetition. The group of `model` is the first."""
-    groups: dict[int, _Group] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            # A module has one group in torch 2.11 and may have several in later versions.
-            has_list = hasattr(state, "_fsdp_param_groups")
-            param_groups = state._fsdp_param_groups if has_list else [state._fsdp_param_group]
-            for fsdp in filter(None, param_groups):
-                groups.setdefault(id(fsdp), _Group(module, fsdp))
-    return list(groups.values())
+    """Return the shard groups of `model`. Some groups have several modules."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = dict.fromkeys(module._get_fsdp_state()._fsdp_param_group for module in modules)
+    return [_Group(fsdp) for fsdp in groups if fsdp is not None]
