@@ -61,14 +61,6 @@ class Gemm(ABC):
         # The quantized weight of the first microbatch, which the next microbatches of the step use.
         self.weight: Operand | None = None
 
-    @property
-    def supports_fused_loss(self) -> bool:
-        """Return True if a fused softmax kernel may quantize the gradient of the LM head's output.
-
-        The kernel then writes the gradient as an operand of the head's backward products.
-        """
-        return False
-
     def begin(self, x: Tensor) -> None:  # noqa: B027, an optional hook
         """Prepare a forward pass over `x` [tokens, in]. Called before the first `quantize`."""
 

@@ -142,6 +142,10 @@ class TransformerEngineGemm(Gemm):
 
     @property
     def supports_fused_loss(self) -> bool:
+        """Return True if a fused softmax kernel may quantize the gradient of the LM head's output.
+
+        The kernel then writes the gradient as an operand of the head's backward products.
+        """
         return not self.linear.use_bias and self.engine.precision.fuses_head_on(
             torch.cuda.get_device_capability()
         )

@@ -138,13 +138,9 @@ class StackedLinear(LinearState):
         sizes = [len(bias) for bias in self.biases]
         return list(total.split(sizes)) if total is not None and sizes else []
 
-    def start(self, x: Tensor) -> StackedPass:
-        """Start a forward over `x` [tokens, ...] in the current precision."""
-        return StackedPass(self, x)
-
 
 class StackedPass(LinearPass):
-    """One forward of a `StackedLinear` and its backward.
+    """One forward of a `StackedLinear` over `x` [tokens, ...], and its backward.
 
     The three matrix products of a linear layer are computed by `project`, `input_gradient` and
     `add_weight_gradient`. Their arguments may be operands that a norm or an activation has already
@@ -301,8 +297,9 @@ class Arithmetic:
 
             dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
         else:
-            inputs = (dy, x, rstd, mean, weight, residual)
-            dx, sums = self.kernels.norm.norm_backward(*inputs, summed=summed)
+            dx, sums = self.kernels.norm.norm_backward(
+                dy, x, rstd, mean, weight, residual, summed=summed
+            )
             count = 1 if mean is None else 2
             gradients = sums[:count].unbind()
             totals = sums[count:].unbind()

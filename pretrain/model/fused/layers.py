@@ -28,6 +28,7 @@ from pretrain.model.attention import flash_backward_in_parts, flash_forward
 from pretrain.model.fused.arithmetic import (
     Arithmetic,
     StackedLinear,
+    StackedPass,
     parameters_of,
 )
 from pretrain.model.fused.formulas import NAMES, Activation
@@ -420,7 +421,7 @@ class NormedAttention(torch.autograd.Function):
         *_: Tensor,
     ) -> tuple[Tensor, ...]:
         arithmetic = layer.arithmetic
-        product = layer.qkv.start(x)
+        product = StackedPass(layer.qkv, x)
         ctx.call = (layer, product, documents, arithmetic.gemm_class.is_first_in_forward())
         normed, *statistics = arithmetic.norm(x, layer.parts.norms[0], product)
         qkv = product.project(normed)
@@ -504,13 +505,13 @@ class OutputAndMLP(torch.autograd.Function):
         ctx: Any, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
     ) -> Tensor:
         arithmetic = layer.arithmetic
-        output = layer.output.start(attended)
+        output = StackedPass(layer.output, attended)
         operand = output.quantize("input", attended)
         x = output.project(operand, residual)
-        gate_up = layer.gate_up.start(x)
+        gate_up = StackedPass(layer.gate_up, x)
         normed, *statistics = arithmetic.norm(x, layer.parts.norms[1], gate_up)
         hidden = gate_up.project(normed)
-        down = layer.down.start(hidden)
+        down = StackedPass(layer.down, hidden)
         activated, kept = arithmetic.activate(hidden, layer.parts.activation, gate_up, down)
         ctx.call = (layer, output, gate_up, down)
         y = down.project(activated, x)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear
+from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear, StackedPass
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.precision.product import PrecisionContext
 
@@ -73,7 +73,7 @@ def test_products_add_to_main_gradients_that_are_stacked(
     for tokens in microbatches:
         x = torch.randn(tokens, columns)
         dy = torch.randn(tokens, len(expected))
-        stack.start(x).add_weight_gradient(dy, x)
+        StackedPass(stack, x).add_weight_gradient(dy, x)
         expected += dy.t() @ x
     tolerances = (
         {"rtol": 1e-5, "atol": 1e-5} if main == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
