@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from foundation.units import UNKNOWN, count, markdown, memory, percent
-from pretrain.compare.comparison import ComparedRun, RunComparison, hardware_speed
+from pretrain.compare.comparison import ComparedRun, hardware_speed
 from pretrain.compare.differences import CONFIDENCE, TOO_FEW_STEPS
 from pretrain.compare.fairness import distinguishing_keys, option
 from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord
@@ -129,14 +129,15 @@ AT_END = (
 RUN = Column("run", "", lambda compared: compared.label, is_text=True)
 
 
-def figures_of(comparison: RunComparison) -> list[Column]:
+def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
     """Return the columns of the table with all figures of the runs.
 
     Columns without a value for any run are omitted.
     """
     # The loss at the end is a mean over steps. If the averaged steps differ between the runs, the
     # suffix of the loss shows the averaged steps.
-    ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in comparison.runs}
+    runs = [compared.run for compared in compared_runs]
+    ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in runs}
     columns = [
         RUN,
         Column(
@@ -151,7 +152,7 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             lambda compared: compared.run.config.get("weights"),
             is_text=True,
         ),
-        *map(_setting_column, distinguishing_keys(comparison.runs)),
+        *map(_setting_column, distinguishing_keys(runs)),
         Column(
             "backend",
             "engine that computes the matrix products",
@@ -229,8 +230,11 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             is_shown=hardware_speed,
         ),
     ]
-    rows = comparison.compared_runs
-    return [column for column in columns if any(column.value(row) is not None for row in rows)]
+    return [
+        column
+        for column in columns
+        if any(column.value(compared) is not None for compared in compared_runs)
+    ]
 
 
 def _setting_column(key: str) -> Column:
@@ -244,12 +248,12 @@ def _setting_column(key: str) -> Column:
     )
 
 
-def differences_of(comparison: RunComparison) -> list[Column]:
+def differences_of(baseline: ComparedRun) -> list[Column]:
     """Return the columns of the table with the loss difference and the verdict of each run.
 
     The difference is the run's training loss minus the baseline's training loss at the end.
     """
-    base = comparison.baseline.label
+    base = baseline.label
     confidence = f"{100 * CONFIDENCE:.0f} %"
     return [
         RUN,
@@ -277,7 +281,7 @@ def differences_of(comparison: RunComparison) -> list[Column]:
         Column(
             "verdict",
             "within: the interval lies within ± "
-            f"{comparison.tolerance:g} nats around the baseline. Above or below: the interval, "
+            f"{baseline.tolerance:g} nats around the baseline. Above or below: the interval, "
             "widened for the number of rows (Bonferroni), lies completely above or below that "
             f"range. {TOO_FEW_STEPS.capitalize()}: there is no interval",
             lambda compared: compared.verdict,

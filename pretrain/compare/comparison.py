@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from pretrain.compare.differences import Gap
 from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, why_not_paired
 from pretrain.metrics.run_record import RunRecord
@@ -69,7 +67,7 @@ class ComparedRun:
         Either the two runs cannot be compared step by step, or one of them has failed. Return None
         if there is a loss difference.
         """
-        if self.is_baseline or self.pairing_obstacle:
+        if self.pairing_obstacle:
             return self.pairing_obstacle
         if self.run.broke_off:
             return f"it {self.run.broke_off}"
@@ -78,24 +76,15 @@ class ComparedRun:
         return None
 
     @cached_property
-    def differences(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return step numbers, and the loss difference between run and baseline at each step.
-
-        The difference is the run's training loss minus the baseline's training loss. Return None if
-        the run and the baseline cannot be compared step by step.
-        """
-        return None if self.pairing_obstacle else loss_differences(self.base, self.run)
-
-    @cached_property
     def gap(self) -> Gap | None:
         """Return the mean loss difference between the run and the baseline at the end of training.
 
         Return None if the run is the baseline, or if the difference cannot be computed.
         `not_paired` returns the reason.
         """
-        if self.is_baseline or self.not_paired or self.differences is None:
+        if self.is_baseline or self.not_paired:
             return None
-        return Gap.over(ends_of(self.differences), self.comparisons)
+        return Gap.over(ends_of(loss_differences(self.base, self.run)), self.comparisons)
 
     @property
     def verdict(self) -> str:
@@ -138,97 +127,71 @@ class ComparedRun:
         return speed_ratio(self.base, self.run)
 
 
-@dataclass(frozen=True)
-class RunComparison:
-    """A list of runs, each compared with the first run, which is the baseline."""
+def compare(runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> list[ComparedRun]:
+    """Compare each of `runs` with the first run, which is the baseline.
 
-    # All runs, the baseline first.
-    compared_runs: list[ComparedRun]
-    # Loss difference within which a run counts as equal to the baseline, in nats per token.
-    tolerance: float
+    Call `check_comparable` first. `tolerance` is the loss difference within which a run counts as
+    equal to the first run, in nats per token.
+    """
+    labels = unique_names([run.name for run in runs], runs)
+    return [
+        ComparedRun(
+            run,
+            base=runs[0],
+            label=label,
+            colour=COLOURS[index % len(COLOURS)],
+            dash=DASHES[index // len(COLOURS) % len(DASHES)],
+            tolerance=tolerance,
+            comparisons=len(runs) - 1,
+        )
+        for index, (run, label) in enumerate(zip(runs, labels, strict=True))
+    ]
 
-    @classmethod
-    def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
-        """Compare each of `runs` with the first run.
 
-        Call `check_comparable` first. `tolerance` is the loss difference within which a run counts
-        as equal to the first run, in nats per token.
-        """
-        labels = unique_names([run.name for run in runs], runs)
-        compared_runs = [
-            ComparedRun(
-                run,
-                base=runs[0],
-                label=label,
-                colour=COLOURS[index % len(COLOURS)],
-                dash=DASHES[index // len(COLOURS) % len(DASHES)],
-                tolerance=tolerance,
-                comparisons=len(runs) - 1,
-            )
-            for index, (run, label) in enumerate(zip(runs, labels, strict=True))
-        ]
-        return cls(compared_runs, tolerance)
+def answer_of(compared_runs: Sequence[ComparedRun]) -> str:
+    """Return one sentence that groups the runs by verdict.
 
-    @property
-    def baseline(self) -> ComparedRun:
-        """Return the baseline run."""
-        return self.compared_runs[0]
+    If there is only one run, return its name.
+    """
+    base, *others = compared_runs
+    if not others:
+        return base.label
+    verdicts = by_verdict({compared.label: compared.verdict for compared in others})
+    return f"Against {base.label}, tolerance ± {base.tolerance:g} nats: {verdicts}."
 
-    @property
-    def runs(self) -> list[RunRecord]:
-        """Return the records of all runs."""
-        return [compared.run for compared in self.compared_runs]
 
-    @property
-    def in_tokens(self) -> bool:
-        """Return True if the number of tokens per step differs between the runs.
+def notes_on(compared_runs: Sequence[ComparedRun], *, over_seeds: bool) -> list[str]:
+    """Return notes that explain the tables of the report.
 
-        Curves are then drawn over the number of tokens instead of the step.
-        """
-        return len({run.tokens_per_step for run in self.runs}) > 1
-
-    def answer(self) -> str:
-        """Return one sentence that groups the runs by verdict.
-
-        If there is only one run, return its name.
-        """
-        base = self.baseline.label
-        verdicts = {compared.label: compared.verdict for compared in self.compared_runs[1:]}
-        if not verdicts:
-            return base
-        return f"Against {base}, tolerance ± {self.tolerance:g} nats: {by_verdict(verdicts)}."
-
-    def notes(self, *, over_seeds: bool = False) -> list[str]:
-        """Return notes that explain the tables of the report.
-
-        `over_seeds` is true if the report compares groups of seeds. Such a report does not compare
-        single runs step by step, so it has no notes about runs that cannot be paired.
-        """
-        notes = []
-        for compared in self.compared_runs:
-            run = compared.run
-            if run.broke_off:
-                reason = run.summary.get("halted", "it has no result at the end of training")
-                notes.append(f"{compared.label} {run.broke_off}: {reason}")
-            elif compared.not_paired and not over_seeds:
-                notes.append(
-                    f"{compared.label} is not paired with {self.baseline.label}, so their losses "
-                    f"are not compared: {compared.not_paired}."
-                )
-            if run.changed_settings:
-                changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
-                notes.append(
-                    f"{compared.label} changed its settings during training: {'; '.join(changes)}."
-                )
-        if any(run.side_by_side for run in self.runs):
-            notes.append("Speeds are omitted for runs that shared their machine with other runs.")
-        evaluated = [run for run in self.runs if "held_out_loss" in run.summary]
-        if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
+    `over_seeds` is true if the report compares groups of seeds. Such a report does not compare
+    single runs step by step, so it has no notes about runs that cannot be paired.
+    """
+    notes = []
+    for compared in compared_runs:
+        run = compared.run
+        if run.broke_off:
+            reason = run.summary.get("halted", "it has no result at the end of training")
+            notes.append(f"{compared.label} {run.broke_off}: {reason}")
+        elif compared.not_paired and not over_seeds:
             notes.append(
-                "The held-out losses were computed on different data, so they do not show which "
-                "run is better."
+                f"{compared.label} is not paired with {compared_runs[0].label}, so their losses "
+                f"are not compared: {compared.not_paired}."
             )
-        return notes
+        if run.changed_settings:
+            changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
+            notes.append(
+                f"{compared.label} changed its settings during training: {'; '.join(changes)}."
+            )
+    runs = [compared.run for compared in compared_runs]
+    if any(run.side_by_side for run in runs):
+        notes.append("Speeds are omitted for runs that shared their machine with other runs.")
+    evaluated = [run for run in runs if "held_out_loss" in run.summary]
+    if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
+        notes.append(
+            "The held-out losses were computed on different data, so they do not show which run is "
+            "better."
+        )
+    return notes
 
 
 def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:

@@ -11,7 +11,7 @@ plotly interprets some HTML.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,8 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.units import plural
 from pretrain.compare.columns import as_text, differences_of, figures_of
-from pretrain.compare.comparison import ComparedRun, RunComparison, machine_of
-from pretrain.compare.fairness import distinguishing_keys
+from pretrain.compare.comparison import ComparedRun, machine_of
+from pretrain.compare.fairness import distinguishing_keys, loss_differences
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
@@ -106,15 +106,20 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
 
 
 def render(
-    comparison: RunComparison, seeds: SeedComparison | None, answer: str, every: float | None
+    compared_runs: Sequence[ComparedRun],
+    seeds: SeedComparison | None,
+    answer: str,
+    notes: Sequence[str],
+    every: float | None,
 ) -> bytes:
     """Return the HTML page, encoded in UTF-8.
 
     Args:
-        comparison: The comparison of each run with the baseline.
+        compared_runs: The runs, the baseline first.
         seeds: The comparison of groups of runs that differ only in their seeds. None if only single
             runs are compared.
         answer: The sentence at the top of the page.
+        notes: The notes below the answer.
         every: Seconds after which the page reloads itself. None if it does not reload itself.
     """
     # These imports are slow, and only the page needs them.
@@ -128,25 +133,25 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    has_differences = len(comparison.compared_runs) > 1 and not seeds
+    base, *others = compared_runs
     html = templates.get_template("page.html").render(
-        comparison=comparison,
+        compared_runs=compared_runs,
         seeds=seeds,
         answer=answer,
-        about=_about(comparison.baseline.run),
-        notes=comparison.notes(over_seeds=bool(seeds)),
+        about=_about(base.run),
+        notes=notes,
         written_by=WRITTEN_BY,
         every=every,
-        figures=figures_of(comparison),
-        differences=differences_of(comparison) if has_differences else [],
+        figures=figures_of(compared_runs),
+        differences=differences_of(base) if others and not seeds else [],
         pictures={
             name: figure.update_layout(template="plotly_white").to_html(
                 full_html=False, include_plotlyjs=False, div_id=name
             )
-            for name, figure in pictures(comparison).items()
+            for name, figure in pictures(compared_runs).items()
         },
-        audits={compared.label: audit_of(compared.run) for compared in comparison.compared_runs},
-        differing=differing_values(comparison),
+        audits={compared.label: audit_of(compared.run) for compared in compared_runs},
+        differing=differing_values(compared_runs),
         library=get_plotlyjs(),
     )
     return html.encode()
@@ -159,15 +164,15 @@ def _about(run: RunRecord) -> str:
     return f"{about} · torch {torch}" if torch else about
 
 
-def pictures(comparison: RunComparison) -> dict[str, Figure]:
+def pictures(compared_runs: Sequence[ComparedRun]) -> dict[str, Figure]:
     """Return the pictures of the page by name: "curves" and "quantization".
 
     "quantization" is missing if no run has quantization statistics.
     """
-    figures = {"curves": curves_figure(comparison)}
+    figures = {"curves": curves_figure(compared_runs)}
     statistics = {
         compared.label: maps
-        for compared in comparison.compared_runs
+        for compared in compared_runs
         if (maps := heat_maps(compared.run.path / STATISTICS_FILE))
     }
     if statistics:
@@ -181,8 +186,8 @@ def curves_of(compared: ComparedRun) -> dict[str, Curve]:
     Curves without a finite value are omitted.
     """
     curves = {panel: compared.run.curve(key) for panel, key in PANELS.items() if key}
-    if compared.differences and not compared.is_baseline:
-        curves[AGAINST] = compared.differences
+    if not (compared.is_baseline or compared.pairing_obstacle):
+        curves[AGAINST] = loss_differences(compared.base, compared.run)
     for panel, (steps, values) in curves.items():
         if panel in SMOOTHED:
             curves[panel] = (steps, moving_mean(values, window_of(len(values))))
@@ -192,7 +197,7 @@ def curves_of(compared: ComparedRun) -> dict[str, Curve]:
     return {panel: curve for panel, curve in curves.items() if np.isfinite(curve[1]).any()}
 
 
-def curves_figure(comparison: RunComparison) -> Figure:
+def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
     """Draw the curves of all runs in panels, one below the other, with a common horizontal axis.
 
     The horizontal axis shows steps. If the number of tokens per step differs between the runs, it
@@ -200,7 +205,7 @@ def curves_figure(comparison: RunComparison) -> Figure:
     """
     from plotly.subplots import make_subplots
 
-    compared_runs = comparison.compared_runs
+    in_tokens = len({compared.run.tokens_per_step for compared in compared_runs}) > 1
     curves = [curves_of(compared) for compared in compared_runs]
     panels = [panel for panel in PANELS if any(panel in by_panel for by_panel in curves)]
     panels = panels or ["training loss"]
@@ -212,7 +217,7 @@ def curves_figure(comparison: RunComparison) -> Figure:
             steps, values = by_panel.get(panel, (np.array([]), np.array([])))
             # metrics.jsonl has frozen updates as a share. Their axis shows percent.
             factor = 100 if panel == "frozen updates" else 1
-            scale = compared.run.tokens_per_step if comparison.in_tokens else 1
+            scale = compared.run.tokens_per_step if in_tokens else 1
             figure.add_scatter(
                 **_trace(compared, panel, steps * scale, values * factor),
                 # Each run has one entry in the legend.
@@ -227,7 +232,7 @@ def curves_figure(comparison: RunComparison) -> Figure:
         elif panel in ("training loss", AGAINST):
             shown = [by_panel[panel][1] for by_panel in curves if panel in by_panel]
             figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
-    figure.update_xaxes(title="tokens" if comparison.in_tokens else "step", row=len(panels), col=1)
+    figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
     return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
 
 
@@ -375,13 +380,16 @@ def _effective(product: Mapping[str, Any]) -> str:
     return f"{product['effective']} ({reason})" if reason else product["effective"]
 
 
-def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
+def differing_values(
+    compared_runs: Sequence[ComparedRun],
+) -> dict[str, dict[str, str]]:
     """Return the differences between the runs in their settings and their environment.
 
     Map each key whose value differs to a dict. This dict maps each value to the labels of the runs
     that have the value. An option of `fp8_config` is included only if it differs between runs of
     the same precision, because precisions have different defaults.
     """
+    runs = [compared.run for compared in compared_runs]
     records = [
         # `run.precision` is a text even if the recipe has a schedule of several precisions.
         flatten(
@@ -390,9 +398,9 @@ def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
                 "environment": run.environment,
             }
         )
-        for run in comparison.runs
+        for run in runs
     ]
-    options = {f"settings.{key}" for key in distinguishing_keys(comparison.runs)}
+    options = {f"settings.{key}" for key in distinguishing_keys(runs)}
     keys = dict.fromkeys(
         key
         for record in records
@@ -403,7 +411,7 @@ def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
     differing = {}
     for key in keys:
         labels: dict[str, list[str]] = {}
-        for compared, record in zip(comparison.compared_runs, records, strict=True):
+        for compared, record in zip(compared_runs, records, strict=True):
             labels.setdefault(as_text(record.get(key)), []).append(compared.label)
         if len(labels) > 1:
             differing[key] = {value: ", ".join(names) for value, names in labels.items()}

@@ -17,7 +17,7 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import plural
 from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of
-from pretrain.compare.comparison import TOLERANCE, ComparedRun, RunComparison
+from pretrain.compare.comparison import TOLERANCE, ComparedRun, answer_of, compare, notes_on
 from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import check_replaceable, render
@@ -29,8 +29,8 @@ from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
 class Report:
     """Comparison of runs with a baseline. Runs that differ only in their seeds form groups."""
 
-    # Comparison of each run with the first run.
-    comparison: RunComparison
+    # The runs, each compared with the first run, which is the baseline.
+    compared_runs: list[ComparedRun]
     # Comparison of groups of runs. The runs of a group differ only in their seeds. None if the
     # baseline's group has only one run, or if there is only one group.
     seeds: SeedComparison | None
@@ -60,32 +60,36 @@ class Report:
         base_group, *other_groups = grouped(runs).values()
         over_seeds = len(base_group) > 1 and bool(other_groups)
         check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
-        comparison = RunComparison.over(runs, tolerance)
-        return cls(comparison, SeedComparison.over(runs, margin) if over_seeds else None)
+        seeds = SeedComparison.over(runs, margin) if over_seeds else None
+        return cls(compare(runs, tolerance), seeds)
 
     @property
     def answer(self) -> str:
         """Return the result in one sentence. It compares groups if `seeds` is set."""
-        return (self.seeds or self.comparison).answer()
+        return self.seeds.answer() if self.seeds else answer_of(self.compared_runs)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return notes that explain the tables."""
+        return notes_on(self.compared_runs, over_seeds=bool(self.seeds))
 
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
         parts = [self.answer]
         explanations = []
-        compared_runs = self.comparison.compared_runs
         if self.seeds:
             columns = self.seeds.columns()
             parts += [
                 table_of(columns, self.seeds.results),
                 _bullets([*meanings(columns), *self.seeds.notes()]),
             ]
-        parts.append(table_of(figures_of(self.comparison), compared_runs))
-        if not self.seeds and len(compared_runs) > 1:
-            columns = differences_of(self.comparison)
-            parts.append(table_of(columns, compared_runs[1:]))
+        parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
+        base, *others = self.compared_runs
+        if others and not self.seeds:
+            columns = differences_of(base)
+            parts.append(table_of(columns, others))
             explanations = meanings(columns)
-        notes = self.comparison.notes(over_seeds=bool(self.seeds))
-        parts.append(_bullets([*explanations, *notes]))
+        parts.append(_bullets([*explanations, *self.notes]))
         return list(filter(None, parts))
 
     def write(self, page: Path, *, every: float | None = None) -> None:
@@ -93,7 +97,7 @@ class Report:
 
         If `every` is set, the page reloads itself after that number of seconds.
         """
-        replace_file(page, render(self.comparison, self.seeds, self.answer, every))
+        replace_file(page, render(self.compared_runs, self.seeds, self.answer, self.notes, every))
 
     def judge(self) -> list[str]:
         """Return the reasons why the gate fails: one line for each failed run or group of runs.
@@ -101,52 +105,46 @@ class Report:
         The list is empty if the gate passes. Raises InputError if the gate cannot be computed, for
         example because the baseline is not finished.
         """
-        tolerance = self.comparison.tolerance
         if self.seeds:
-            return list(_failed_groups(self.seeds, tolerance))
-        base, *compared_runs = self.comparison.compared_runs
-        if not compared_runs:
-            raise InputError(
-                f"--gate: {base.label} is the only run; add at least one run to compare with it"
-            )
-        if base.run.broke_off or base.run.is_unfinished:
-            raise InputError(
-                f"--gate: the baseline {base.label} has not finished; put a finished run first"
-            )
-        return [
-            failure
-            for compared in compared_runs
-            if (failure := _failure_of(compared, base, tolerance))
-        ]
+            return list(_failed_groups(self.seeds, self.compared_runs[0].tolerance))
+        return list(_failed_runs(self.compared_runs))
 
 
-def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> str | None:
-    """Return the reason why a run fails the gate, or None if the run passes.
+def _failed_runs(compared_runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yield one reason for each run that fails the gate.
 
-    Raises InputError if the run cannot be compared with the baseline `base`. `tolerance` is in nats
-    per token.
+    A run passes if it has finished, and if the upper end of the interval of its loss difference is
+    at most `ComparedRun.tolerance`. Raises InputError if the baseline has not finished, or if a run
+    cannot be compared with it.
     """
-    if compared.run.broke_off:
-        return f"{compared.label} {compared.run.broke_off}"
-    gap = compared.gap
-    if gap is None:
+    base, *others = compared_runs
+    if not others:
         raise InputError(
-            f"--gate: {compared.label} cannot be compared with {base.label}: "
-            f"{compared.not_paired}; remove one of the two runs from the command line"
+            f"--gate: {base.label} is the only run; add at least one run to compare with it"
         )
-    if compared.run.is_unfinished:
-        return (
-            f"{compared.label} is not finished: it has "
-            f"{plural(compared.run.summary['steps'], 'step')}"
+    if base.run.broke_off or base.run.is_unfinished:
+        raise InputError(
+            f"--gate: the baseline {base.label} has not finished; put a finished run first"
         )
-    # If there are too few steps for an interval, compare the mean difference.
-    if gap.mean + (gap.half_width or 0.0) <= tolerance:
-        return None
-    half = "" if gap.half_width is None else f" ± {gap.half_width:.5f}"
-    return (
-        f"{compared.label}: its loss minus {base.label}'s loss is {signed(gap.mean, 5)}{half} nats "
-        f"over the last {gap.steps} steps; {tolerance:g} nats are allowed"
-    )
+    for compared in others:
+        gap = compared.gap
+        if compared.run.broke_off:
+            yield f"{compared.label} {compared.run.broke_off}"
+        elif gap is None:
+            raise InputError(
+                f"--gate: {compared.label} cannot be compared with {base.label}: "
+                f"{compared.not_paired}; remove one of the two runs from the command line"
+            )
+        elif compared.run.is_unfinished:
+            steps = plural(compared.run.summary["steps"], "step")
+            yield f"{compared.label} is not finished: it has {steps}"
+        # If there are too few steps for an interval, compare the mean difference.
+        elif gap.mean + (gap.half_width or 0.0) > base.tolerance:
+            half = "" if gap.half_width is None else f" ± {gap.half_width:.5f}"
+            yield (
+                f"{compared.label}: its loss minus {base.label}'s loss is {signed(gap.mean, 5)}"
+                f"{half} nats over the last {gap.steps} steps; {base.tolerance:g} nats are allowed"
+            )
 
 
 def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
@@ -257,9 +255,8 @@ def watch(options: argparse.Namespace) -> Report | None:
                 report = _report_on(options)
                 # The files of a killed run look like the files of a running run. So this loop does
                 # not end if a run was killed.
-                if all(
-                    run.is_finished or "halted" in run.summary for run in report.comparison.runs
-                ):
+                runs = [compared.run for compared in report.compared_runs]
+                if all(run.is_finished or "halted" in run.summary for run in runs):
                     break
                 report.write(options.out, every=options.watch)
             time.sleep(options.watch)

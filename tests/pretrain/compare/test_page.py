@@ -105,7 +105,7 @@ def test_names_from_a_run_are_never_markup(tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in page and "<img onerror" not in page
     assert "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
-    drawn = [trace.name for trace in curves_figure(Report.over(runs).comparison).data]
+    drawn = [trace.name for trace in curves_figure(Report.over(runs).compared_runs).data]
     heat_map = {"layers": [name], "steps": [1], "values": np.zeros((1, 1))}
     heat = heat_figure({name: {("underflow", name): heat_map}})
     drawn += [
@@ -118,7 +118,7 @@ def test_names_from_a_run_are_never_markup(tmp_path):
 
 def test_curves_are_drawn_by_step_or_by_tokens_if_steps_differ(tmp_path):
     runs = two_runs(tmp_path)
-    figure = curves_figure(Report.over(runs).comparison)
+    figure = curves_figure(Report.over(runs).compared_runs)
     minus = [
         trace
         for trace in figure.data
@@ -127,7 +127,7 @@ def test_curves_are_drawn_by_step_or_by_tokens_if_steps_differ(tmp_path):
     assert len(minus) == 1 and minus[0].x.tolist() == list(range(1, 101))
     assert sum(trace.showlegend for trace in figure.data) == 2, "one entry for each run"
     larger = trained(tmp_path / "larger", LONG, "batch.tokens=8192")
-    figure = curves_figure(Report.over([runs[0], larger], ["batch.tokens"]).comparison)
+    figure = curves_figure(Report.over([runs[0], larger], ["batch.tokens"]).compared_runs)
     assert [trace.x[0] for trace in figure.data[:2]] == [4096, 8192]
 
 
@@ -174,7 +174,7 @@ def test_heat_maps_have_shares_by_layer_and_step_and_scales_as_log2(tmp_path):
     bars = {trace.coloraxis: figure.layout[trace.coloraxis].colorbar for trace in figure.data}
     titles = ["underflow, %", "saturation, %", "log2 of the scale", "log2 of the largest value"]
     assert [bar.title.text for bar in bars.values()] == titles
-    assert "quantization" in pictures(Report.over([read_run(run)]).comparison)
+    assert "quantization" in pictures(Report.over([read_run(run)]).compared_runs)
 
 
 def test_an_audit_of_several_phases_shows_precisions_and_engines(tmp_path):
@@ -203,7 +203,7 @@ def test_differing_settings_have_each_value_with_its_runs(tmp_path):
     runs = two_runs(tmp_path)
     runs.append(trained(tmp_path / "c", LONG, "weights=bf16", SCHEDULE))
     runs[2].environment["git"] = {"commit": "ab" * 20}
-    differing = differing_values(Report.over(runs).comparison)
+    differing = differing_values(Report.over(runs).compared_runs)
     assert differing["settings.precision"] == {
         "bf16": "a",
         "delayed": "b",
@@ -222,15 +222,15 @@ def test_options_that_one_precision_lacks_are_no_difference(tmp_path):
         trained(tmp_path / "c", (4.0, 3.0), "precision=delayed", hybrid),
     ]
     option = "settings.fp8_config.fp8_format"
-    assert option not in differing_values(Report.over(runs[:2]).comparison)
-    assert differing_values(Report.over(runs[1:]).comparison)[option] == {
+    assert option not in differing_values(Report.over(runs[:2]).compared_runs)
+    assert differing_values(Report.over(runs[1:]).compared_runs)[option] == {
         "not set": "b",
         "HYBRID": "c",
     }
 
 
 def test_axes_have_units_and_shares_are_percentages(tmp_path):
-    figure = curves_figure(Report.over(two_runs(tmp_path)).comparison)
+    figure = curves_figure(Report.over(two_runs(tmp_path)).compared_runs)
     titles = [annotation.text for annotation in figure.layout.annotations]
     axes = [axis for axis in figure.select_yaxes()]
     units = dict(zip(titles, [axis.title.text for axis in axes], strict=True))
