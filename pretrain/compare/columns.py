@@ -270,13 +270,13 @@ def differences_of(baseline: ComparedRun) -> list[Column]:
             "variation between the steps of this run, not between seeds, and takes the "
             "correlation of neighbouring steps into account. At least "
             f"{FEWEST_STEPS} steps are needed",
-            lambda compared: compared.gap and compared.gap.half_width,
+            lambda compared: compared.gap and compared.gap.half_width(),
             "{:.5f}".format,
         ),
         Column(
             "steps",
             "number of averaged steps",
-            lambda compared: compared.gap and compared.gap.steps,
+            lambda compared: compared.gap and len(compared.gap.by_step),
         ),
         Column(
             "verdict",

@@ -77,14 +77,14 @@ class ComparedRun:
 
     @cached_property
     def gap(self) -> Gap | None:
-        """Return the mean loss difference between the run and the baseline at the end of training.
+        """Return the loss differences between the run and the baseline at the end of training.
 
-        Return None if the run is the baseline, or if the difference cannot be computed.
+        Return None if the run is the baseline, or if the differences cannot be computed.
         `not_paired` returns the reason.
         """
         if self.is_baseline or self.not_paired:
             return None
-        return Gap.over(ends_of(loss_differences(self.base, self.run)), self.comparisons)
+        return Gap(ends_of(loss_differences(self.base, self.run)))
 
     @property
     def verdict(self) -> str:
@@ -95,7 +95,7 @@ class ComparedRun:
         if self.run.broke_off:
             return self.run.broke_off
         if self.gap:
-            return self.gap.verdict(self.tolerance)
+            return self.gap.verdict(self.tolerance, self.comparisons)
         return "baseline" if self.is_baseline else "not paired"
 
     @property

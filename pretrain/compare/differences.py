@@ -81,85 +81,78 @@ def t_quantile(freedom: int, confidence: float) -> float:
     return _STEP * steps
 
 
-def half_width(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
-    """Return the half-width of the confidence interval of the mean of correlated values.
-
-    `values` is an array [step] with at least FEWEST_STEPS elements. If the values rise or fall over
-    the steps, the interval is wide, because the mean of such values depends on the length of the
-    run.
-
-    The values of neighbouring steps are correlated, so n values contain less information than n
-    independent values. The interval is computed in these steps:
-
-    1. Cut the n values into N batches of about n^(1/3) consecutive values, and compute the mean of
-       each batch. The batch means are modelled as a first-order autoregression.
-    2. Estimate the correlation r of neighbouring batch means. The estimate is too low by
-       (1 + 3r) / N on average (Kendall 1954), which would make the interval too narrow. So add
-       (1 + 3r) / N and the standard error of the estimate to r.
-    3. The mean is as uncertain as the mean of N / k independent batch means, where
-       k = (1 + r) / (1 - r) - 2r (1 - r^N) / (N (1 - r)^2). Compute the interval by Student's t
-       with N / k - 1 degrees of freedom.
-
-    Tests simulate how often the interval contains the true mean.
-    """
-    size = round(len(values) ** (1 / 3))
-    means = values[len(values) % size :].reshape(-1, size).mean(axis=1)
-    number = len(means)
-    deviations = means - means.mean()
-    sum_of_squares = float(deviations @ deviations)
-    r = float(deviations[1:] @ deviations[:-1]) / (sum_of_squares or math.inf)
-    r += (1 + 3 * r) / number
-    standard_error = math.sqrt(max(1 - r * r, 1 / number) / number)
-    r = min(max(r + standard_error, 0.0), 1 - 1 / number)
-    k = (1 + r) / (1 - r) - 2 * r * (1 - r**number) / (number * (1 - r) ** 2)
-    error = math.sqrt(sum_of_squares * k / (number * (number - k)))
-    freedom = max(int(number / k) - 1, 1)
-    return t_quantile(freedom, confidence) * error
-
-
 @dataclass(frozen=True)
 class Gap:
-    """Mean of the step-by-step differences between the losses of two runs, in nats per token."""
+    """Step-by-step differences between the losses of two runs, in nats per token."""
 
-    # Mean of the differences.
-    mean: float
-    # Half-width of the interval of the mean at CONFIDENCE. None for fewer than FEWEST_STEPS steps.
-    half_width: float | None
-    # Half-width of the wider interval that is corrected for the number of comparisons (Bonferroni).
-    # 0 for fewer than FEWEST_STEPS steps.
-    widened_half_width: float
-    # Number of steps.
-    steps: int
+    # Differences of at least one step, [step].
+    by_step: np.ndarray
 
-    @classmethod
-    def over(cls, differences: np.ndarray, comparisons: int = 1) -> Gap:
-        """Summarise the loss differences of at least one step.
+    @property
+    def mean(self) -> float:
+        """Return the mean of the differences over all steps."""
+        return float(self.by_step.mean())
 
-        `differences` is an array [step], in nats per token. `comparisons` is the number of runs
-        that are compared with the same baseline, for the Bonferroni correction.
+    def half_width(self, confidence: float = CONFIDENCE) -> float | None:
+        """Return the half-width of the mean's confidence interval.
+
+        Return None for fewer than FEWEST_STEPS steps. If the differences rise or fall over the
+        steps, the interval is wide, because their mean depends on the length of the run.
+
+        The differences of neighbouring steps are correlated, so n differences contain less
+        information than n independent values. The interval is computed in these steps:
+
+        1. Cut the n differences into N batches of about n^(1/3) consecutive differences, and
+           compute the mean of each batch. The batch means are modelled as a first-order
+           autoregression.
+        2. Estimate the correlation r of neighbouring batch means. The estimate is too low by
+           (1 + 3r) / N on average (Kendall 1954), which would make the interval too narrow. So add
+           (1 + 3r) / N and the standard error of the estimate to r.
+        3. The mean is as uncertain as the mean of N / k independent batch means, where
+           k = (1 + r) / (1 - r) - 2r (1 - r^N) / (N (1 - r)^2). Compute the interval by Student's t
+           with N / k - 1 degrees of freedom.
+
+        Tests simulate how often the interval contains the true mean.
         """
-        steps = len(differences)
-        mean = float(differences.mean())
-        if steps < FEWEST_STEPS:
-            return cls(mean, None, 0.0, steps)
-        widened = half_width(differences, 1 - (1 - CONFIDENCE) / comparisons)
-        return cls(mean, half_width(differences), widened, steps)
+        values = self.by_step
+        if len(values) < FEWEST_STEPS:
+            return None
+        size = round(len(values) ** (1 / 3))
+        means = values[len(values) % size :].reshape(-1, size).mean(axis=1)
+        number = len(means)
+        deviations = means - means.mean()
+        sum_of_squares = float(deviations @ deviations)
+        r = float(deviations[1:] @ deviations[:-1]) / (sum_of_squares or math.inf)
+        r += (1 + 3 * r) / number
+        standard_error = math.sqrt(max(1 - r * r, 1 / number) / number)
+        r = min(max(r + standard_error, 0.0), 1 - 1 / number)
+        k = (1 + r) / (1 - r) - 2 * r * (1 - r**number) / (number * (1 - r) ** 2)
+        error = math.sqrt(sum_of_squares * k / (number * (number - k)))
+        freedom = max(int(number / k) - 1, 1)
+        return t_quantile(freedom, confidence) * error
 
-    def verdict(self, tolerance: float) -> str:
-        """Return the position of the mean's interval relative to ± `tolerance`, in nats per token.
+    def verdict(self, tolerance: float, comparisons: int = 1) -> str:
+        """Return the position of the mean's interval relative to ± `tolerance`.
 
         Return "within" if the interval at CONFIDENCE lies within ± `tolerance`. Return "above" or
         "below" if the interval that is corrected for the number of comparisons lies completely
         above `tolerance` or completely below -`tolerance`. Return "cannot tell" otherwise. Without
         an interval, return TOO_FEW_STEPS.
+
+        Args:
+            tolerance: Loss difference within which a run counts as equal, in nats per token.
+            comparisons: Number of runs that are compared with the same baseline, for the Bonferroni
+                correction.
         """
-        if self.half_width is None:
+        half = self.half_width()
+        widened_half = self.half_width(1 - (1 - CONFIDENCE) / comparisons)
+        if half is None or widened_half is None:
             return TOO_FEW_STEPS
         distance = abs(self.mean)
-        if distance + self.half_width <= tolerance:
+        if distance + half <= tolerance:
             return "within"
-        if distance - self.widened_half_width <= tolerance:
-            return "cannot tell"
+        if distance - widened_half <= tolerance:
+            return CANNOT_TELL
         return "above" if self.mean > 0 else "below"
 
 

@@ -139,11 +139,13 @@ def _failed_runs(compared_runs: Sequence[ComparedRun]) -> Iterator[str]:
             steps = plural(compared.run.summary["steps"], "step")
             yield f"{compared.label} is not finished: it has {steps}"
         # If there are too few steps for an interval, compare the mean difference.
-        elif gap.mean + (gap.half_width or 0.0) > base.tolerance:
-            half = "" if gap.half_width is None else f" ± {gap.half_width:.5f}"
+        elif gap.mean + (gap.half_width() or 0.0) > base.tolerance:
+            half_width = gap.half_width()
+            half = "" if half_width is None else f" ± {half_width:.5f}"
             yield (
                 f"{compared.label}: its loss minus {base.label}'s loss is {signed(gap.mean, 5)}"
-                f"{half} nats over the last {gap.steps} steps; {base.tolerance:g} nats are allowed"
+                f"{half} nats over the last {len(gap.by_step)} steps; {base.tolerance:g} nats are "
+                "allowed"
             )
 
 

@@ -65,9 +65,9 @@ def test_an_interval_covers_the_true_mean_for_any_correlation(steps: int, correl
     values[:, 0] /= math.sqrt(1 - correlation**2)
     for step in range(1, steps):
         values[:, step] += correlation * values[:, step - 1]
-    gaps = [Gap.over(differences) for differences in values]
-    assert np.mean([abs(gap.mean) <= gap.half_width for gap in gaps]) >= 0.94
-    half_width = np.median([gap.half_width for gap in gaps])
+    gaps = [Gap(differences) for differences in values]
+    assert np.mean([abs(gap.mean) <= gap.half_width() for gap in gaps]) >= 0.94
+    half_width = np.median([gap.half_width() for gap in gaps])
     deviation = math.sqrt(np.mean([gap.mean**2 for gap in gaps]))
     most = 3.0 if correlation <= 0.5 or steps == 1000 else 40.0
     assert half_width / deviation <= most, "the interval is not wider than necessary"
@@ -76,12 +76,12 @@ def test_an_interval_covers_the_true_mean_for_any_correlation(steps: int, correl
 def test_many_comparisons_without_a_difference_have_no_verdict():
     """Without the Bonferroni correction, five of 100 would lie beyond a 95 % interval."""
     rng = np.random.default_rng(1)
-    gaps = [Gap.over(rng.normal(0.0, 1.0, 80), comparisons=100) for _ in range(300)]
+    gaps = [Gap(rng.normal(0.0, 1.0, 80)) for _ in range(300)]
     seeds = [
         difference(rng.normal(0.0, 0.01, 5).tolist()).verdict(0.0, comparisons=100)
         for _ in range(300)
     ]
-    assert sum(gap.verdict(0.0) != "cannot tell" for gap in gaps) <= 2
+    assert sum(gap.verdict(0.0, comparisons=100) != CANNOT_TELL for gap in gaps) <= 2
     assert sum(verdict != CANNOT_TELL for verdict in seeds) <= 2
 
 
@@ -89,10 +89,10 @@ def test_many_comparisons_without_a_difference_have_no_verdict():
 def test_the_end_is_the_last_fifth_or_64_steps(steps: int, before: int):
     # The run is a branch that starts after another run's step `before`.
     numbers = np.arange(1, steps + 1)[min(before, steps - 1) :]
-    gap = Gap.over(numbers[at_the_end(numbers)].astype(float))
-    assert gap.steps == min(len(numbers), max(64, math.ceil(steps / 5)))
+    gap = Gap(numbers[at_the_end(numbers)].astype(float))
+    assert len(gap.by_step) == min(len(numbers), max(64, math.ceil(steps / 5)))
     assert at_the_end(numbers)[-1]
-    assert (gap.half_width is not None) == (len(numbers) >= 64)
+    assert (gap.half_width() is not None) == (len(numbers) >= 64)
 
 
 # ── Differences over seeds ────────────────────────────────────────────────────────────────────────
