@@ -88,8 +88,6 @@ class Measured:
             reason = run.broke_off
         elif run is None or not outcome.is_finished:
             reason = f"{outcome.status}: see {outcome.cell.log}"
-        elif run.side_by_side:
-            reason = "the run shared its devices with another run"
         elif run.summary["skipped_steps"] or run.summary.get("rollbacks"):
             reason = "a step was skipped or rolled back"
         return cls(phase, outcome.cell, run.summary if run else {}, reason)
@@ -109,14 +107,12 @@ class Search:
     # Content of the phases file.
     settings: PhasesSettings
     # Settings from the command line that override the recipe, as key=value.
-    overrides: tuple[str, ...]
+    overrides: Sequence[str]
     # All measured cells. Within each phase, the fastest cell is the first.
     measured: list[Measured] = field(default_factory=list)
     # The fastest cell of each phase, in the order of the phases. A phase that has ended the search
     # has no cell in this list.
     chosen: list[Measured] = field(default_factory=list)
-    # The reason why the search has ended, for the report.
-    ended: str = "all phases are measured"
 
     @property
     def folder(self) -> Path:
@@ -164,32 +160,31 @@ class Search:
             values |= matrix.cells[0].values
         return matrices
 
-    def judge(self, phase: str, outcomes: Sequence[Outcome]) -> bool:
+    def judge(self, phase: str, outcomes: Sequence[Outcome]) -> str:
         """Record the cells of a phase that has ended, and choose its fastest cell.
 
-        Return True if the search continues. `phase` is the name of the phase.
+        Return the reason if the phase ends the search, else "". `phase` is the name of the phase.
         """
         measured = [Measured.of(phase, outcome) for outcome in outcomes]
         self.measured += sorted(measured, key=lambda cell: -cell.speed)
         best = max(measured, key=lambda cell: cell.speed)
         if not best.speed:
-            self.ended = f"no cell of phase {phase} is stable"
-            return False
+            return f"no cell of phase {phase} is stable"
         if self.chosen:
             gain = best.speed / self.chosen[-1].speed - 1
             if gain < self.settings.least_gain:
-                self.ended = (
+                return (
                     f"the gain of the fastest cell of phase {phase} is {gain:+.1%}, which is less "
                     f"than {self.settings.least_gain:+.1%}"
                 )
-                return False
         self.chosen.append(best)
-        return True
+        return ""
 
-    def report(self) -> str:
+    def report(self, ended: str) -> str:
         """Return a Markdown text with the table of all measured cells and the result of the search.
 
-        Cells are sorted by phase, and within each phase by speed.
+        Cells are sorted by phase, and within each phase by speed. `ended` is the reason why the
+        search has ended, or "" if all phases are measured.
         """
         best = self.chosen[-1] if self.chosen else None
         rows = [
@@ -204,7 +199,7 @@ class Search:
             for measured in self.measured
         ]
         header = ["phase", "cell", "tokens/s", "MFU (BF16)", "memory", ""]
-        lines = [markdown(header, rows, names=2), f"Ended: {self.ended}."]
+        lines = [markdown(header, rows, names=2), f"Ended: {ended or 'all phases are measured'}."]
         if self.chosen:
             settings = self.settings
             arguments = [*self.overrides, *as_overrides(self.values)]
@@ -216,26 +211,13 @@ class Search:
         return "\n\n".join(lines)
 
 
-def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
-    """Read the phases file at `path` and return a search that has not started.
-
-    Raises InputError for a mistake. The message names the file and the key.
-
-    Args:
-        path: The phases file.
-        overrides: Settings from the command line that override the recipe, as key=value.
-        changes: Map keys of the phases file to values that replace the values in the file. A None
-            is ignored.
-    """
-    return Search(path, read_settings(PhasesSettings, path, changes), tuple(overrides))
-
-
 def main(options: argparse.Namespace) -> int:
     """Run the command and return its exit status.
 
     Raises InputError for a mistake in the arguments.
     """
-    search = load_phases(options.phases, options.overrides, gpus=options.gpus)
+    settings = read_settings(PhasesSettings, options.phases, {"gpus": options.gpus})
+    search = Search(options.phases, settings, options.overrides)
     matrices = search.check()
     if options.dry_run:
         for phase, matrix in zip(search.settings.phases, matrices, strict=True):
@@ -256,9 +238,10 @@ def measure(search: Search, stop: StopRequest) -> int:
         outcomes = run_all(matrix, matrix.cells, stop)
         if stop.requested:
             return report_stop(stop.requested)
-        continues = search.judge(phase.name, outcomes)
-        replace_file(page, f"{search.report()}\n".encode())
-        if not continues:
+        ended = search.judge(phase.name, outcomes)
+        report = search.report(ended)
+        replace_file(page, f"{report}\n".encode())
+        if ended:
             break
-    say(f"\n{search.report()}\n\nWritten: {page}")
+    say(f"\n{report}\n\nWritten: {page}")
     return 0 if search.chosen else 1

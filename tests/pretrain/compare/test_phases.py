@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from pretrain.__main__ import main
-from pretrain.compare.phases import Measured, load_phases
+from pretrain.compare.matrix_file import read_settings
+from pretrain.compare.phases import Measured, PhasesSettings, Search
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, note
 
@@ -40,6 +41,11 @@ def phases_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., P
     return write
 
 
+def search_of(path: Path, *overrides: str) -> Search:
+    """Return the search of a phases file, which has not started."""
+    return Search(path, read_settings(PhasesSettings, path, {}), overrides)
+
+
 def test_a_mistake_in_the_last_phase_is_refused_before_any_run(phases_file, capsys):
     path = phases_file(LOSS, {"name": "short", "axes": {"train.step": [12, 4]}})
     for options in ([], ["--dry-run"]):
@@ -57,7 +63,7 @@ def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., No
     """
 
     def leave(number: int, name: str, speed: float, *before: str, **last_step: Any) -> None:
-        search = load_phases(tmp_path / "phases.yaml", [])
+        search = search_of(tmp_path / "phases.yaml")
         matrices = search.check()
         for earlier, best in enumerate(before):
             search.chosen += [
@@ -124,10 +130,10 @@ def test_an_unstable_cell_is_never_the_best(last_step, reason, phases_file, fini
 
 
 def test_the_command_keeps_the_overrides_of_the_command_line(phases_file):
-    search = load_phases(phases_file(BATCH), ["seed=7", "optimizer.betas=[0.9,0.9]"])
+    search = search_of(phases_file(BATCH), "seed=7", "optimizer.betas=[0.9,0.9]")
     [matrix] = search.check()
     search.chosen = [Measured("batch", matrix.cells[0], {}, "")]
-    command = search.report().splitlines()[-1]
+    command = search.report("").splitlines()[-1]
     assert "seed=7 'optimizer.betas=[0.9,0.9]' batch.microbatch=1" in command
 
 
@@ -136,4 +142,4 @@ def test_the_command_keeps_the_overrides_of_the_command_line(phases_file):
 )
 def test_the_shipped_phases_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    assert len(load_phases(path, []).check()) >= 3
+    assert len(search_of(path).check()) >= 3
