@@ -425,11 +425,8 @@ def loss_slope(run: RunRecord) -> float:
     # Divide the steps by the last step. The slope of the fitted curve at the last step is then
     # -a * A.
     shares = steps[is_fitted] / last
-    amplitudes = {}
-    errors = {}
-    for power in POWERS:
-        (amplitude, _), (error,), *_ = np.polyfit(shares**-power, losses[is_fitted], 1, full=True)
-        amplitudes[power] = amplitude
-        errors[power] = error
-    best_power = min(errors, key=errors.__getitem__)
-    return float(-best_power * amplitudes[best_power])
+    # A fit begins with the coefficients (A, E) and the sum of squared errors.
+    fits = {power: np.polyfit(shares**-power, losses[is_fitted], 1, full=True) for power in POWERS}
+    best_power = min(fits, key=lambda power: fits[power][1])
+    amplitude, _ = fits[best_power][0]
+    return float(-best_power * amplitude)
