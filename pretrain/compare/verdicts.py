@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from foundation.units import UNKNOWN, duration, markdown, memory, or_dash
-from pretrain.compare.columns import signed
+from foundation.units import duration, memory
+from pretrain.compare.columns import Column, signed, table_of
 from pretrain.compare.comparison import speed_ratio
 from pretrain.compare.differences import (
     BEYOND_MARGIN,
@@ -334,46 +334,40 @@ class Rounds:
             tokens=1.0,
             gain_interval=None,
         )
-        header = [
-            "precision",
-            "seeds",
-            # A baseline in FP32 is evaluated in FP32 instead of BF16.
-            "held out" if self.protocol.base == "fp32" else "served in BF16",
-            "as trained",
-            "tokens/s",
-            "speed",
-            "tokens for equal loss",
-            "gain at equal loss",
-            "its interval",
-            "memory",
-            "verdict",
-        ]
-        return markdown(header, [self._row(verdict) for verdict in (baseline, *verdicts)])
-
-    def _row(self, verdict: Verdict) -> list[str]:
-        """Return the cells of the table's row for a candidate or for the baseline."""
-        return [
-            verdict.name,
-            str(len(verdict.served.by_seed) if verdict.served else 0),
-            self._loss(verdict, verdict.served),
-            self._loss(verdict, verdict.trained),
-            or_dash(verdict.tokens_per_second, "{:,.0f}".format),
-            *(
-                or_dash(value, "{:.2f} ×".format)
-                for value in (verdict.speedup, verdict.tokens, verdict.gain)
+        columns = [
+            Column("precision", "", lambda verdict: verdict.name, is_text=True),
+            Column(
+                "seeds", "", lambda verdict: len(verdict.served.by_seed) if verdict.served else 0
             ),
-            or_dash(verdict.gain_interval, "{0[0]:.2f} to {0[1]:.2f}".format),
-            or_dash(verdict.memory_gib, memory),
-            verdict.word,
+            Column(
+                # A baseline in FP32 is evaluated in FP32 instead of BF16.
+                "held out" if self.protocol.base == "fp32" else "served in BF16",
+                "",
+                lambda verdict: self._loss(verdict, verdict.served),
+            ),
+            Column("as trained", "", lambda verdict: self._loss(verdict, verdict.trained)),
+            Column("tokens/s", "", lambda verdict: verdict.tokens_per_second, "{:,.0f}".format),
+            Column("speed", "", lambda verdict: verdict.speedup, "{:.2f} ×".format),
+            Column("tokens for equal loss", "", lambda verdict: verdict.tokens, "{:.2f} ×".format),
+            Column("gain at equal loss", "", lambda verdict: verdict.gain, "{:.2f} ×".format),
+            Column(
+                "its interval",
+                "",
+                lambda verdict: verdict.gain_interval,
+                "{0[0]:.2f} to {0[1]:.2f}".format,
+            ),
+            Column("memory", "", lambda verdict: verdict.memory_gib, memory),
+            Column("verdict", "", lambda verdict: verdict.word),
         ]
+        return table_of(columns, [baseline, *verdicts])
 
-    def _loss(self, verdict: Verdict, difference: SeedDifference | None) -> str:
+    def _loss(self, verdict: Verdict, difference: SeedDifference | None) -> str | None:
         """Return a loss difference in percent of the baseline's loss: "+0.071 ± 0.150 %".
 
-        If `verdict` is the baseline's, return the loss itself.
+        If `verdict` is the baseline's, return the loss itself. Return None if `difference` is None.
         """
         if difference is None:
-            return UNKNOWN
+            return None
         if verdict.word == BASELINE:
             return f"{difference.baseline:.4f}"
         scale = 100 / difference.baseline
