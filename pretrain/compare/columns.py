@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from foundation.units import UNKNOWN, count, markdown, memory, percent
 from pretrain.compare.comparison import ComparedRun, hardware_speed
 from pretrain.compare.differences import CONFIDENCE, TOO_FEW_STEPS
 from pretrain.compare.fairness import distinguishing_keys, option
-from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord, as_text
 
 
 @dataclass(frozen=True)
@@ -66,19 +65,6 @@ def signed(nats: float, digits: int = 4) -> str:
     # Adding 0.0 turns -0.0 into 0.0.
     rounded = round(nats, digits) + 0.0
     return f"{rounded:+.{digits}f}".replace("-", "−")
-
-
-def as_text(value: Any) -> str:
-    """Format the value of a setting.
-
-    Fingerprints and commit hashes are cut to 10 characters. Floats have 6 significant digits. None
-    is "not set", and booleans are spelled as in YAML.
-    """
-    if value is None or isinstance(value, bool):
-        return {None: "not set", True: "true", False: "false"}[value]
-    if isinstance(value, str) and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", value):
-        return value[:10]
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _summary_column(

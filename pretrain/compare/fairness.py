@@ -20,8 +20,8 @@ from pretrain.checkpoint.state import changed_keys
 from pretrain.metrics.run_record import (
     HELD_OUT_PACKS,
     RunRecord,
+    as_text,
     at_the_end,
-    in_a_word,
     kind,
     same_measure,
 )
@@ -100,7 +100,7 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
         for run, training in zip((first, second), trainings, strict=True)
     )
     return {
-        key: (in_a_word(key, first_values.get(key)), in_a_word(key, second_values.get(key)))
+        key: (as_text(first_values.get(key), key), as_text(second_values.get(key), key))
         for key in changed
     }
 

@@ -20,13 +20,13 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.units import plural
-from pretrain.compare.columns import as_text, differences_of, figures_of
+from pretrain.compare.columns import differences_of, figures_of
 from pretrain.compare.comparison import ComparedRun, machine_of
 from pretrain.compare.fairness import distinguishing_keys, loss_differences
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
-from pretrain.metrics.run_record import RunRecord, read_lines
+from pretrain.metrics.run_record import RunRecord, as_text, read_lines
 from pretrain.settings.config import flatten
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foundation.units import UNKNOWN, plural
-from pretrain.compare.columns import Column, as_text, signed
+from pretrain.compare.columns import Column, signed
 from pretrain.compare.comparison import by_verdict, unique_names
 from pretrain.compare.differences import (
     CONFIDENCE,
@@ -24,7 +24,7 @@ from pretrain.compare.differences import (
     SeedDifference,
 )
 from pretrain.compare.fairness import ends_of, loss_differences, recipe_of, same_held_out
-from pretrain.metrics.run_record import LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord, as_text
 from pretrain.settings.config import settings_without
 
 # Keys, and prefixes of keys, in which the runs of one group may differ. They include the keys for

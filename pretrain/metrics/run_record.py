@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,11 +86,19 @@ def at_the_end(steps: np.ndarray) -> np.ndarray:
     return steps > steps[-1] - length
 
 
-def in_a_word(key: str, value: Any) -> str:
-    """Return the value of a setting as text for a report. `key` is the setting's dotted key."""
+def as_text(value: Any, key: str = "") -> str:
+    """Format the value of a setting for a report. `key` is the setting's dotted key.
+
+    Fingerprints and commit hashes are cut to 10 characters. Floats have 6 significant digits. None
+    is "not set", and booleans are spelled as in YAML.
+    """
     if key == "precision":
-        return str(label(value))
-    return "not set" if value is None else str(value)
+        value = label(value)
+    if value is None or isinstance(value, bool):
+        return {None: "not set", True: "true", False: "false"}[value]
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", value):
+        return value[:10]
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
@@ -218,10 +227,10 @@ class RunRecord:
         earlier: dict[str, str] = {}
         for change in self.past["changed"]:
             for key, value in change["was"].items():
-                text = f"{in_a_word(key, value)} to step {change['step']:,}, then "
+                text = f"{as_text(value, key)} to step {change['step']:,}, then "
                 earlier[key] = earlier.get(key, "") + text
         current = self.settings
-        return {key: text + in_a_word(key, current.get(key)) for key, text in earlier.items()}
+        return {key: text + as_text(current.get(key), key) for key, text in earlier.items()}
 
     @property
     def devices(self) -> tuple[int, str]:
