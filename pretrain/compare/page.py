@@ -218,8 +218,16 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
             # metrics.jsonl has frozen updates as a share. Their axis shows percent.
             factor = 100 if panel == "frozen updates" else 1
             scale = compared.run.tokens_per_step if in_tokens else 1
+            # If the curve has more than MOST_POINTS points, draw only MOST_POINTS of them.
+            number = min(len(steps), MOST_POINTS)
+            drawn = np.unique(np.linspace(0, len(steps) - 1, number).astype(int))
             figure.add_scatter(
-                **_trace(compared, panel, steps * scale, values * factor),
+                x=steps[drawn] * scale,
+                y=values[drawn] * factor,
+                name=escape(compared.label),
+                legendgroup=compared.label,
+                mode="lines+markers" if panel in POINTS or len(steps) == 1 else "lines",
+                line={"color": compared.colour, "dash": compared.dash, "width": 1.5},
                 # Each run has one entry in the legend.
                 showlegend=row == 1 and len(compared_runs) > 1,
                 row=row,
@@ -234,28 +242,6 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
             figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
     figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
     return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
-
-
-def _trace(compared: ComparedRun, panel: str, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
-    """Return the arguments with which plotly draws one curve.
-
-    If the curve has more than MOST_POINTS points, only MOST_POINTS of them are drawn.
-
-    Args:
-        compared: The run.
-        panel: Title of the panel.
-        x: Horizontal positions, [point].
-        y: Values, [point].
-    """
-    chosen = np.unique(np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).astype(int))
-    return {
-        "x": x[chosen],
-        "y": y[chosen],
-        "name": escape(compared.label),
-        "legendgroup": compared.label,
-        "mode": "lines+markers" if panel in POINTS or len(x) == 1 else "lines",
-        "line": {"color": compared.colour, "dash": compared.dash, "width": 1.5},
-    }
 
 
 def heat_maps(path: Path) -> HeatMaps:

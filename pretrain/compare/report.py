@@ -81,7 +81,7 @@ class Report:
             columns = self.seeds.columns()
             parts += [
                 table_of(columns, self.seeds.results),
-                _bullets([*meanings(columns), *self.seeds.notes()]),
+                _bullets([*meanings(columns), *self.seeds.notes]),
             ]
         parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
         base, *others = self.compared_runs

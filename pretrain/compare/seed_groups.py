@@ -128,8 +128,8 @@ class SeedComparison:
     held_out: bool
     # Largest difference that counts as equivalent, as a share of the baseline's loss.
     margin: float
-    # Map each reason for an exclusion to the names of the excluded runs.
-    excluded: dict[str, list[str]]
+    # One note for each reason to exclude runs.
+    notes: list[str]
 
     @classmethod
     def over(cls, runs: Sequence[RunRecord], margin: float = MARGIN) -> SeedComparison:
@@ -167,7 +167,8 @@ class SeedComparison:
                 comparisons=len(groups) - 1,
             )
             results.append(GroupResult(name, group, losses, difference, verdict))
-        return cls(results, held_out, margin, excluded)
+        notes = [f"Excluded, {reason}: {', '.join(names)}." for reason, names in excluded.items()]
+        return cls(results, held_out, margin, notes)
 
     @property
     def baseline(self) -> GroupResult:
@@ -228,12 +229,6 @@ class SeedComparison:
                 "interval lies beyond the margin",
                 lambda group: group.verdict,
             ),
-        ]
-
-    def notes(self) -> list[str]:
-        """Return a note for each reason to exclude runs."""
-        return [
-            f"Excluded, {reason}: {', '.join(names)}." for reason, names in self.excluded.items()
         ]
 
     def answer(self) -> str:

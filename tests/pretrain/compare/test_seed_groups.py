@@ -149,15 +149,10 @@ def test_runs_without_a_valid_end_do_not_count_and_are_noted(folders: list[Path]
     assert verdicts["mxfp8"] == "broke off: 1 run of 2" and verdicts["delayed"] == "equivalent"
     assert comparison.results[5].difference is None, "no mean without the failed run"
 
-    def excluded(reason: str) -> list[str]:
-        """Return the runs that are excluded for this reason."""
-        return [
-            name for text, names in comparison.excluded.items() for name in names if reason in text
-        ]
-
-    assert {"current-seed=1", "mxfp8-seed=1"} <= set(excluded("have not finished"))
-    assert excluded("not evaluated") == ["late-seed=1"]
-    assert excluded("other data") == ["other-seed=1"]
+    unfinished_note, late_note, other_note = comparison.notes
+    assert "have not finished: current-seed=1, mxfp8-seed=1." in unfinished_note
+    assert "not evaluated" in late_note and late_note.endswith(": late-seed=1.")
+    assert "other data" in other_note and other_note.endswith(": other-seed=1.")
 
 
 def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path: Path):
@@ -191,8 +186,8 @@ def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path:
         held_out=False,
         fingerprint="ef56",
     )
-    [(reason, names)] = SeedComparison.over([*runs[:3], *runs[4:], other]).excluded.items()
-    assert "other data" in reason and names == ["other"]
+    [note] = SeedComparison.over([*runs[:3], *runs[4:], other]).notes
+    assert "other data" in note and note.endswith(": other.")
 
 
 def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
