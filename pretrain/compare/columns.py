@@ -53,8 +53,9 @@ def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
 
 def meanings(columns: Iterable[Column]) -> list[str]:
     """Return a text "title: meaning." for each column that has a meaning, without duplicates."""
-    texts = [f"{column.title}: {column.meaning}." for column in columns if column.meaning]
-    return list(dict.fromkeys(texts))
+    return list(
+        dict.fromkeys(f"{column.title}: {column.meaning}." for column in columns if column.meaning)
+    )
 
 
 def signed(nats: float, digits: int = 4) -> str:

@@ -352,8 +352,7 @@ def audit_of(run: RunRecord) -> list[str]:
             f"{plural(number, 'linear')} in {effective}"
             for effective, number in numbers.most_common()
         )
-        engine = audit.get("computed_by", audit.get("backend"))
-        lines.append(f"{name} ({engine}): {linears}")
+        lines.append(f"{name} ({audit.get('computed_by')}): {linears}")
     return lines
 
 
