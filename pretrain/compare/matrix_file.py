@@ -347,7 +347,8 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         )
     environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
-    cells: list[Cell] = []
+    # Map each run folder to its cell.
+    cells: dict[Path, Cell] = {}
     for values, cell_settings in combinations:
         name = _name_of(values)
         try:
@@ -357,23 +358,22 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             # Check that each key in braces in `train.begin_with` is a key of the recipe.
             branch_checkpoint(cell.recipe)
             check_launch(cell.recipe, processes)
-            for other in cells:
-                if other.run_dir == cell.run_dir:
-                    raise InputError(
-                        f"this cell has the same run folder as cell {other.name}; either remove "
-                        "one of the two cells, or change its name"
-                    )
+            if cell.run_dir in cells:
+                raise InputError(
+                    f"this cell has the same run folder as cell {cells[cell.run_dir].name}; either "
+                    "remove one of the two cells, or change its name"
+                )
         except InputError as error:
             lines = str(error).splitlines()
             raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
-        cells.append(cell)
+        cells[cell.run_dir] = cell
     if not cells:
         raise InputError(f"{path}: this file has no cell; set `axes`, `cells` or `groups`")
     return Matrix(
         path,
         settings,
-        tuple(cells),
-        baseline=_find_baseline(path, settings.baseline, cells),
+        tuple(cells.values()),
+        baseline=_find_baseline(path, settings.baseline, list(cells.values())),
         processes=processes or 1,
         on_cpu=bool(accelerate.get("use_cpu")),
         is_forked=processes == 1,

@@ -132,6 +132,9 @@ class RunRecord:
     summary: dict[str, Any]
     # Content of audit.json, or an empty dict if the run has not written the file yet.
     audit: dict[str, Any] = field(default_factory=dict)
+    # Step of the written summary, which is the last file that a run writes. None if the run has not
+    # written it.
+    summary_step: int | None = None
     # True if the run temporarily shared its machine with other runs of a matrix. Then its speed
     # cannot be compared with the speed of other runs.
     side_by_side: bool = False
@@ -311,15 +314,10 @@ class RunRecord:
     def is_finished(self) -> bool:
         """Return True if the run has reached its last step and has then written its summary.
 
-        The summary is the last file that a run writes. If the summary is for another step than the
-        last step in metrics.jsonl, it is outdated, and the run is not finished. A summary that
-        cannot be read counts as missing.
+        If the summary is for another step than the last step in metrics.jsonl, it is outdated, and
+        the run is not finished.
         """
-        with suppress(InputError):
-            written_summary = _read_object(self.path / SUMMARY_FILE)
-            is_current = written_summary.get("steps") == self.summary["steps"]
-            return is_current and not self.is_unfinished
-        return False
+        return self.summary_step == self.summary["steps"] and not self.is_unfinished
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────
@@ -349,6 +347,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
         metrics=metrics,
         summary=summary(metrics),
         audit=_read_object(run_dir / "audit.json"),
+        summary_step=_read_object(run_dir / SUMMARY_FILE).get("steps"),
         side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
     )
 
