@@ -210,8 +210,11 @@ class SeedDifference:
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
             comparisons: Number of groups of runs that are compared with the same baseline.
         """
-        zero_half = self.half_width(1 - (1 - CONFIDENCE) / comparisons)
-        return self._verdict_of(self.half_width(EQUIVALENCE), zero_half, margin)
+        return self._verdict_of(
+            equivalence_half=self.half_width(EQUIVALENCE),
+            zero_half=self.half_width(1 - (1 - CONFIDENCE) / comparisons),
+            margin=margin,
+        )
 
     def anytime_half_width(self, error: float) -> float | None:
         """Return the half-width of an interval that stays valid if seeds are added one by one.
@@ -259,8 +262,11 @@ class SeedDifference:
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
             error: Error probability, between 0 and 1.
         """
-        equivalence_half = self.anytime_half_width(2 * error)
-        return self._verdict_of(equivalence_half, self.anytime_half_width(error), margin)
+        return self._verdict_of(
+            equivalence_half=self.anytime_half_width(2 * error),
+            zero_half=self.anytime_half_width(error),
+            margin=margin,
+        )
 
     def _verdict_of(
         self, equivalence_half: float | None, zero_half: float | None, margin: float

@@ -107,8 +107,9 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
 
 def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:
     """Return `differences`, which maps each key to two values, as text for a message."""
-    texts = [f"`{key}`: {first} and {second}" for key, (first, second) in differences.items()]
-    return "; ".join(texts)
+    return "; ".join(
+        f"`{key}`: {first} and {second}" for key, (first, second) in differences.items()
+    )
 
 
 def is_varied(key: str, vary: Sequence[str]) -> bool:

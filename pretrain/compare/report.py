@@ -156,13 +156,13 @@ def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
     its loss difference is at most `tolerance`, in nats per token. Raises InputError if a run of the
     baseline's group has not finished.
     """
-    base = seeds.baseline
+    base, *others = seeds.results
     if len(base.losses) < len(base.runs):
         raise InputError(
             f"--gate: a run of the baseline {base.name} has not finished or is excluded; either "
             "finish all runs of the baseline, or put a run of another group first"
         )
-    for group in seeds.compared:
+    for group in others:
         difference = group.difference
         half_width = difference.half_width() if difference else None
         if missing := len(group.runs) - len(group.losses):

@@ -24,7 +24,7 @@ from pretrain.compare.differences import (
     SeedDifference,
 )
 from pretrain.compare.fairness import ends_of, loss_differences, recipe_of, same_held_out
-from pretrain.metrics.run_record import LOSS_KEY, RunRecord, as_text
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.settings.config import settings_without
 
 # Keys, and prefixes of keys, in which the runs of one group may differ. They include the keys for
@@ -57,9 +57,9 @@ def grouped(runs: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
     runs with these settings are divided into groups by their folders: the runs of a group have the
     same folder path, except for the part for the seed.
     """
-    keys = [(tuple(_settings(run).items()), run.config["seed"]) for run in runs]
+    keys = [(str(_settings(run)), run.config["seed"]) for run in runs]
     repeated = {training for (training, _), number in Counter(keys).items() if number > 1}
-    groups: dict[tuple[Any, str], dict[int, RunRecord]] = {}
+    groups: dict[tuple[str, str], dict[int, RunRecord]] = {}
     for run, (training, seed) in zip(runs, keys, strict=True):
         folder = str(run.path.parent / _without_seed(run)) if training in repeated else ""
         groups.setdefault((training, folder), {})[seed] = run
@@ -73,9 +73,9 @@ def _without_seed(run: RunRecord) -> str:
     return _SEED_IN_A_NAME.sub("", run.name).strip("-_.,")
 
 
-def _settings(run: RunRecord) -> dict[str, str]:
-    """Return the properties that must be equal in all runs of a group, as text by dotted key."""
-    values = {
+def _settings(run: RunRecord) -> dict[str, Any]:
+    """Return the properties that must be equal in all runs of a group, by dotted key."""
+    return {
         **settings_without(recipe_of(run), _WITHIN),
         "precision": run.precision,
         "backend": run.backend,
@@ -83,7 +83,6 @@ def _settings(run: RunRecord) -> dict[str, str]:
         **run.source_config,
         **run.changed_settings,
     }
-    return {key: as_text(value) for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -175,11 +174,6 @@ class SeedComparison:
         """Return the group that is the baseline."""
         return self.results[0]
 
-    @property
-    def compared(self) -> list[GroupResult]:
-        """Return all groups except the baseline."""
-        return self.results[1:]
-
     def columns(self) -> list[Column]:
         """Return the columns of the table over seeds. Each row of the table is a GroupResult."""
         base = self.baseline.name
@@ -234,7 +228,7 @@ class SeedComparison:
     def answer(self) -> str:
         """Return one sentence that lists the names of the groups by verdict."""
         seeds = plural(len(self.baseline.losses), "seed")
-        verdicts = by_verdict({group.name: group.verdict for group in self.compared})
+        verdicts = by_verdict({group.name: group.verdict for group in self.results[1:]})
         return (
             f"Against {self.baseline.name} over {seeds}, margin ± {100 * self.margin:g} %: "
             f"{verdicts}."

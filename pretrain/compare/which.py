@@ -94,9 +94,9 @@ def main(options: argparse.Namespace) -> int:
     )
     deadline = time.monotonic() + options.hours * 3600
     with RunFolder(folder), StopRequest(passed_on=True) as stop:
-        protocol = load_protocol(question, options)
-        if protocol is None:
-            protocol = new_protocol(question, options, stop, deadline)
+        protocol = load_protocol(question, options) or new_protocol(
+            question, options, stop, deadline
+        )
         rounds = Rounds(protocol, at_once=question.trial([protocol.base]).slots or 1)
         announce(rounds, options.hours)
         verdicts = rounds.verdicts()
