@@ -44,11 +44,13 @@ class Column:
 
 def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Return a Markdown table with one line for each row."""
-    header = [column.title for column in columns]
-    cells = [[column.text(row) for column in columns] for row in rows]
-    # `markdown` aligns the first `names` columns to the left. These are the text columns, because
-    # text columns always come before number columns.
-    return markdown(header, cells, names=sum(column.is_text for column in columns))
+    return markdown(
+        [column.title for column in columns],
+        [[column.text(row) for column in columns] for row in rows],
+        # `markdown` aligns the first `names` columns to the left. These are the text columns,
+        # because text columns always come before number columns.
+        names=sum(column.is_text for column in columns),
+    )
 
 
 def meanings(columns: Iterable[Column]) -> list[str]:

@@ -390,9 +390,10 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
     # Check that the held-out packs can be used.
     open_packs(recipe.data, "held_out")
     mixture = order_of(packs, 1, recipe.seed).mixture
-    sources = zip(mixture.counts, mixture.share_of_packs, strict=True)
     # Number of packs, counted over all sources, until one source has no unused pack left.
-    used_up = min(number / share for number, share in sources)
+    used_up = min(
+        number / share for number, share in zip(mixture.counts, mixture.share_of_packs, strict=True)
+    )
     return int(used_up * recipe.data.length / recipe.batch.tokens)
 
 

@@ -173,8 +173,9 @@ class Console:
 
         Each step is weighted by its duration. `milliseconds` is the total duration of these steps.
         """
-        weighted = (record[key] * record["step_ms"] for record in self._since_line)
-        return math.fsum(weighted) / milliseconds
+        return (
+            math.fsum(record[key] * record["step_ms"] for record in self._since_line) / milliseconds
+        )
 
     def _time_left(self, step: int) -> str:
         """Return the estimated time until the end of the run as text, or "…" at the first step.

@@ -92,12 +92,13 @@ class Recorder:
                 "tflops": flops / self._seconds / self.world_size / TERA,
             }
             if self.peak_tflops is not None:
-                nanogpt_flops = nanogpt(self.flops, self.pack_length) * record["tokens_per_second"]
-                nanogpt_tflops = nanogpt_flops / self.world_size / TERA
+                flops_per_second = (
+                    nanogpt(self.flops, self.pack_length) * record["tokens_per_second"]
+                )
                 record |= {
                     "peak_tflops": self.peak_tflops,
                     "mfu_bf16_peak": record["tflops"] / self.peak_tflops,
-                    "mfu_nanogpt": nanogpt_tflops / self.peak_tflops,
+                    "mfu_nanogpt": flops_per_second / self.world_size / TERA / self.peak_tflops,
                 }
         return record | memory_figures(self.device) | {"recompiles": self._recompiles}
 

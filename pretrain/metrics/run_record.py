@@ -415,7 +415,6 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     evaluations = list(own_evaluations(records))
     evaluation = evaluations[-1] if evaluations else {}
     milliseconds = sum(_finite(steady, "step_ms"))
-    rollbacks = [record["rollbacks"] for record in records if kind(record) == "rollback"]
     halts = [record["reason"] for record in records if kind(record) == "halted"]
     figures = {
         "steps": last["step"],
@@ -432,7 +431,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "memory_gib": _statistic(max, steps, "memory_gib"),
         "recompiles": sum(_finite(steps, "recompiles")),
         "skipped_steps": sum(bool(step.get("skipped")) for step in steps),
-        "rollbacks": max(rollbacks, default=None),
+        "rollbacks": _statistic(max, records, "rollbacks"),
         "halted": halts[0] if halts else last.get("halted"),
     }
     return {key: value for key, value in figures.items() if value is not None}
