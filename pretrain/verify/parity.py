@@ -299,11 +299,11 @@ def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
         yield factor
 
 
-def _resolution(model: PackedLanguageModel, gradients: Mapping[str, Tensor | None]) -> float:
+def _resolution(model: PackedLanguageModel, gradients: Mapping[str, Tensor]) -> float:
     """Return the allowed error of a gradient as a multiple of BF16's error."""
     # The gradients' dtypes are checked too, because gradients may be summed in BF16 although the
     # model computes in FP32.
-    dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
+    dtypes = {gradient.dtype for gradient in gradients.values()}
     dtypes.add(model.context.compute_dtype)
     return FP32_OF_BF16 if dtypes == {torch.float32} else 1.0
 
@@ -435,8 +435,7 @@ def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches)
     for microbatch in step.microbatches:
         run_pass(replace(step, microbatches=[microbatch]))
         for name, gradient in _gradients(model).items():
-            if gradient is not None:
-                summed[name] = gradient.float() + summed.get(name, 0.0)
+            summed[name] = gradient.float() + summed.get(name, 0.0)
     compared = []
     for name, norm in _norms(summed).items():
         error = abs(together[name] / norm - 1) if norm else together[name]
@@ -444,7 +443,7 @@ def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches)
     return worst_first(compared)
 
 
-def _norms(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+def _norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the norm of each matrix's gradient.
 
     If gradients are sharded, all ranks must call this function.
@@ -452,13 +451,17 @@ def _norms(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     norms = {
         name: torch.linalg.vector_norm(gathered(gradient), dtype=torch.float64)
         for name, gradient in gradients.items()
-        if gradient is not None and gradient.dim() > 1
+        if gradient.dim() > 1
     }
     return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
 
 
-def _gradients(model: PackedLanguageModel) -> dict[str, Tensor | None]:
-    return {name: gradient_of(parameter) for name, parameter in model.hf.named_parameters()}
+def _gradients(model: PackedLanguageModel) -> dict[str, Tensor]:
+    return {
+        name: gradient
+        for name, parameter in model.hf.named_parameters()
+        if (gradient := gradient_of(parameter)) is not None
+    }
 
 
 def _run_pass(
@@ -589,24 +592,22 @@ class Distance(NamedTuple):
 
 
 def distances(
-    measured: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]
+    measured: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> dict[str, Distance]:
     """Map the name of each gradient to its distance, and TOTAL to the distance of all together.
 
     A gradient that is present in only one of `measured` and `reference` is treated as zero in the
-    other one. An example is the gradient of an LM head that is tied in only one of the models.
-    Gradients that are missing in both are skipped. If gradients are sharded, all ranks must call
-    this function.
+    other one. An example is the gradient of an LM head that is tied in only one of the models. If
+    gradients are sharded, all ranks must call this function.
     """
+    zero = next(iter(reference.values())).new_zeros(())
     norms = []
     sizes = {}
     for name in dict.fromkeys([*reference, *measured]):
-        sides = [gradients.get(name) for gradients in (reference, measured)]
-        present = [gathered(gradient).float() for gradient in sides if gradient is not None]
-        if not present:
-            continue
-        expected = torch.zeros_like(present[0]) if sides[0] is None else present[0]
-        difference = present[1] - present[0] if len(present) == 2 else present[0]
+        expected, actual = (
+            gathered(gradients.get(name, zero)).float() for gradients in (reference, measured)
+        )
+        difference = actual - expected
         norms.append(
             torch.stack(
                 [
@@ -617,7 +618,7 @@ def distances(
         )
         # The inputs of all tokens have a common component. The errors in a gate with one row are
         # nearly proportional to it, so such a gate is treated like a scalar.
-        sizes[name] = 1 if expected.dim() > 1 and len(expected) == 1 else expected.numel()
+        sizes[name] = 1 if difference.dim() > 1 and len(difference) == 1 else difference.numel()
     by_tensor = torch.stack(norms)
     total = torch.linalg.vector_norm(by_tensor, dim=0, keepdim=True)
     # Copy all norms to the CPU at once, because each copy waits for the device.
