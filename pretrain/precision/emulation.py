@@ -80,7 +80,7 @@ class EmulationEngine(GemmEngine):
         in_bf16 = device.type == "cuda" and is_exact
         self.operand_dtype = torch.bfloat16 if in_bf16 else torch.float32
         self.delayed = DelayedState(active, device) if self.precision.keeps_history else None
-        self._prepare = functools.cache(self._compiled_preparation)
+        self.preparation = functools.cache(self._compiled_preparation)
 
     def _make(
         self, name: str, in_features: int, out_features: int, bias: bool, members: Sequence[str]
@@ -119,23 +119,13 @@ class EmulationEngine(GemmEngine):
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
         return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
 
-    def prepare(
-        self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None
-    ) -> tuple[Operand, Tensor | None]:
-        """Quantize x [rows, features] for a product that sums along `along`.
-
-        Return the operand and the amax of x. The amax is computed only with delayed scaling and
-        only if `along` is "features", otherwise it is None. `scale` is the scale of delayed
-        scaling, or None.
-        """
-        *operand, amax = self._prepare(role, along)(x, scale)
-        return Operand(*operand), amax
-
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
-        """Return a function that quantizes x. On a GPU, the function is compiled.
+        """Return a function that quantizes x [rows, features] for a product along `along`.
 
-        The arguments of the function are x, and the scale of delayed scaling or None. It returns a
-        tuple: the fields of an `Operand`, and then the amax of x or None.
+        On a GPU, the function is compiled. The arguments of the function are x, and the scale of
+        delayed scaling or None. It returns a tuple: the fields of an `Operand`, and then the amax
+        of x. The amax is computed only with delayed scaling and only if `along` is "features",
+        otherwise it is None.
         """
         dtype = self.operand_dtype
         quantize = self.precision.quantizer(self.active.settings, role, along)
@@ -167,7 +157,7 @@ class EmulationEngine(GemmEngine):
 
 
 class EmulatedGemm(Gemm):
-    """The products of one linear layer. `EmulationEngine.prepare` quantizes the operands."""
+    """The products of one linear layer. `EmulationEngine.preparation` quantizes the operands."""
 
     def __init__(self, engine: EmulationEngine, name: str, members: Sequence[str]) -> None:
         super().__init__(name, members)
@@ -193,10 +183,10 @@ class EmulatedGemm(Gemm):
         With delayed scaling, quantize with `scale`. If `along` is "features", also record the amax
         of x.
         """
-        operand, amax = self._engine.prepare(role, x, along, scale)
+        *operand, amax = self._engine.preparation(role, along)(x, scale)
         if self._delayed and amax is not None:
             self._delayed.record(self._index, role, amax)
-        return operand
+        return Operand(*operand)
 
     def factors(self, kind: GemmKind, left: BothWays, right: BothWays) -> list[Operand]:
         """Return the Operands of `left` and `right` that the product `kind` multiplies."""

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from pretrain.precision.emulation import EmulationEngine, multiply
+from pretrain.precision.emulation import EmulationEngine, Operand, multiply
 from pretrain.precision.formats.definition import Along, Role
 from tests.pretrain.conftest import active_in
 
@@ -30,8 +30,10 @@ def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(name: str) ->
     on_cpu = engine(name, "cpu")
     on_gpu = engine(name, "cuda")
     for role, along in itertools.product(get_args(Role), get_args(Along)):
-        expected, expected_amax = on_cpu.prepare(role, x, along, scale)
-        operand, amax = on_gpu.prepare(role, x.cuda(), along, scale.cuda())
+        *fields, expected_amax = on_cpu.preparation(role, along)(x, scale)
+        expected = Operand(*fields)
+        *fields, amax = on_gpu.preparation(role, along)(x.cuda(), scale.cuda())
+        operand = Operand(*fields)
         assert operand.values.dtype == on_gpu.operand_dtype
         assert torch.equal(operand.values.float().cpu(), expected.values), (role, along)
         for actual, reference in ((operand.scale, expected.scale), (amax, expected_amax)):
@@ -44,7 +46,8 @@ def test_a_gemm_is_summed_in_fp32_and_rounded_once() -> None:
     emulation = engine("current", "cuda")
     x = torch.full((64, 4096), 7.0, device="cuda").bfloat16()
     x[:, 0] = 5.0
-    operand, _ = emulation.prepare("input", x, "features")
+    *fields, _ = emulation.preparation("input", "features")(x, None)
+    operand = Operand(*fields)
     exact = operand.values.double() @ operand.values.double().t() * operand.scale.double() ** 2
     assert torch.equal(multiply(operand, operand, torch.bfloat16), exact.bfloat16())
     torch.testing.assert_close(

@@ -521,7 +521,7 @@ def in_quantizers(make: Make) -> Make:
 
     def applied(run: SmallRun, patch: Patch) -> None:
         make(run, patch)
-        run.packed.context.backend._prepare.cache_clear()
+        run.packed.context.backend.preparation.cache_clear()
 
     return applied
 
@@ -780,4 +780,4 @@ def neighbours_delayed_scale(run: SmallRun, patch: Patch) -> None:
 def part_of_the_amax(run: SmallRun, patch: Patch) -> None:
     real = emulation.absolute_maximum
     patch.setattr(emulation, "absolute_maximum", lambda x: real(x[: len(x) // 4]))
-    run.packed.context.backend._prepare.cache_clear()
+    run.packed.context.backend.preparation.cache_clear()
