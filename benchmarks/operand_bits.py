@@ -24,7 +24,12 @@ from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import fp8_format
 from pretrain.precision.quantizers import Quantized
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import (
+    PRECISIONS,
+    ActivePrecision,
+    LowPrecisionSettings,
+    configured,
+)
 from pretrain.precision.transformer_engine import TE_DIRECTIONS, TransformerEngine
 
 DEVICE = torch.device("cuda", 0)
@@ -53,12 +58,11 @@ def main() -> None:
 
 def compare(name: str) -> list[dict[str, Any]]:
     """Return the results of `compare_operand` for every operand along every axis."""
-    precision = PRECISIONS[name]
     nearest = {}
-    if "disable_stochastic_rounding" in precision.options:
+    if "disable_stochastic_rounding" in PRECISIONS[name].options:
         nearest = {"disable_stochastic_rounding": True}
-    settings = LowPrecisionSettings(**nearest).resolved(name)
-    active = ActivePrecision(name, precision, "transformer_engine", settings)
+    precision = configured(name, LowPrecisionSettings(**nearest))
+    active = ActivePrecision(name, precision, "transformer_engine")
     engine = TransformerEngine(active, DEVICE)
     linear = engine.gemm("operands", FEATURES, FEATURES).linear
     operands = product(get_args(Role), get_args(Along))
@@ -101,10 +105,10 @@ def compare_operand(
     # Blackwell's GEMMs read one layout along both axes.
     if plain_data is None:
         return None
-    transform = active.precision.transform(active.settings, role)
+    transform = active.precision.transform(role)
     transformed = along == "rows" and transform is not None
     share = TRANSFORMED if transformed else 0.0
-    quantized = active.precision.quantizer(active.settings, role, along)(x, scale, None)
+    quantized = active.precision.quantizer(role, along)(x, scale, None)
     wrong = differing(*read(te, library_tensor, along), quantized, transformed)
     # A code that rounds the other way changes one byte at most.
     changed = training_data.view(torch.uint8) != plain_data.view(torch.uint8)

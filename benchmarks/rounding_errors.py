@@ -23,7 +23,7 @@ from torch.distributions import StudentT
 from benchmarks.machine import ROOT, measured_on
 from foundation.files import write_json
 from pretrain.precision.formats.definition import Along, QuantizedPrecision, Role
-from pretrain.precision.settings import LowPrecisionSettings, precision_called
+from pretrain.precision.settings import LowPrecisionSettings, configured
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "rounding_errors.json"
 DEGREES = StudentT(5.0)
@@ -60,12 +60,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def error_of(name: str, options: dict[str, Any], role: Role, along: Along, x: Tensor) -> float:
     """Return the relative rounding error of the operand x [rows, features]."""
-    precision = precision_called(name)
+    precision = configured(name, LowPrecisionSettings(**options))
     assert isinstance(precision, QuantizedPrecision)
-    settings = LowPrecisionSettings(**options).resolved(name)
-    quantized = precision.quantizer(settings, role, along)(x, None, None).dequantize()
+    quantized = precision.quantizer(role, along)(x, None, None).dequantize()
     exact = x if along == "features" else x.t()
-    transform = precision.transform(settings, role) if along == "rows" else None
+    transform = precision.transform(role) if along == "rows" else None
     exact = (exact if transform is None else transform(exact)).double()
     return ((quantized - exact).norm() / exact.norm()).item()
 

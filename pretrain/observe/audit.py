@@ -366,8 +366,7 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     """
     precision = active.quantized_precision
     return [product.left, product.right] == [
-        precision.operand_kind(active.settings, role, product.gemm)
-        for role in OPERANDS[product.gemm]
+        precision.operand_kind(role, product.gemm) for role in OPERANDS[product.gemm]
     ]
 
 

@@ -158,8 +158,9 @@ class OperandStatistics:
         groups: `PrecisionContext.groups`: map the name of each linear with experts to the ends of
             the experts' rows.
         """
-        self.precision = active.quantized_precision
-        self.settings = active.settings.model_copy(update={"disable_stochastic_rounding": True})
+        self.precision = active.quantized_precision.with_options(
+            active.settings.model_copy(update={"disable_stochastic_rounding": True})
+        )
         # Copy the scales before the forward pass. When backward recomputes a layer, the layer's
         # operands are measured with these scales again. By then the engine has replaced its own
         # scales by the scales of the next microbatch.
@@ -180,16 +181,16 @@ class OperandStatistics:
         # The infinity norm is the largest magnitude. It makes no copy of x.
         amax = torch.linalg.vector_norm(x, math.inf).float()
         scale = of_operand(self._state, name, role, "scale") if self._state else None
-        scaling = self.precision.scaling(self.settings, role)
+        scaling = self.precision.scaling(role)
         blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         # If activations have one tensor scale per row, each sampled block needs the amax of the row
         # of x that contains the block.
-        if role == "input" and self.settings.row_scaled_activation:
+        if role == "input" and self.precision.settings.row_scaled_activation:
             amaxes = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)[first_rows]
         else:
             amaxes = amax
-        quantized = self.precision.along_features(self.settings, role)(rows, scale, amaxes)
+        quantized = self.precision.along_features(role)(rows, scale, amaxes)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
         ends = self._groups.get(name)
         if ends is None:

@@ -170,9 +170,7 @@ class _ProductCheck:
         self._head = packed.hf.get_output_embeddings().state.name
         # One quantizer for each role is enough, because the products sum over the last axis of all
         # samples.
-        self._quantize = {
-            role: self._precision.along_features(active.settings, role) for role in get_args(Role)
-        }
+        self._quantize = {role: self._precision.along_features(role) for role in get_args(Role)}
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
 
     @torch.no_grad()
@@ -196,7 +194,7 @@ class _ProductCheck:
         of_rows = part[rows].clone()
         of_columns = part[:, columns].clone().t()
         self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax, rows)
-        transform = self._precision.transform(self._settings, role)
+        transform = self._precision.transform(role)
         if self._precision.plain_backward:
             transform = None
         if transform is not None and self._precision.tensor_scaled:
@@ -251,8 +249,7 @@ class _ProductCheck:
 
         There are DRAWS errors if a factor is rounded stochastically, otherwise one error.
         """
-        is_stochastic = self._settings.disable_stochastic_rounding is False
-        draws = DRAWS if is_stochastic and "grad_output" in operands else 1
+        draws = DRAWS if any(map(self._precision.is_stochastic, operands)) else 1
         plain = []
         with overridden(torch.backends.cuda.matmul, fp32_precision="ieee"):
             left, right = (operand.values.float() for operand in operands.values())
@@ -308,8 +305,8 @@ class _ProductCheck:
         distributed error of variance q²/12. Stochastic rounding has a triangularly distributed
         error of variance q²/6. The bound is infinite if a delayed scale saturates the operand.
         """
-        grid = self._precision.grid(self._settings, role)
-        scaling = self._precision.scaling(self._settings, role)
+        grid = self._precision.grid(role)
+        scaling = self._precision.scaling(role)
         magnitude = operand.to_quantize.abs().float()
         amax = operand.amax
         if scaling.block:
@@ -322,7 +319,7 @@ class _ProductCheck:
             largest_scale = torch.where(amax * scale <= grid.maximum, 1 / scale, math.inf)
         smallest_normal = largest_scale * 2.0**grid.min_exponent
         quantum = torch.maximum(magnitude, smallest_normal) * 2.0**-grid.mantissa_bits
-        return quantum.square() / (6 if self._precision.is_stochastic(self._settings, role) else 12)
+        return quantum.square() / (6 if self._precision.is_stochastic(role) else 12)
 
 
 def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) -> Tensor:
@@ -424,7 +421,7 @@ def _wrong_histories(
     expected_history, expected_scale = update_scale(
         torch.cat([history[-1:], stacked(before, "amax_history")[1:]]),
         stacked(before, "scale"),
-        active.quantized_precision.grid(settings, role).maximum,
+        active.quantized_precision.grid(role).maximum,
         settings.margin or 0,
         settings.amax_compute_algo or "max",
     )

@@ -313,7 +313,9 @@ class ProductObserver:
             groups[key].append(taken)
         faults: dict[str, list[str]] = defaultdict(list)
         for group in groups.values():
-            counts = _bad_blocks(group, self._scaling(group[0].role)).tolist()
+            counts = _bad_blocks(
+                group, self._active.quantized_precision.scaling(group[0].role)
+            ).tolist()
             for taken, bad in zip(group, counts, strict=True):
                 for name in taken.call.names if bad else ():
                     faults[name].append(
@@ -333,16 +335,15 @@ class ProductObserver:
         if call.scales is None or not isinstance(precision, QuantizedPrecision):
             self._note(call, dtype_name(left.dtype), dtype_name(right.dtype))
             return
-        settings = self._active.settings
         roles = OPERANDS[call.gemm]
-        kinds = [precision.operand_kind(settings, role) for role in roles]
+        kinds = [precision.operand_kind(role) for role in roles]
         if not self._note(call, *kinds):
             return
         for role, matrix, (of_blocks, of_tensor) in zip(
             roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
         ):
             scales = of_blocks if precision.block_scaled else of_tensor
-            self._take_sample(call, role, matrix, scales, precision.grid(settings, role))
+            self._take_sample(call, role, matrix, scales, precision.grid(role))
 
     @torch.no_grad()
     def scaled_product(self, *factors: tuple[Tensor, Tensor]) -> None:
@@ -412,7 +413,7 @@ class ProductObserver:
         scales: The scales, as `sample` accepts them.
         grid: The number format of the codes.
         """
-        scaling = self._scaling(role)
+        scaling = self._active.quantized_precision.scaling(role)
         is_fp8 = matrix.dtype.itemsize == 1
         # View FP8 codes as bytes, because their largest magnitude is found in the bits below.
         data = matrix.view(torch.uint8) if is_fp8 else matrix
@@ -425,10 +426,6 @@ class ProductObserver:
         elif scaling.block is None and scaling.least:
             largest = torch.linalg.vector_norm(matrix, math.inf).float()
         self._samples.append(_Sample(call, role, grid, values.view(matrix.dtype), scale, largest))
-
-    def _scaling(self, role: Role) -> Scaling:
-        """Return the blocks and the allowed scales of the operands `role`."""
-        return self._active.quantized_precision.scaling(self._active.settings, role)
 
     def _note(self, call: _Call, left: str, right: str) -> bool:
         """Record a product with the kinds of its operands.

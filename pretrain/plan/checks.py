@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
 from pretrain.optimizer import schedule
-from pretrain.precision.settings import ActivePrecision, last_steps, phases_of, precision_called
+from pretrain.precision.settings import (
+    ActivePrecision,
+    configured,
+    last_steps,
+    phases_of,
+    precision_called,
+)
 from pretrain.settings.recipe import Recipe, TrainSettings
 
 if TYPE_CHECKING:  # slow to import
@@ -70,10 +76,10 @@ def check_launch(recipe: Recipe, world_size: int | None) -> None:
     names = [name for _, name in phases_of(recipe.precision)]
     check_settings(recipe, names[0], world_size)
     for name in names:
-        settings = recipe.fp8_config.resolved(name)
         # With `on_unsupported: fallback`, the precision that is used depends on the device.
-        if settings.on_unsupported != "fallback":
-            check_fit(ActivePrecision(name, precision_called(name), "emulation", settings), recipe)
+        if recipe.fp8_config.on_unsupported != "fallback":
+            precision = configured(name, recipe.fp8_config)
+            check_fit(ActivePrecision(name, precision, "emulation"), recipe)
 
 
 def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:

@@ -15,7 +15,7 @@ from pretrain.model.attention import FA4_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
 from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.settings import ActivePrecision, precision_called
+from pretrain.precision.settings import ActivePrecision, configured
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ class Target:
         Return None if the target can run `plan` and the speed is known.
         """
         for active in plan.precisions:
-            settings = plan.recipe.fp8_config.resolved(active.requested)
-            precision = precision_called(active.requested).with_options(settings)
+            precision = configured(active.requested, plan.recipe.fp8_config)
             if isinstance(precision, QuantizedPrecision) and self.device.capability:
                 missing = precision.hardware.missing(self.device.capability)
                 if missing:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundation.overrides import overridden
-from pretrain.precision.formats.definition import OptionValues, Role
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
@@ -68,7 +68,6 @@ class DelayedState:
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self._precision = active.quantized_precision
-        self._settings: OptionValues = active.settings
         self._device = device
         self._modules: list[str] = []
         self._states: dict[Direction, DirectionState] = {}
@@ -175,12 +174,9 @@ class DelayedState:
         state = self._state_of(direction)
         if dist.is_initialized():
             dist.all_reduce(state.amax_history[0], op=dist.ReduceOp.MAX)
-        grid = self._precision.grid(
-            self._settings, "input" if direction == "forward" else "grad_output"
-        )
-        updated = update_scale(
-            *state, grid.maximum, self._settings.margin, self._settings.amax_compute_algo
-        )
+        grid = self._precision.grid("input" if direction == "forward" else "grad_output")
+        settings = self._precision.settings
+        updated = update_scale(*state, grid.maximum, settings.margin, settings.amax_compute_algo)
         for live, new in zip(state, updated, strict=True):
             live.copy_(new)  # in place, because `state` returns views of the tensor
 
@@ -188,7 +184,7 @@ class DelayedState:
         if direction not in self._states:
             shape = len(self._modules), len(SLOTS[direction])
             self._states[direction] = DirectionState(
-                torch.zeros(self._settings.amax_history_len, *shape, device=self._device),
+                torch.zeros(self._precision.settings.amax_history_len, *shape, device=self._device),
                 torch.ones(shape, device=self._device),
             )
         return self._states[direction]

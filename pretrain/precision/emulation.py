@@ -128,7 +128,7 @@ class EmulationEngine(GemmEngine):
         otherwise it is None.
         """
         dtype = self.operand_dtype
-        quantize = self.precision.quantizer(self.active.settings, role, along)
+        quantize = self.precision.quantizer(role, along)
         has_tensor_scale = self.precision.tensor_scaled
         records_amax = self.delayed is not None and along == "features"
         dequantizes = self.backward_override == "dequantized"
@@ -173,7 +173,7 @@ class EmulatedGemm(Gemm):
         features = self.quantize_along(role, x, "features", scale)
         if role == "input":
             return BothWays(features, None, x, scale)
-        if self._engine.precision.serves_both(self._engine.active.settings, role):
+        if self._engine.precision.serves_both(role):
             return BothWays(features, features.t())
         return BothWays(features, self.quantize_along(role, x, "rows", scale) if both else None)
 

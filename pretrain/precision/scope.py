@@ -71,7 +71,7 @@ def decide(
     if stacks and active.backend == "transformer_engine":
         if capability is None and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability()
-        no_groups = active.quantized_precision.no_groups_on(capability, settings)
+        no_groups = active.quantized_precision.no_groups_on(capability)
     # Emulation has the same limits as the hardware, because it must compute the same numbers.
     multiple = precision.multiple_of
     unquantized = UNQUANTIZED[precision.compute_dtype].name

@@ -23,7 +23,7 @@ from pretrain.precision.settings import (
     PRECISIONS,
     ActivePrecision,
     LowPrecisionSettings,
-    precision_called,
+    configured,
 )
 
 # `on_unsupported: fallback` uses the first of these precisions that the device supports.
@@ -62,18 +62,17 @@ def select_precision(
     `missing` checks a precision against the device, see `missing_on`. Raise InputError if the
     device does not support the precision and `on_unsupported` is `error`.
     """
-    settings = fp8_config.resolved(precision)
-    requested = precision_called(precision).with_options(settings)
+    requested = configured(precision, fp8_config)
     if not isinstance(requested, QuantizedPrecision):
-        return ActivePrecision(precision, requested, "torch", settings)
-    if settings.backend == "emulation":
-        return ActivePrecision(precision, requested, "emulation", settings)
+        return ActivePrecision(precision, requested, "torch")
+    if fp8_config.backend == "emulation":
+        return ActivePrecision(precision, requested, "emulation")
     need = missing(requested)
     if need is None:
-        return ActivePrecision(precision, requested, "transformer_engine", settings)
+        return ActivePrecision(precision, requested, "transformer_engine")
     reason = f"`precision: {requested.use}` {need}"
-    if settings.on_unsupported == "emulate":
-        return ActivePrecision(precision, requested, "emulation", settings, reason)
+    if fp8_config.on_unsupported == "emulate":
+        return ActivePrecision(precision, requested, "emulation", reason)
     available = [
         candidate
         for candidate in PRECISIONS.values()
@@ -81,7 +80,7 @@ def select_precision(
         or missing(candidate.with_options(fp8_config.resolved(candidate.name))) is None
     ]
     stand_in = next(candidate for candidate in STAND_INS if candidate in available)
-    if settings.on_unsupported == "error":
+    if fp8_config.on_unsupported == "error":
         raise InputError(
             f"{reason}. Either set `fp8_config.on_unsupported: emulate` to compute the same "
             "numbers slowly in software, or set `fp8_config.on_unsupported: fallback` to train in "
@@ -93,9 +92,8 @@ def select_precision(
         name += PLAIN_FORWARD
     return ActivePrecision(
         precision,
-        precision_called(name),
+        configured(name, fp8_config.without_options()),
         "transformer_engine" if stand_in.quantized else "torch",
-        fp8_config.without_options().resolved(name),
         reason,
     )
 
@@ -119,7 +117,7 @@ def make_engines(
         if active.backend != "torch":
             if use not in engines:
                 engines[use] = kinds[active.backend](
-                    replace(active, precision=precision_called(use)), device
+                    replace(active, precision=configured(use, active.settings)), device
                 )
             if active.precision.plain_forward:
                 engines[active.precision.name] = engines[use].with_bf16_forward()

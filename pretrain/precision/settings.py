@@ -355,6 +355,12 @@ OPTIONS = tuple(
     if any(key in precision.options for precision in PRECISIONS.values())
 )
 
+
+def configured(name: str, fp8_config: LowPrecisionSettings) -> Precision:
+    """Return the precision called `name` with the options that `fp8_config` sets."""
+    return precision_called(name).with_options(fp8_config.resolved(name))
+
+
 # ── The resolved precision ────────────────────────────────────────────────────────────────────────
 
 
@@ -364,18 +370,18 @@ class ActivePrecision:
 
     # The name of the precision in the recipe.
     requested: str
-    # The precision that is used, as `Precision.with_options` returns it for `settings`. Its name
-    # differs from `requested` only with `on_unsupported: fallback`.
+    # The precision that is used, as `configured` returns it. Its name differs from `requested` only
+    # with `on_unsupported: fallback`.
     precision: Precision
     # The engine. It is "torch" if `precision` is not quantized.
     backend: Literal["torch", "transformer_engine", "emulation"]
-    # The settings as `LowPrecisionSettings.resolved` returns them for `precision`.
-    settings: LowPrecisionSettings
     # The reason why the device cannot compute the requested precision. None if the device can.
     reason: str | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", self.precision.with_options(self.settings))
+    @property
+    def settings(self) -> LowPrecisionSettings:
+        """Return `fp8_config` as `LowPrecisionSettings.resolved` returns it for `precision`."""
+        return self.precision.settings
 
     @property
     def quantized_precision(self) -> QuantizedPrecision:

@@ -28,7 +28,7 @@ from foundation.reading import one_line
 from foundation.timeline import START
 from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
-from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision, Role
+from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
 from pretrain.precision.observed import NO_CONTEXT, watched
 from pretrain.precision.settings import ActivePrecision
@@ -81,11 +81,11 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
     return None if available else f"a GPU and CUDA that Transformer Engine supports: {reason}"
 
 
-def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> Any:
+def build_te_recipe(precision: QuantizedPrecision) -> Any:
     """Return the `transformer_engine.common.recipe` object for `precision`.
 
-    The options of the precision have the values of `settings`. All other options of the recipe keep
-    Transformer Engine's defaults. Raise InputError if an environment variable changes these
+    The options of the precision have the values of its settings. All other options of the recipe
+    keep Transformer Engine's defaults. Raise InputError if an environment variable changes these
     defaults, or if the installed version ignores an option.
     """
     if variables := sorted(name for name in os.environ if name.startswith(DEFAULTS_CHANGED_BY)):
@@ -94,16 +94,16 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
             "Transformer Engine computes for `precision`; unset them"
         )
     te = importlib.import_module("transformer_engine.common.recipe")
-    options = {key: getattr(settings, key) for key in precision.options}
+    options = {key: getattr(precision.settings, key) for key in precision.options}
     if "fp8_format" in options:
-        options["fp8_format"] = te.Format[settings.fp8_format]
+        options["fp8_format"] = te.Format[precision.settings.fp8_format]
     te_recipe = getattr(te, precision.te_recipe)(**options)
     if dropped := [key for key, value in options.items() if getattr(te_recipe, key, None) != value]:
         raise InputError(
             f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks this option; "
             "install the version in requirements-cuda.txt"
         )
-    if settings.use_f32_scales:
+    if precision.settings.use_f32_scales:
         # Transformer Engine's constructor does not apply the option to the quantizers.
         for key in BLOCK_QUANTIZERS:
             setattr(te_recipe, key, replace(getattr(te_recipe, key), power_2_scale=False))
@@ -348,7 +348,7 @@ class TransformerEngine(GemmEngine):
         super().__init__(active.settings.backward_override)
         self.te = library()
         self.precision = active.quantized_precision
-        self.te_recipe = build_te_recipe(self.precision, active.settings)
+        self.te_recipe = build_te_recipe(self.precision)
         self._device = device
 
     def _make(

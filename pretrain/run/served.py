@@ -29,7 +29,7 @@ from pretrain.precision.quantizers.tensor import (
     absolute_maximum,
     decode_scale,
 )
-from pretrain.precision.settings import LowPrecisionSettings, precision_called
+from pretrain.precision.settings import LowPrecisionSettings, configured
 
 # The magnitudes of E2M1, in the order of their codes.
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -216,7 +216,7 @@ def served_weights(
 
     Raises InputError if training multiplies in BF16 or FP32, or if no layout holds the weights.
     """
-    precision = precision_called(precision_name).with_options(settings.resolved(precision_name))
+    precision = configured(precision_name, settings)
     if not isinstance(precision, QuantizedPrecision) or precision.plain_forward:
         raise InputError(
             "--precision trained: the forward products of this checkpoint are not quantized "
@@ -226,7 +226,7 @@ def served_weights(
     linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
     _check_supported(precision, hf, linears, stacks)
     layout = LAYOUTS[precision.served_as]
-    quantize = precision.quantizer(settings.resolved(precision_name), "weight", "features")
+    quantize = precision.quantizer("weight", "features")
     tensors: dict[str, Tensor] = {}
     values = 0
     for parameter in named_tensors(hf):

@@ -102,7 +102,7 @@ def differing_share(
     if not x.isfinite().all():
         return math.nan
     torch.manual_seed(0)
-    codes = precision.quantizer(settings, role, along)(x, scale, None).dequantize().cpu()
+    codes = precision.quantizer(role, along)(x, scale, None).dequantize().cpu()
     summed_last = x if along == "features" else x.t()
     uniform = None
     # The options `disable_...` are None, and not False, in precisions that do not have the option.
@@ -111,12 +111,12 @@ def differing_share(
         uniform = torch.rand_like(summed_last, dtype=torch.float32)
     scopes = "all", {"weight": "weights", "input": "activations"}.get(role, "none")
     selects = role != "grad_output" and settings.nvfp4_4over6 in scopes
-    scaling = precision.scaling(settings, role)
+    scaling = precision.scaling(role)
     references = [
         quantize_dequantize(
             summed_last,
             scaling,
-            precision.grid(settings, role).name,
+            precision.grid(role).name,
             scale=None if scale is None else scale.item(),
             uniform=uniform,
             transform=settings.disable_rht is False and role != "weight" and along == "rows",

@@ -98,9 +98,8 @@ def assemble(
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
     backend = "transformer_engine" if precision_called(needs(recipe)).quantized else "torch"
-    active = ActivePrecision(
-        recipe, precision_called(recipe), backend, settings_of(recipe, keep, scope)
-    )
+    precision = precision_called(recipe).with_options(settings_of(recipe, keep, scope))
+    active = ActivePrecision(recipe, precision, backend)
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
     made = make_engines([active], torch.device("cuda"))[recipe]
@@ -180,9 +179,8 @@ def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
         assert 1 - cosine < 1.5 * (1 - unfused_cosines[parameter]) + 0.02, parameter
 
     packed = assemble(larger(name), recipe, fused=True, keep=keep, scope=scope)
-    active = ActivePrecision(
-        recipe, precision_called(recipe), "transformer_engine", settings_of(recipe, scope=scope)
-    )
+    precision = precision_called(recipe).with_options(settings_of(recipe, scope=scope))
+    active = ActivePrecision(recipe, precision, "transformer_engine")
     observer = ProductObserver(active)
     with observer.observing():
         train(packed, steps=1)

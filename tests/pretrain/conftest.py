@@ -30,6 +30,7 @@ from pretrain.precision.settings import (
     PRECISIONS,
     ActivePrecision,
     LowPrecisionSettings,
+    configured,
     precision_called,
 )
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -59,12 +60,8 @@ _SHAPES = {
 
 def active_in(precision: str, backend: str = "emulation", **fp8_config: Any) -> ActivePrecision:
     """Return the precision as `selection` returns it for a run."""
-    return ActivePrecision(
-        precision,
-        precision_called(precision),
-        backend,
-        LowPrecisionSettings(**fp8_config).resolved(precision),
-    )
+    used = configured(precision, LowPrecisionSettings(**fp8_config))
+    return ActivePrecision(precision, used, backend)
 
 
 def to_nearest(precision: str) -> dict[str, bool]:

@@ -135,15 +135,17 @@ class Precision:
     # Map an option to the fields that it changes, with their new values. The change applies unless
     # the option is false or null.
     changed_by: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # The settings of a run, see `with_options`. None in the definition of a precision.
+    settings: OptionValues = None
 
     def with_options(self, settings: OptionValues) -> Self:
-        """Return the precision, changed as `changed_by` requires for the options in `settings`.
+        """Return the precision with `settings`, which must be resolved for this precision.
 
-        `settings` must be resolved for this precision.
+        Other fields are changed as `changed_by` requires for the options.
         """
         applied = [changes for key, changes in self.changed_by.items() if getattr(settings, key)]
         fields = {key: changes[key] for changes in applied for key in changes}
-        return replace(self, **fields) if fields else self
+        return replace(self, settings=settings, **fields)
 
     @property
     def use(self) -> str:
@@ -170,8 +172,7 @@ class Precision:
 class QuantizedPrecision(Precision):
     """A precision with quantized operands.
 
-    The argument `settings` of its methods is always a `LowPrecisionSettings` that was resolved for
-    this precision.
+    Methods with an argument `role` depend on `settings`, so `with_options` must have set them.
     """
 
     quantized: ClassVar[bool] = True
@@ -226,24 +227,25 @@ class QuantizedPrecision(Precision):
         """Return True if a tensor has a scale, either alone or in addition to scales of blocks."""
         return self.scales.kind == "E4M3" or not self.block_scaled
 
-    def grid(self, settings: OptionValues, role: Role) -> Grid:
+    def grid(self, role: Role) -> Grid:
         """Return the number format of an operand's codes.
 
         With `fp8_format: HYBRID` it is E5M2 for gradients, which has a larger range but a lower
         resolution than E4M3.
         """
-        return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else self.codes
+        is_e5m2 = role == "grad_output" and self.settings.fp8_format == "HYBRID"
+        return E5M2 if is_e5m2 else self.codes
 
-    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
+    def scaling(self, role: Role) -> Scaling:
         """Return the scaling of an operand. It is the same in both products of the operand."""
-        is_square = (self.square_weights or settings.enable_2d_quantization is True) and (
-            role == "weight" and not settings.disable_2d_quantization
+        is_square = (self.square_weights or self.settings.enable_2d_quantization is True) and (
+            role == "weight" and not self.settings.disable_2d_quantization
         )
         return replace(self.scales, square=is_square)
 
-    def serves_both(self, settings: OptionValues, role: Role) -> bool:
+    def serves_both(self, role: Role) -> bool:
         """Return True if both products of an operand can use the same codes and scales."""
-        return not self.block_scaled or self.scaling(settings, role).square
+        return not self.block_scaled or self.scaling(role).square
 
     def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
         """Return True if a fused softmax kernel can quantize the gradient of the logits.
@@ -255,9 +257,7 @@ class QuantizedPrecision(Precision):
             capability is None or capability < BLACKWELL
         )
 
-    def no_groups_on(
-        self, capability: tuple[int, int] | None, settings: OptionValues
-    ) -> str | None:
+    def no_groups_on(self, capability: tuple[int, int] | None) -> str | None:
         """Return the reason why the experts of a mixture stay unquantized on a device, or None.
 
         torch's grouped FP8 product supports only E4M3, with one scale per row. `capability` is the
@@ -265,7 +265,7 @@ class QuantizedPrecision(Precision):
         """
         if self.block_scaled or capability not in (None, HOPPER):
             return f"this device has no grouped product for experts in {self.name}"
-        if settings.fp8_format == "HYBRID":
+        if self.settings.fp8_format == "HYBRID":
             return (
                 "the grouped product for experts does not support E5M2; set "
                 "`fp8_config.fp8_format: E4M3`"
@@ -287,7 +287,7 @@ class QuantizedPrecision(Precision):
         )
         return 1 if both_ways and not self.block_scaled else 2
 
-    def along_features(self, settings: OptionValues, role: Role) -> Quantize:
+    def along_features(self, role: Role) -> Quantize:
         """Return the quantizer of an operand for the product that sums along its features."""
         import torch
 
@@ -295,17 +295,17 @@ class QuantizedPrecision(Precision):
         from pretrain.precision.quantizers import blocks, tensor  # noqa: F401
 
         quantize = self.quantize
-        grid = self.grid(settings, role)
-        square = self.scaling(settings, role).square
-        stochastic = self.is_stochastic(settings, role)
+        grid = self.grid(role)
+        square = self.scaling(role).square
+        stochastic = self.is_stochastic(role)
 
         def quantized(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
             uniform = torch.rand_like(x, dtype=torch.float32) if stochastic else None
-            return quantize(x, Given(grid, square, scale, amax, uniform, role, settings))
+            return quantize(x, Given(grid, square, scale, amax, uniform, role, self.settings))
 
         return quantized
 
-    def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
+    def transform(self, role: Role) -> Callable[[Tensor], Tensor] | None:
         """Return the function that transforms x^T before x is quantized along its rows, or None.
 
         The function is the random Hadamard transform. It is applied to both operands of the weight
@@ -315,9 +315,9 @@ class QuantizedPrecision(Precision):
         from pretrain.precision.quantizers.blocks import hadamard
 
         # `disable_rht` is None, and not False, in precisions without the transform.
-        return hadamard if settings.disable_rht is False and role != "weight" else None
+        return hadamard if self.settings.disable_rht is False and role != "weight" else None
 
-    def is_stochastic(self, settings: OptionValues, role: Role) -> bool:
+    def is_stochastic(self, role: Role) -> bool:
         """Return True if an operand is rounded stochastically.
 
         Only gradients are rounded stochastically. Training adds up the gradients of many steps, and
@@ -325,9 +325,9 @@ class QuantizedPrecision(Precision):
         activations and weights would add noise to every forward.
         """
         # The option is None, and not False, in precisions that always round to the nearest value.
-        return settings.disable_stochastic_rounding is False and role == "grad_output"
+        return self.settings.disable_stochastic_rounding is False and role == "grad_output"
 
-    def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
+    def quantizer(self, role: Role, along: Along) -> Quantize:
         """Return the quantizer of an operand for the product that sums along `along`.
 
         See `Quantize` for the arguments of the quantizer. Its result is [rows, features] if `along`
@@ -336,12 +336,12 @@ class QuantizedPrecision(Precision):
         Hadamard transform may change the amax. The quantizer raises RuntimeError if the axis
         `along` is not a multiple of the block size.
         """
-        quantize = self.along_features(settings, role)
+        quantize = self.along_features(role)
         if along == "features":
             return quantize
-        if self.serves_both(settings, role):
+        if self.serves_both(role):
             return lambda x, scale, amax: quantize(x, scale, amax).t()
-        transform = self.transform(settings, role)
+        transform = self.transform(role)
         return lambda x, scale, amax: quantize(
             x.t() if transform is None else transform(x.t()), scale, None
         )
@@ -350,7 +350,7 @@ class QuantizedPrecision(Precision):
         """Return True if the product `gemm` (forward, dgrad or wgrad) has quantized operands."""
         return not (self.plain_forward if gemm == "forward" else self.plain_backward)
 
-    def operand_kind(self, settings: OptionValues, role: Role, gemm: str | None = None) -> str:
+    def operand_kind(self, role: Role, gemm: str | None = None) -> str:
         """Return the text in the audit for an operand, such as "e4m3 in blocks of 128".
 
         `gemm` is the product: forward, dgrad or wgrad. It matters only with `forward: bf16` and
@@ -358,4 +358,4 @@ class QuantizedPrecision(Precision):
         """
         if gemm is not None and not self.quantizes_in(gemm):
             return self.compute_dtype
-        return f"{self.grid(settings, role).name.lower()} {self.scales}"
+        return f"{self.grid(role).name.lower()} {self.scales}"

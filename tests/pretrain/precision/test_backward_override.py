@@ -38,8 +38,8 @@ def reference(precision: str, options: dict[str, Any], role: str, x: Tensor) -> 
     quantized = active.quantized_precision
     return quantize_dequantize(
         x,
-        quantized.scaling(active.settings, role),
-        quantized.grid(active.settings, role).name,
+        quantized.scaling(role),
+        quantized.grid(role).name,
         scale=None,
         uniform=None,
         transform=False,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from foundation.errors import InputError
-from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings, configured
 from pretrain.precision.transformer_engine import build_te_recipe, unavailable_because
 
 ON_TE = [
@@ -52,14 +52,14 @@ def te_recipes(monkeypatch: pytest.MonkeyPatch, references: Path) -> Install:
     return install
 
 
-def resolved(name: str, **options: Any) -> LowPrecisionSettings:
-    return LowPrecisionSettings(**options).resolved(name)
+def configured_as(name: str, **options: Any) -> Any:
+    return configured(name, LowPrecisionSettings(**options))
 
 
 @pytest.mark.parametrize("name", ON_TE)
 def test_without_options_te_recipes_have_te_defaults(te_recipes: Install, name: str) -> None:
     default = getattr(te_recipes(), PRECISIONS[name].te_recipe)()
-    recipe = build_te_recipe(PRECISIONS[name], resolved(name))
+    recipe = build_te_recipe(configured_as(name))
     assert type(recipe) is type(default) and repr(recipe) == repr(default)
     assert {key: repr(value) for key, value in vars(recipe).items()} == {
         key: repr(value) for key, value in vars(default).items()
@@ -75,7 +75,7 @@ def test_a_variable_that_changes_the_defaults_is_named(
 ) -> None:
     monkeypatch.setenv(variable, "1")
     with pytest.raises(InputError, match=variable):
-        build_te_recipe(PRECISIONS["nvfp4"], resolved("nvfp4"))
+        build_te_recipe(configured_as("nvfp4"))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_an_option_reaches_the_quantizers(
     te_recipes: Install, name: str, options: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     te_recipes()
-    recipe = build_te_recipe(PRECISIONS[name], resolved(name, **options))
+    recipe = build_te_recipe(configured_as(name, **options))
     for path, value in expected.items():
         assert operator.attrgetter(path)(recipe) == value, path
 
@@ -156,7 +156,7 @@ def test_an_option_reaches_the_quantizers(
 def test_an_option_that_the_installed_version_drops_is_named(te_recipes: Install) -> None:
     te_recipes("amax_history_len", "amax_history_length")
     with pytest.raises(InputError, match=r"fp8_config.amax_history_len"):
-        build_te_recipe(PRECISIONS["delayed"], resolved("delayed", amax_history_len=4))
+        build_te_recipe(configured_as("delayed", amax_history_len=4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

@@ -627,8 +627,8 @@ def neighbours_scale(run: SmallRun, patch: Patch) -> None:
 @fault("one scale per tensor instead of one per block", in_blocks)
 @in_quantizers
 def no_blocks(run: SmallRun, patch: Patch) -> None:
-    def by_tensor(self: Any, settings: Any, role: str) -> Any:
-        grid = self.grid(settings, role)
+    def by_tensor(self: Any, role: str) -> Any:
+        grid = self.grid(role)
         return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid)
 
     patch.setattr(QuantizedPrecision, "along_features", by_tensor)
@@ -662,7 +662,7 @@ def saturating_scale(run: SmallRun, patch: Patch) -> None:
 @fault("the Hadamard transform is applied to one operand only", transforms)
 @in_quantizers
 def one_side_transformed(run: SmallRun, patch: Patch) -> None:
-    def inputs_only(self: Any, settings: Any, role: str) -> Any:
+    def inputs_only(self: Any, role: str) -> Any:
         return blocks.hadamard if role == "input" else None
 
     patch.setattr(QuantizedPrecision, "transform", inputs_only)

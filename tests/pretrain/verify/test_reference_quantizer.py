@@ -56,7 +56,7 @@ def test_codes_of_a_format_equal_those_of_the_reference(
     active = active_in(name, "emulation", **options)
     scale = None
     if active.precision.keeps_history:
-        scale = active.precision.grid(active.settings, role).maximum / x.abs().amax().float() / 3
+        scale = active.precision.grid(role).maximum / x.abs().amax().float() / 3
     assert differing_share(active, role, along, x, scale) == 0
 
 

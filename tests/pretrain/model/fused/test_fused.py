@@ -87,7 +87,7 @@ def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
     setting: Any, device: str, dtype: torch.dtype, implementation: Implementation | None
 ) -> None:
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    active = ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings())
+    active = ActivePrecision(name, PRECISIONS[name].with_options(LowPrecisionSettings()), "torch")
     reason = not_fused_because(setting, active, device, dtype)
     arithmetic = choose_arithmetic(active, device, PrecisionContext(None, dtype))
     assert (None if reason else arithmetic.implementation) == implementation
