@@ -69,9 +69,7 @@ class EmulationEngine(GemmEngine):
     """The emulated Gemms of one model."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        super().__init__(active.settings.backward_override)
-        self.active = active
-        self.precision = active.quantized_precision
+        super().__init__(active)
         self.device = device
         # Multiply in BF16 on a GPU if BF16 represents all operands exactly, because tensor cores
         # multiply BF16 fast. The values of an operand are codes, multiplied by the scales of their
@@ -131,7 +129,7 @@ class EmulationEngine(GemmEngine):
         quantize = self.precision.quantizer(role, along)
         has_tensor_scale = self.precision.tensor_scaled
         records_amax = self.delayed is not None and along == "features"
-        dequantizes = self.backward_override == "dequantized"
+        dequantizes = self.precision.settings.backward_override == "dequantized"
 
         def preparation(x: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
             quantized = quantize(x, scale, None)
@@ -254,7 +252,7 @@ class EmulatedGemm(Gemm):
     # state.
     def restore(self, tensors: Sequence[Any], rest: Any) -> list[BothWays]:  # type: ignore[override]
         x, scale = tensors
-        if self._engine.backward_override:
+        if self._engine.precision.plain_backward:
             return [self.quantize("input", x, both=False)]
         return [BothWays(None, self.quantize_along("input", x, "rows", scale))]
 

@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.precision import grouped, searched
-from pretrain.precision.formats.definition import Role
+from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.observed import NO_CONTEXT, watched
+from pretrain.precision.settings import ActivePrecision
 
 GemmKind = Literal["forward", "dgrad", "wgrad"]
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
@@ -258,25 +259,27 @@ def checkpointed(
 class GemmEngine(ABC):
     """The Gemms of one model in one precision, with the histories and scales that they share."""
 
-    # True in a phase with `forward: bf16`: forward products multiply BF16 operands, and the two
-    # products of backward multiply quantized operands. Loss and activations then equal those of a
-    # BF16 model, and two of three products keep the speed of the low precision. If the last part of
-    # a training uses this mode, most of the additional loss of NVFP4 disappears (arXiv:2509.25149,
-    # appendix D).
-    forward_in_bf16: bool = False
-
-    def __init__(self, backward_override: str | None = None) -> None:
+    def __init__(self, active: ActivePrecision) -> None:
+        self.active = active
         self.gemms: dict[str, Any] = {}  # map the name of each linear layer to its Gemm
-        # The value of `fp8_config.backward_override`.
-        self.backward_override = backward_override
 
-    def with_bf16_forward(self) -> Self:
-        """Return an engine that computes forward products in BF16.
+    @property
+    def precision(self) -> QuantizedPrecision:
+        """Return the precision of the products."""
+        return self.active.quantized_precision
+
+    def with_bf16_forward(self, active: ActivePrecision) -> Self:
+        """Return an engine for `active`, a precision with `forward: bf16`.
+
+        Forward products multiply BF16 operands, and the two products of backward multiply quantized
+        operands. Loss and activations then equal those of a BF16 model, and two of three products
+        keep the speed of the low precision. If the last part of a training uses this mode, most of
+        the additional loss of NVFP4 disappears (arXiv:2509.25149, appendix D).
 
         The returned engine and this one share Gemms, histories and scales.
         """
         engine = copy.copy(self)
-        engine.forward_in_bf16 = True
+        engine.active = active
         return engine
 
     def gemm(

@@ -247,13 +247,13 @@ class LinearPass:
         self.ends = ends
         self.observed = context if gemm.quantizes else UNOBSERVED
         engine = self.observed.backend
-        self.forward_in_bf16 = engine is not None and engine.forward_in_bf16
+        self.forward_in_bf16 = engine is not None and engine.precision.plain_forward
         if self.forward_in_bf16 and not differentiable:
             # No product of this pass uses quantized operands: the forward product is in BF16, and
             # no backward follows.
             self.forward_in_bf16 = False
             self.gemm = TorchGemm(gemm.name, gemm.members)
-        self.override = None if engine is None else engine.backward_override
+        self.override = None if engine is None else engine.active.settings.backward_override
         # The Gemm that multiplies in backward.
         self.backward_gemm = TorchGemm(gemm.name, gemm.members) if self.override else self.gemm
         # The Gemm that stores the operands of forward for backward.

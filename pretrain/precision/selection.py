@@ -120,5 +120,5 @@ def make_engines(
                     replace(active, precision=configured(use, active.settings)), device
                 )
             if active.precision.plain_forward:
-                engines[active.precision.name] = engines[use].with_bf16_forward()
+                engines[active.precision.name] = engines[use].with_bf16_forward(active)
     return {active.precision.name: engines.get(active.precision.name) for active in actives}

@@ -345,9 +345,8 @@ class TransformerEngine(GemmEngine):
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         """Create the engine. Raise InputError if `build_te_recipe` raises it."""
-        super().__init__(active.settings.backward_override)
+        super().__init__(active)
         self.te = library()
-        self.precision = active.quantized_precision
         self.te_recipe = build_te_recipe(self.precision)
         self._device = device
 

@@ -389,7 +389,7 @@ def test_a_backward_override_quantizes_only_forward_products(
     expected = {"forward": f"{fp8} x {fp8}", "dgrad": plain, "wgrad": plain}
     assert all(entry["products"] == expected for entry in entries)
     run.confirm(entries)
-    run.packed.context.backend.backward_override = None
+    run.packed.context.backend.active = active_in("mxfp8")
     assert f"dgrad {fp8} x {fp8}" in refusal(run.confirm, entries)
 
 
@@ -400,7 +400,7 @@ def test_a_quantized_bf16_forward_or_plain_gradients_are_rejected(
     entries = run.audit()
     fp4 = "e2m1 in blocks of 16"
     with monkeypatch.context() as patch:
-        patch.setattr(run.packed.context.backend, "forward_in_bf16", False)
+        patch.setattr(run.packed.context.backend, "active", active_in("nvfp4"))
         assert f"forward {fp4} x {fp4}" in refusal(
             run.audit
         ) and f"forward {fp4} x {fp4}" in refusal(run.confirm, entries)
