@@ -151,9 +151,9 @@ UNOBSERVED = PrecisionContext(None, torch.bfloat16)
 
 
 class LinearState:
-    """The Gemms of one linear layer.
+    """The name of one linear layer, and its products in the current precision.
 
-    The layer has one Gemm for each engine of the run that quantizes the layer.
+    Each engine of the run that quantizes the layer has a Gemm of this name.
     """
 
     def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:
@@ -165,15 +165,14 @@ class LinearState:
         self.name = name
         self.members = members or (name,)
         self.context = context
-        self.gemms: dict[GemmEngine | None, Gemm] = {}
 
     def add(self, engine: GemmEngine, *features: int, bias: bool = False) -> None:
-        """Add the Gemm that computes the layer in `engine`.
+        """Create the Gemm that computes the layer in `engine`.
 
         The layer uses this Gemm while `engine` is the current engine of the context. `features` are
         in_features and out_features.
         """
-        self.gemms[engine] = engine.gemm(self.name, *features, bias=bias, members=self.members)
+        engine.gemm(self.name, *features, bias=bias, members=self.members)
 
     @property
     def low(self) -> Gemm | None:
@@ -181,7 +180,8 @@ class LinearState:
 
         None if no low-precision forward runs, or if the current engine does not quantize the layer.
         """
-        return self.gemms.get(self.context.backend) if self.context.low_precision else None
+        engine = self.context.backend
+        return engine.gemms.get(self.name) if engine and self.context.low_precision else None
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ends: Tensor | None = None

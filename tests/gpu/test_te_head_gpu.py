@@ -44,7 +44,7 @@ class Model:
         nn.init.normal_(linear.weight, std=0.2)
         self.head = LossHead(linear, LossSettings(chunk=CHUNK), self.context, "head")
         self.head.state.add(self.engine, HIDDEN, VOCABULARY)
-        gemm = self.head.state.gemms[self.engine]
+        gemm = self.engine.gemms["head"]
         if fused and not gemm.supports_fused_loss:
             pytest.skip("GEMMs of this GPU need no transposed operands")
         if not fused:  # Compute as all other layers do.

@@ -298,10 +298,10 @@ def test_experts_that_multiply_unquantized_values_are_found(
 ) -> None:
     run = mixture("delayed")
     module = run.layers[0].mlp.experts
-    gemms = module.stacks["down_proj"].gemms
-    (gemm,) = gemms.values()
+    gemms = run.packed.context.backend.gemms
+    gemm = gemms[module.stacks["down_proj"].name]
     if scale == 1.0:
-        gemms[run.packed.context.backend] = TorchGemm(gemm.name)
+        gemms[gemm.name] = TorchGemm(gemm.name)
     else:  # values off the grid
         quantize_along = gemm.quantize_along
         gemm.quantize_along = lambda *args: (operand := quantize_along(*args))._replace(
