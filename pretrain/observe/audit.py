@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,8 @@ def audit_products(
     Raises InputError if a linear multiplied in a precision that differs from its decision, if one
     of its products did not run, or if a parameter is not trained.
     """
-    matrices = _matrices(packed)
+    fused = packed.fused.members if packed.fused else {}
+    matrices = _matrices(packed.hf, fused)
     low = {
         name
         for name, decision in decisions.items()
@@ -101,7 +102,6 @@ def audit_products(
         compute_loss().backward()
     ran_low = _effective_in(active, observer, low)
     in_routers = {module for router in packed.routing.routers for module in router.modules()}
-    fused = packed.fused.members if packed.fused else {}
     entries = []
     for name, (module, weight, is_member) in matrices.items():
         observed = observer.products.get(name, ())
@@ -135,11 +135,13 @@ def audit_products(
     return entries
 
 
-def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
-    """Map the name of each module with a matrix, or of each stack of experts, to its `_Matrix`."""
-    fused = packed.fused.members if packed.fused else {}
+def _matrices(hf: PreTrainedModel, fused: Container[str]) -> dict[str, _Matrix]:
+    """Map the name of each module with a matrix, or of each stack of experts, to its `_Matrix`.
+
+    fused: the names of the linears in fused layers.
+    """
     matrices: dict[str, _Matrix] = {}
-    for name, module in packed.hf.named_modules():
+    for name, module in hf.named_modules():
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
                 matrices[stack.name] = (module, module.get_parameter(key), True)
