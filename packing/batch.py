@@ -168,9 +168,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 
     A thread builds the next two results in advance, while the caller computes. NumPy releases the
     interpreter lock, so the thread and the caller run at the same time. If `build` raises an
-    exception, the call of `next` for this result raises the same exception, and the iteration ends.
-    `close`, the end of the `with` statement and the end of the iteration wait until the thread has
-    ended. Unused results are dropped.
+    exception, the call of `next` for this result raises the same exception. The end of the caller's
+    `with` statement drops unused results and waits until the thread has ended.
     """
 
     def __init__(
@@ -180,9 +179,10 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         pin_memory: bool,
         stop_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the thread. `close` calls `stop_waiting` to end a `build` that waits for packs.
+        """Start the thread.
 
-        Set `pin_memory` if `build` pins memory.
+        Set `pin_memory` if `build` pins memory. The end of the `with` statement calls
+        `stop_waiting` to end a `build` that waits for packs.
         """
         # Time that the last call of `next` has waited. It includes the time that calls of `ready`
         # have waited since the previous call of `next`.
@@ -210,9 +210,9 @@ class Prefetch(AbstractContextManager, Iterator[T]):
     def ready(self, seconds: float) -> bool:
         """Wait at most `seconds`. Return True if `next` would return or raise without waiting."""
         started = time.perf_counter()
-        is_ready = not self._pending or bool(wait(islice(self._pending, 1), seconds).done)
+        unfinished = wait(islice(self._pending, 1), seconds).not_done
         self._waited_ms += (time.perf_counter() - started) * 1e3
-        return is_ready
+        return not unfinished
 
     @property
     def failure(self) -> BaseException | None:
@@ -223,28 +223,19 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 
     def __next__(self) -> T:
         if not self._pending:
-            self.close()
             raise StopIteration
         started = time.perf_counter()
         future = self._pending.popleft()
-        # `exception` waits for the result.
-        has_failed = future.exception() is not None
+        wait([future])
         self.data_wait_ms = self._waited_ms + (time.perf_counter() - started) * 1e3
         self._waited_ms = 0.0
-        if has_failed:
-            self.close()
-        else:
-            self._submit(1)
+        self._submit(1)
         return future.result()
 
-    def close(self) -> None:
-        """Drop the remaining results and wait for the thread to end. Closing twice is harmless."""
+    def __exit__(self, *exception: object) -> None:
         self._pending.clear()
         self._stop_waiting()
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._thread.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,8 +327,8 @@ class BatchStream(Batching):
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
         """Return an iterator over the batches of steps `start` to `stop` (exclusive).
 
-        A thread builds the batches in advance. Use the iterator in a `with` statement, or iterate
-        to the end, so that the thread ends.
+        A thread builds the batches in advance. Use the iterator in a `with` statement, so that the
+        thread ends.
         """
         return Prefetch(self.step, range(start, stop), self.pin_memory, self.order.stop_waiting)
 

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +126,11 @@ def same_step(a: StepBatches, b: StepBatches) -> bool:
     return rest[0] == rest[1] and all(
         same_microbatch(x, y) for x, y in zip(a.microbatches, b.microbatches, strict=True)
     )
+
+
+def evaluated(packs: Packs, limit: int | None = None, **options: Any) -> list[Microbatch]:
+    with Batching(**options).evaluation(packs, limit) as microbatches:
+        return list(microbatches)
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -246,16 +252,15 @@ def test_an_exception_of_the_thread_is_raised_in_its_step():
         Pack(np.full(LENGTH, 10**6, np.uint32), p.lengths) if i == bad else p
         for i, p in enumerate(packs.packs)
     ]
-    steps = stream(packs, vocab_size=50_000).steps(0, 9)
-    for _ in range(bad_step):
-        next(steps)
-    with pytest.raises(
-        InputError,
-        match=rf"packs/in_memory: pack {bad} contains the token id 1000000, but the model has only",
-    ):
-        next(steps)
+    with stream(packs, vocab_size=50_000).steps(0, 9) as steps:
+        for _ in range(bad_step):
+            next(steps)
+        with pytest.raises(
+            InputError,
+            match=rf"packs/in_memory: pack {bad} contains the token id 1000000, but the model has",
+        ):
+            next(steps)
     assert not prefetch_threads()
-    assert list(steps) == []
 
 
 def test_closing_early_ends_the_thread_and_iteration():
@@ -296,13 +301,13 @@ def test_evaluation_reads_every_pack_once_in_equal_shares(limit):
     for world_size in (1, 2, 3, 8):
         for microbatch in (1, 2, 4):
             ranks = [
-                list(
-                    Batching(
-                        microbatch=microbatch,
-                        rank=rank,
-                        world_size=world_size,
-                        mask_boundaries=True,
-                    ).evaluation(packs, limit)
+                evaluated(
+                    packs,
+                    limit,
+                    microbatch=microbatch,
+                    rank=rank,
+                    world_size=world_size,
+                    mask_boundaries=True,
                 )
                 for rank in range(world_size)
             ]
@@ -321,12 +326,12 @@ def test_tokens_and_positions_beyond_the_model_are_rejected():
         [Pack(np.full(LENGTH, 5, np.uint32), np.array([5, 3], np.int32), first_position=60)]
     )
     options = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
-    assert len(list(Batching(**options, positions=65, vocab_size=6).evaluation(beyond))) == 1
+    assert len(evaluated(beyond, **options, positions=65, vocab_size=6)) == 1
     for limits, message in (
         ({"positions": 64}, "reaches position 64"),
         ({"vocab_size": 5}, "pack 0 contains the token id 5"),
     ):
         with pytest.raises(InputError, match=message):
-            list(Batching(**options, **limits).evaluation(beyond))
+            evaluated(beyond, **options, **limits)
         with pytest.raises(InputError, match=message):
             BatchStream(beyond, Order(Mixture.alone(1), 1, 0), **options, **limits).step(0)
