@@ -38,7 +38,8 @@ import yaml
 
 from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start
 from foundation.files import find_damage, write_json
-from packing.arrow import Pack, PackWriter
+from packing import arrow
+from packing.arrow import Pack
 from pretrain.checkpoint.format import read_manifest, step_folders
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
@@ -105,16 +106,18 @@ def write_packs(folder: Path) -> Path:
     Each document counts upwards from a random token, so that a model can learn something.
     """
     rng = np.random.default_rng(0)
-    with PackWriter(folder, LENGTH) as writer:
-        for split, count in (("train", 300), ("held_out", 8)):
-            for _ in range(count):
-                cuts = np.sort(rng.choice(np.arange(1, LENGTH), 3, replace=False))
-                lengths = np.diff([0, *cuts, LENGTH])
-                tokens = np.concatenate(
-                    [(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths]
-                )
-                writer.add(split, Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
-        writer.finish(settings={}, statistics={}, tokenizer=None)
+    splits = {}
+    for split, count in (("train", 300), ("held_out", 8)):
+        packs = []
+        for _ in range(count):
+            cuts = np.sort(rng.choice(np.arange(1, LENGTH), 3, replace=False))
+            lengths = np.diff([0, *cuts, LENGTH])
+            tokens = np.concatenate(
+                [(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths]
+            )
+            packs.append(Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
+        splits[split] = [packs]
+    arrow.write_packs(folder, LENGTH, splits, settings={}, statistics={}, tokenizer=None)
     return folder
 
 

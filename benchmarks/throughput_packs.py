@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packing.arrow import Pack, PackWriter
+from packing.arrow import Pack, write_packs
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -102,27 +102,29 @@ def write(
     draw = np.random.default_rng(SEED)
     frequencies, identity = zipf(vocabulary, draw)
     totals = {"documents": 0, "squared": 0}
-    with PackWriter(folder, length) as writer:
-        for _ in range(count):
-            if whole_documents:
-                lengths = np.array([length], dtype=np.int32)
-            else:
-                lengths = document_lengths(length, draw)
-            ranks = np.searchsorted(frequencies, draw.random(length), side="right")
-            writer.add("train", Pack(identity[ranks], lengths))
-            totals["documents"] += len(lengths)
-            totals["squared"] += int(np.square(lengths, dtype=np.int64).sum())
-        tokens = count * length
-        statistics = {
-            "documents": totals["documents"],
-            "sum_squared_lengths_per_token": totals["squared"] / tokens,
-        }
+    packs = []
+    for _ in range(count):
         if whole_documents:
-            settings = {"whole_documents": True}
+            lengths = np.array([length], dtype=np.int32)
         else:
-            settings = {"log_mean": LOG_MEAN, "log_deviation": LOG_DEVIATION, "shortest": SHORTEST}
-        settings |= {"seed": SEED, "packs": count, "vocabulary": vocabulary}
-        writer.finish(settings=settings, statistics=statistics, tokenizer=None)
+            lengths = document_lengths(length, draw)
+        ranks = np.searchsorted(frequencies, draw.random(length), side="right")
+        packs.append(Pack(identity[ranks], lengths))
+        totals["documents"] += len(lengths)
+        totals["squared"] += int(np.square(lengths, dtype=np.int64).sum())
+    tokens = count * length
+    statistics = {
+        "documents": totals["documents"],
+        "sum_squared_lengths_per_token": totals["squared"] / tokens,
+    }
+    if whole_documents:
+        settings = {"whole_documents": True}
+    else:
+        settings = {"log_mean": LOG_MEAN, "log_deviation": LOG_DEVIATION, "shortest": SHORTEST}
+    settings |= {"seed": SEED, "packs": count, "vocabulary": vocabulary}
+    write_packs(
+        folder, length, {"train": [packs]}, settings=settings, statistics=statistics, tokenizer=None
+    )
 
 
 def zipf(vocabulary: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -95,6 +95,31 @@ def replace_file(path: Path, data: bytes) -> None:
         fsync(path.parent)
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Context manager that creates the folder `path` completely or not at all.
+
+    Yields a hidden folder beside `path`, in which the caller writes files. At the end of the
+    caller's `with` statement, the files are flushed and the hidden folder is renamed to `path`. If
+    an exception is raised, the hidden folder is removed. Only one process may create `path` at a
+    time.
+
+    Raises OSError if `path` already exists and is not an empty folder.
+    """
+    folder = path.with_name(f".{path.name}.writing")
+    # Remove the folder that a killed process may have left.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        fsync_tree(folder)
+        folder.rename(path)
+        fsync(path.parent)
+    finally:
+        # An incomplete folder would take space on a full disk. A renamed folder stays.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` to `path` as indented JSON. Replace the file atomically (`replace_file`)."""
     replace_file(path, json.dumps(content, indent=2).encode() + b"\n")

@@ -15,11 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, check_files, fsync, fsync_tree, hash_file, hash_of
+from foundation.files import FileRecord, check_files, hash_file, hash_of, new_folder
 from foundation.reading import load_object
 
 Split = Literal["train", "held_out"]
@@ -130,135 +129,133 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-class PackWriter(AbstractContextManager):
-    """Context manager that writes packs to the folder `path`, completely or not at all.
+def write_packs(
+    path: Path,
+    length: int,
+    splits: Mapping[Split, Iterable[Sequence[Pack]]],
+    *,
+    settings: dict[str, Any],
+    statistics: dict[str, Any],
+    tokenizer: dict[str, Any] | None,
+    texts: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Write packs to the folder `path`, completely or not at all, and return the manifest.
 
-    All files are first written to `folder`, a hidden folder beside `path`. `finish` completes and
-    flushes `folder` and renames it to `path`. If the caller's `with` statement ends without a call
-    of `finish`, `folder` is removed. The caller may write other files to `folder`, which then
-    belong to the packs. Only one writer may exist for a path at a time.
+    Only one process may write to `path` at a time. Raises OSError if `path` exists and is not an
+    empty folder.
+
+    Args:
+        path: The folder.
+        length: Number of tokens in a pack.
+        splits: The packs of each split. Each element of an iterable becomes one record batch, which
+            must fit in memory. Use batches of many packs, because a file with thousands of small
+            batches is slow to open. In a split, either all packs must have a mask (`Pack.trained`),
+            or none may have one.
+        settings: JSON-able value for the manifest, as are `statistics` and `tokenizer`.
+        texts: Map the names of other files that belong to the packs to their content.
     """
-
-    def __init__(self, path: Path, length: int) -> None:
-        # Resolve links, because `path` may be a link to a folder on a larger disk.
-        self.path = Path(os.path.realpath(path))
-        self.length = length
-        self.folder = self.path.with_name(f".{self.path.name}.partial")
-        # Remove the folder that a killed writer may have left.
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        self._splits: dict[Split, _SplitWriter] = {}
-
-    def __exit__(self, *exception: object) -> None:
-        # Remove an incomplete folder. After `finish` has renamed the folder, nothing is removed.
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def add(self, split: Split, *packs: Pack) -> None:
-        """Append packs to a split as one record batch, which must fit in memory.
-
-        Add many packs at once, because a file with thousands of small batches is slow to open.
-        In a split, either all packs must have a mask (`Pack.trained`), or none may have one.
-        """
-        if split not in self._splits:
-            self._splits[split] = _SplitWriter(self.folder / split, self.length)
-        self._splits[split].append(packs)
-
-    def finish(
-        self,
-        *,
-        settings: dict[str, Any],
-        statistics: dict[str, Any],
-        tokenizer: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        """Complete the folder, rename it to `path`, and return the manifest (packs.json).
-
-        The arguments are stored in the manifest and must be JSON-able. Raises OSError if `path`
-        exists and is not an empty folder.
-        """
-        splits = {split: files.finish() for split, files in self._splits.items()}
+    # Resolve links, because `path` may be a link to a folder on a larger disk.
+    with new_folder(Path(os.path.realpath(path))) as folder:
+        written = {
+            split: _write_split(folder / split, length, batches)
+            for split, batches in splits.items()
+        }
+        for name, text in (texts or {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
         manifest = {
             "version": 1,
-            "length": self.length,
+            "length": length,
             "tokenizer": tokenizer,
             "settings": settings,
             "statistics": statistics,
-            "splits": splits,
-            "files": [_entry(path) for path in sorted(self.folder.iterdir()) if path.is_file()],
+            "splits": written,
+            "files": [_entry(folder / name) for name in sorted(texts or ())],
         }
         # JSON changes the types of some values, such as paths and tuples. So compute the checksum
         # from values that were converted to JSON and back.
         manifest = json.loads(json.dumps(manifest, default=str))
-        text = json.dumps(manifest | {"checksum": hash_of(manifest)}, indent=1, ensure_ascii=False)
-        (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        fsync_tree(self.folder)
-        self.folder.rename(self.path)
-        fsync(self.path.parent)
-        return manifest
-
-
-class _SplitWriter:
-    """Write the files of one split."""
-
-    def __init__(self, folder: Path, length: int) -> None:
-        folder.mkdir()
-        self.folder = folder
-        self.length = length
-        self.totals: Counter[str] = Counter()
-        self.shards: list[Path] = []
-        # One hash for each column. With a hash of whole batches, the fingerprint would depend on
-        # how packs are divided into batches.
-        self.hashes: list[Any] = []
-        self.open_files = ExitStack()
-
-    def append(self, packs: Sequence[Pack]) -> None:
-        ids = np.stack([pack.input_ids for pack in packs]).astype(np.uint32, copy=False)
-        lengths = np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False)
-        offsets = np.append(0, np.cumsum([len(pack.lengths) for pack in packs])).astype(np.int32)
-        first_positions = np.array([pack.first_position for pack in packs], np.int32)
-        hashed = [ids, lengths, np.diff(offsets), first_positions]
-        columns = {
-            "input_ids": _rows(ids),
-            "lengths": pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
-            "first_position": pa.array(first_positions),
-        }
-        if masks := [pack.trained for pack in packs if pack.trained is not None]:
-            # The mask is stored with one bit for each token.
-            bits = np.packbits(np.stack(masks), axis=1, bitorder="little")
-            hashed.append(bits)
-            columns["trained"] = _rows(bits)
-        self.hashes = self.hashes or [hashlib.sha256() for _ in hashed]
-        for hasher, column in zip(self.hashes, hashed, strict=True):
-            hasher.update(column)
-        self.totals.update(
-            packs=len(packs), documents=len(lengths), tokens=int(lengths.sum(dtype=np.int64))
+        content = manifest | {"checksum": hash_of(manifest)}
+        (folder / MANIFEST).write_text(
+            json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        batch = pa.record_batch(columns)
-        if not self.shards or self.file.tell() >= SHARD_BYTES:
-            self.open_files.close()
-            self.shards.append(self.folder / f"data-{len(self.shards):05d}.arrow")
-            self.file: pa.OSFile = self.open_files.enter_context(
-                pa.OSFile(str(self.shards[-1]), "wb")
-            )
-            self.stream = self.open_files.enter_context(pa.ipc.new_stream(self.file, batch.schema))
-        self.stream.write_batch(batch)
+    return manifest
 
-    def finish(self) -> dict[str, Any]:
-        """Close the files and return the split's entry in the manifest."""
-        self.open_files.close()
-        content = {
-            "length": self.length,
-            "packs": self.totals["packs"],
-            "columns": [hasher.hexdigest() for hasher in self.hashes],
-        }
-        return {
-            **self.totals,
-            "fingerprint": hash_of(content),
-            "files": [_entry(path) for path in self.shards],
-        }
+
+def _write_split(folder: Path, length: int, batches: Iterable[Sequence[Pack]]) -> dict[str, Any]:
+    """Write the packs of one split to `folder`, and return the split's entry in the manifest."""
+    folder.mkdir()
+    shards: list[Path] = []
+    totals: Counter[str] = Counter()
+    # One hash for each column. With a hash of whole batches, the fingerprint would depend on how
+    # packs are divided into batches.
+    hashes: list[Any] = []
+    file: pa.OSFile | None = None
+    with ExitStack() as shard:
+        for packs in batches:
+            columns = _columns(packs)
+            hashes = hashes or [hashlib.sha256() for _ in columns]
+            for hasher, column in zip(hashes, columns, strict=True):
+                hasher.update(column)
+            lengths = columns[1]
+            totals.update(packs=len(packs), documents=len(lengths), tokens=int(lengths.sum()))
+            batch = _record_batch(*columns)
+            if file is None or file.tell() >= SHARD_BYTES:
+                shard.close()
+                shards.append(folder / f"data-{len(shards):05d}.arrow")
+                file = shard.enter_context(pa.OSFile(str(shards[-1]), "wb"))
+                stream = shard.enter_context(pa.ipc.new_stream(file, batch.schema))
+            stream.write_batch(batch)
+    content = {
+        "length": length,
+        "packs": totals["packs"],
+        "columns": [hasher.hexdigest() for hasher in hashes],
+    }
+    return {
+        **totals,
+        "fingerprint": hash_of(content),
+        "files": [_entry(path) for path in shards],
+    }
+
+
+def _columns(packs: Sequence[Pack]) -> list[np.ndarray]:
+    """Return the columns of a record batch as arrays.
+
+    The columns are the token ids [packs, length], the document lengths of all packs, the number of
+    documents of each pack, and the first positions. Packs with masks also have a column with the
+    bits of the masks [packs, bytes].
+    """
+    columns: list[np.ndarray] = [
+        np.stack([pack.input_ids for pack in packs]).astype(np.uint32, copy=False),
+        np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False),
+        np.array([len(pack.lengths) for pack in packs], np.int32),
+        np.array([pack.first_position for pack in packs], np.int32),
+    ]
+    if masks := [pack.trained for pack in packs if pack.trained is not None]:
+        columns.append(np.packbits(np.stack(masks), axis=1, bitorder="little"))
+    return columns
+
+
+def _record_batch(
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    first_positions: np.ndarray,
+    *masks: np.ndarray,
+) -> pa.RecordBatch:
+    """Return the record batch with the columns that `_columns` returns."""
+    offsets = pa.array(np.append(0, np.cumsum(documents)), pa.int32())
+    columns = {
+        "input_ids": _rows(ids),
+        "lengths": pa.ListArray.from_arrays(offsets, pa.array(lengths)),
+        "first_position": pa.array(first_positions),
+    }
+    if masks:
+        columns["trained"] = _rows(masks[0])
+    return pa.record_batch(columns)
 
 
 class ArrowPacks(Packs):
-    """Memory-mapped packs of one split in a folder that PackWriter wrote.
+    """Memory-mapped packs of one split in a folder that `write_packs` wrote.
 
     Raises InputError if a file is missing, truncated or damaged. The fingerprint depends on the
     tokens, lengths, positions and masks of the packs and on their order. It does not depend on how

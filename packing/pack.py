@@ -11,13 +11,14 @@ each epoch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import Pack, PackWriter, Split
+from packing.arrow import Pack, Split
 from packing.chunks import Tokens
 from packing.order import permute
 from packing.records import UNTRAINED
@@ -287,17 +288,15 @@ class Arranged:
             len(layout) * pack_bytes + 4 * len(layout.document) for layout in self.layouts.values()
         )
 
-    def write(self, writer: PackWriter, split: Split, padding: int) -> None:
-        """Write the packs of `split`. `padding` is the token id that fills short packs."""
+    def packs(self, split: Split, padding: int) -> Iterator[list[Pack]]:
+        """Yield the packs of `split`, many at once. `padding` is the id that fills short packs."""
         layout = self.layouts[split]
-        tokens = self.tokens.tokens
         starts = self._starts[self._documents[split]]
         step = max(1, _PACKS_TOKENS // self.settings.length)
         for first in range(0, len(layout), step):
             last = min(first + step, len(layout))
-            writer.add(
-                split,
-                *materialise(layout, first, last, tokens, starts, padding, masked=self.masked),
+            yield materialise(
+                layout, first, last, self.tokens.tokens, starts, padding, masked=self.masked
             )
 
     def statistics(self) -> dict[str, Any]:

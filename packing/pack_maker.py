@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from foundation.errors import InputError
-from packing.arrow import PackWriter
+from packing.arrow import Split, write_packs
 from packing.chunks import Chunk, Tokens, tokenize
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
@@ -132,25 +132,24 @@ class PackMaker(AbstractContextManager):
         neither held-out packs nor a tokenizer.
         """
         statistics = arranged.statistics()
+        splits: Iterable[Split] = arranged.layouts
+        texts = {"tokenizer.json": self.tokenizer.tokenizer.to_str(pretty=True)}
+        if isinstance(self.records, ChatColumns):
+            texts[CHAT_TEMPLATE] = self.records.template
         if stream is not None:
             statistics["stream"] = stream
-        with PackWriter(path, self.settings.length) as writer:
-            if stream is not None and stream["start"]["number"] > 0:
-                arranged.write(writer, "train", self.tokenizer.padding)
-            else:
-                for split in arranged.layouts:
-                    arranged.write(writer, split, self.tokenizer.padding)
-                tokenizer = self.tokenizer.tokenizer.to_str(pretty=True)
-                (writer.folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-                if isinstance(self.records, ChatColumns):
-                    (writer.folder / CHAT_TEMPLATE).write_text(
-                        self.records.template, encoding="utf-8"
-                    )
-            return writer.finish(
-                settings=content_settings(self.settings),
-                statistics=statistics,
-                tokenizer=self.tokenizer.describe(),
-            )
+            if stream["start"]["number"] > 0:
+                splits = ["train"]
+                texts = {}
+        return write_packs(
+            path,
+            self.settings.length,
+            {split: arranged.packs(split, self.tokenizer.padding) for split in splits},
+            settings=content_settings(self.settings),
+            statistics=statistics,
+            tokenizer=self.tokenizer.describe(),
+            texts=texts,
+        )
 
 
 # ── Worker processes ──────────────────────────────────────────────────────────────────────────────

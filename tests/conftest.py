@@ -22,8 +22,8 @@ import pytest
 import yaml
 from hypothesis import settings
 
-from packing import pack_maker
-from packing.arrow import Pack, PackWriter
+from packing import arrow, pack_maker
+from packing.arrow import Pack
 from tests.moments import fork_context, start_server
 
 # No deadlines: the workers share two cores, so the time of one example means nothing. Examples are
@@ -130,16 +130,18 @@ def block_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_packs(folder: Path, length: int, multiple: int = 1) -> Path:
     """Write packs of `length` tokens whose documents have a multiple of `multiple` tokens."""
     rng = np.random.default_rng(0)
-    with PackWriter(folder, length) as writer:
-        for split, count in (("train", 120), ("held_out", 10)):
-            for _ in range(count):
-                cuts = np.sort(rng.choice(np.arange(multiple, length, multiple), 3, replace=False))
-                lengths = np.diff([0, *cuts, length])
-                tokens = np.concatenate(
-                    [(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths]
-                )
-                writer.add(split, Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
-        writer.finish(settings={}, statistics={}, tokenizer=None)
+    splits = {}
+    for split, count in (("train", 120), ("held_out", 10)):
+        packs = []
+        for _ in range(count):
+            cuts = np.sort(rng.choice(np.arange(multiple, length, multiple), 3, replace=False))
+            lengths = np.diff([0, *cuts, length])
+            tokens = np.concatenate(
+                [(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths]
+            )
+            packs.append(Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
+        splits[split] = [packs]
+    arrow.write_packs(folder, length, splits, settings={}, statistics={}, tokenizer=None)
     return folder
 
 

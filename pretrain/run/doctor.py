@@ -24,7 +24,7 @@ import yaml
 
 from foundation.errors import InputError
 from foundation.units import UNKNOWN, markdown, three_digits
-from packing.arrow import Pack, PackWriter
+from packing.arrow import Pack, write_packs
 from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import kind, read_metrics
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -130,13 +130,15 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     packs = 2
     generator = np.random.default_rng(0)
     lengths = np.diff([0, length // 3, length // 2, length]).astype(np.int32)
-    with PackWriter(folder / "packs", length) as writer:
-        for _ in range(4 * packs):
-            writer.add(
-                "train",
-                Pack(generator.integers(VOCABULARY, size=length).astype(np.uint32), lengths),
-            )
-        writer.finish(settings={}, statistics={}, tokenizer=None)
+    rows = generator.integers(VOCABULARY, size=(4 * packs, length)).astype(np.uint32)
+    write_packs(
+        folder / "packs",
+        length,
+        {"train": [[Pack(row, lengths) for row in rows]]},
+        settings={},
+        statistics={},
+        tokenizer=None,
+    )
     return {
         "name": "doctor",
         "model": {"config": config | {"num_hidden_layers": 1, "vocab_size": VOCABULARY}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from foundation import files
 from foundation.errors import InputError
 from packing import arrow
-from packing.arrow import ArrowPacks, Pack, Packs, PackWriter
+from packing.arrow import ArrowPacks, Pack, Packs, write_packs
 from packing.order import splitmix64
 from packing.settings import DataSettings
 from packing.store import carve, open_packs
@@ -55,13 +56,20 @@ def write(
     shard_bytes: int = 2**20,
 ) -> dict:
     """Write packs in groups of `at_once` and return the manifest."""
-    with pytest.MonkeyPatch.context() as patch, PackWriter(path, LENGTH) as writer:
+    splits = {
+        split: [packs[start : start + at_once] for start in range(0, len(packs), at_once)]
+        for split, packs in (("train", train), ("held_out", held_out))
+        if packs
+    }
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow, "SHARD_BYTES", shard_bytes)
-        for split, packs in (("train", train), ("held_out", held_out)):
-            for start in range(0, len(packs), at_once):
-                writer.add(split, *packs[start : start + at_once])
-        return writer.finish(
-            settings={"length": LENGTH}, statistics={"documents": 3}, tokenizer=TOKENIZER
+        return write_packs(
+            path,
+            LENGTH,
+            splits,
+            settings={"length": LENGTH},
+            statistics={"documents": 3},
+            tokenizer=TOKENIZER,
         )
 
 
@@ -135,10 +143,15 @@ def test_the_fingerprint_depends_on_content_and_order_not_on_shards(tmp_path):
 
 
 def test_files_beside_the_packs_are_checked_only_by_verify(tmp_path):
-    with PackWriter(tmp_path / "packs", LENGTH) as writer:
-        writer.add("train", some_packs(1)[0])
-        (writer.folder / "tokenizer.json").write_text("{}")
-        manifest = writer.finish(settings={}, statistics={}, tokenizer=None)
+    manifest = write_packs(
+        tmp_path / "packs",
+        LENGTH,
+        {"train": [some_packs(1)]},
+        settings={},
+        statistics={},
+        tokenizer=None,
+        texts={"tokenizer.json": "{}"},
+    )
     assert [file["name"] for file in manifest["files"]] == ["tokenizer.json"]
     packs = ArrowPacks(tmp_path / "packs")
     packs.verify()
@@ -149,14 +162,22 @@ def test_files_beside_the_packs_are_checked_only_by_verify(tmp_path):
 
 
 def test_an_interrupted_writer_leaves_nothing_at_the_path(tmp_path):
-    with pytest.raises(KeyboardInterrupt), PackWriter(tmp_path / "packs", LENGTH) as writer:
-        writer.add("train", some_packs(1)[0])
+    def batches() -> Iterator[list[Pack]]:
+        yield some_packs(1)
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_packs(
+            tmp_path / "packs",
+            LENGTH,
+            {"train": batches()},
+            settings={},
+            statistics={},
+            tokenizer=None,
+        )
     assert list(tmp_path.iterdir()) == []
-    # A writer that is neither finished nor closed, as after `kill -9`.
-    killed = PackWriter(tmp_path / "packs", LENGTH)
-    killed.add("train", some_packs(1)[0])
-    assert not (tmp_path / "packs").exists()
+    # A folder that is left by `kill -9`.
+    (tmp_path / ".packs.writing" / "train").mkdir(parents=True)
     write(tmp_path / "packs", some_packs(2))
     assert len(ArrowPacks(tmp_path / "packs")) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["packs"]

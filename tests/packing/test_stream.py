@@ -22,9 +22,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foundation import files
 from foundation.errors import InputError
 from foundation.files import locked, write_json
-from packing import arrow, stream
+from packing import stream
 from packing.arrow import FIRST
 from packing.follow import ReadingRun, pack_ahead
 from packing.pack_maker import PackMaker
@@ -79,7 +80,7 @@ def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "POLL_SECONDS", 0)
         for name in ("fsync", "fsync_tree"):
-            patch.setattr(arrow, name, lambda path: None)
+            patch.setattr(files, name, lambda path: None)
         yield
 
 

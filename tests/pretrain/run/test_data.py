@@ -11,7 +11,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from foundation.errors import InputError
-from packing.arrow import Pack, PackWriter
+from packing.arrow import Pack, write_packs
 from packing.settings import DataSettings
 from pretrain.plan.tokenizer import fingerprint_at, with_tokens
 from pretrain.run.data import Data, check_labels, check_tokens, document_limit, open_data
@@ -80,17 +80,12 @@ def test_packs_without_a_tokenizer_are_accepted(small_packs: Path) -> None:
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_a_document_longer_than_the_position_table_is_rejected(split: str, tmp_path: Path) -> None:
     """A GPU would read beyond the table's end and abort the process."""
-    with PackWriter(tmp_path / "packs", 16) as writer:
-        for written_split in ("train", "held_out"):
-            writer.add(
-                written_split,
-                Pack(
-                    np.zeros(16, np.uint32),
-                    np.array([10, 6], np.int32),
-                    54 if written_split == split else 16,
-                ),
-            )
-        writer.finish(settings={}, statistics={}, tokenizer=None)
+    lengths = np.array([10, 6], np.int32)
+    splits = {
+        name: [[Pack(np.zeros(16, np.uint32), lengths, 54 if name == split else 16)]]
+        for name in ("train", "held_out")
+    }
+    write_packs(tmp_path / "packs", 16, splits, settings={}, statistics={}, tokenizer=None)
     data = open_data(DataSettings(packs=tmp_path / "packs", length=16), is_main_process=True)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     for positions in (64, 63):
@@ -133,12 +128,9 @@ def test_packs_without_a_label_are_rejected(
     good = Pack(
         np.ones(4, np.uint32), one_document, trained=None if mask is None else np.ones(4, bool)
     )
-    with PackWriter(tmp_path / "packs", 4) as writer:
-        writer.add("held_out" if split == "train" else "train", good)
-        writer.add(
-            split, Pack(np.ones(4, np.uint32), np.array(lengths, dtype=np.int32), trained=mask)
-        )
-        writer.finish(settings={}, statistics={}, tokenizer=None)
+    pack = Pack(np.ones(4, np.uint32), np.array(lengths, dtype=np.int32), trained=mask)
+    splits = {"train": [[good]], "held_out": [[good]]} | {split: [[pack]]}
+    write_packs(tmp_path / "packs", 4, splits, settings={}, statistics={}, tokenizer=None)
     settings = DataSettings(packs=tmp_path / "packs", length=4, mask_boundaries=mask_boundaries)
     data = open_data(settings, is_main_process=True)
     if labels:
