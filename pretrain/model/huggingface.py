@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.files import by_umask, fsync, fsync_tree
+from foundation.files import by_umask, fsync_tree, new_folder
 from foundation.overrides import overridden
 from foundation.progress import advance
 from foundation.reading import as_input_error
@@ -568,19 +568,13 @@ def export(
         folder: The folder to write.
         beside: Map the names of additional files to their content.
     """
-    writing = folder.with_name(f".{folder.name}.writing")
-    # A killed export may have left this folder.
-    shutil.rmtree(writing, ignore_errors=True)
     with (
         _as_input_error(
             f"{folder}: the model cannot be written",
             "the checkpoints of the run have the model, so run the command again",
         ),
-        ExitStack() as stack,
+        new_folder(folder) as writing,
     ):
-        # Delete a partial export, because it would take space on a full disk.
-        stack.callback(shutil.rmtree, writing, ignore_errors=True)
-        writing.mkdir(parents=True)
         weights = {}
         for name, tensor in tensors:
             weights[name] = tensor.cpu()
@@ -593,11 +587,10 @@ def export(
             (writing / name).write_bytes(content)
         for file in writing.glob("*.safetensors"):
             by_umask(file)
-        fsync_tree(writing)
         written = set(os.listdir(writing))
         for name in os.listdir(folder) if folder.exists() else ():
             if name not in written and not _OPTIONAL_FILES.fullmatch(name):
                 raise ValueError(f"the folder has {name}, but no export writes it (move it away)")
+        # Flush the new export before the earlier one is deleted.
+        fsync_tree(writing)
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(writing, folder)
-        fsync(folder.parent)
