@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -205,12 +206,15 @@ class MixedPacks(JoinedPacks):
                 "all sources with the same tokenizer"
             )
         self.tokenizer = recorded[0] if recorded else None
-        self.fingerprint = hash_of(
-            [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
-        )
+        # Value from which the fingerprint is computed.
+        self.content = [
+            [name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()
+        ]
+        self.fingerprint = hash_of(self.content)
 
+    @cached_property
     def mixture(self) -> Mixture:
-        """Return the rule that mixes these sources."""
+        """Rule that mixes these sources."""
         return Mixture(
             names=tuple(self.parts),
             counts=tuple(map(len, self.joined)),
@@ -221,7 +225,7 @@ class MixedPacks(JoinedPacks):
 
 def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
     """Return the reading order of prepared `packs`. Arguments are as in `Order`."""
-    mixture = packs.mixture() if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
+    mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
     return Order(mixture, packs_per_step, seed, shift)
 
 

@@ -29,7 +29,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from foundation.errors import InputError
 from foundation.files import free_bytes, hash_of, locked, replace_file, write_json
 from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
-from packing.order import Mixture, Order, permute, splitmix64
+from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
 
 POSITION = "position.json"
@@ -246,7 +246,7 @@ class SourceStream:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.sample = ArrowPacks(folder / FIRST)
+        self.first_part = ArrowPacks(folder / FIRST)
         self._lock = threading.Lock()
         self.start_at(None)
 
@@ -259,7 +259,7 @@ class SourceStream:
         with self._lock:
             self.record: dict[str, Any] = record or {
                 "start": asdict(PartStart()),
-                "fingerprint": self.sample.fingerprint,
+                "fingerprint": self.first_part.fingerprint,
             }
             # All open parts, in the order of their numbers.
             self._parts: list[Part] = []
@@ -318,17 +318,16 @@ class StreamedPacks(Packs):
         """
         self.path = settings.packs
         self.sources = {name: SourceStream(part.packs) for name, part in parts.items()}
-        self.weights = dict(zip(parts, settings.shares, strict=True))
-        # Map the name of each source to its first part, which stays on the disk.
-        self.samples = {name: source.sample for name, source in self.sources.items()}
-        sample = next(iter(self.samples.values()))
-        self.length = sample.length
-        self.tokenizer = sample.tokenizer
-        content = [
-            [name, sample.fingerprint, self.weights[name]] for name, sample in self.samples.items()
-        ]
+        # The first part of each source, which stays on the disk.
+        self.first_parts = MixedPacks(
+            self.path,
+            {name: source.first_part for name, source in self.sources.items()},
+            dict(zip(parts, settings.shares, strict=True)),
+        )
+        self.length = self.first_parts.length
+        self.tokenizer = self.first_parts.tokenizer
         windows = [part.streamed.window for part in parts.values()]
-        self.fingerprint = hash_of([content, windows])
+        self.fingerprint = hash_of([self.first_parts.content, windows])
         # The packer that this process has started, or None if another rank starts the packer.
         self.packer: PackerProcess | None = None
         self._ends = dict.fromkeys(self.sources, 0)
@@ -336,10 +335,7 @@ class StreamedPacks(Packs):
     @cached_property
     def mixture(self) -> Mixture:
         """Rule that assigns each place in the stream of all packs to one source."""
-        tokens = tuple(sample.tokens / len(sample) for sample in self.samples.values())
-        return Mixture(
-            tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens
-        )
+        return replace(self.first_parts.mixture, counts=(ENDLESS,) * len(self.sources))
 
     def order(self, packs_per_step: int, seed: int, shift: int = 0) -> StreamOrder:
         """Return the reading order of these packs. Arguments are as in `Order`."""

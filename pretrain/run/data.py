@@ -80,8 +80,8 @@ class Data:
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
             for packs in parts_of(self.train).values()
         ]
-        readable = self._readable
-        weights = readable.mixture().share_of_packs if isinstance(readable, MixedPacks) else None
+        readable = self.readable
+        weights = readable.mixture.share_of_packs if isinstance(readable, MixedPacks) else None
         return float(np.average(means, weights=weights)) / self.train.length
 
     @cached_property
@@ -95,22 +95,20 @@ class Data:
         return self.train if isinstance(self.train, StreamedPacks) else None
 
     @property
-    def _readable(self) -> Packs:
+    def readable(self) -> Packs:
         """Return training packs that can be read at any time.
 
         If the packs were prepared before the run, all training packs are returned. For a stream,
         the packs of its first part are returned. This part is not deleted while the run trains.
         """
-        if self.stream is None:
-            return self.train
-        return MixedPacks(self.stream.path, self.stream.samples, self.stream.weights)
+        return self.train if self.stream is None else self.stream.first_parts
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """Return a microbatch of one training pack.
 
         index: the index of the pack, modulo the number of packs.
         """
-        packs = self._readable
+        packs = self.readable
         return build_microbatch(
             [read_pack(packs, index % len(packs), vocab_size)], mask_boundaries=True
         )
@@ -122,7 +120,7 @@ class Data:
 
         All token ids are 0, because the values of ids do not change the memory that is needed.
         """
-        readable = self._readable
+        readable = self.readable
         tokens = np.zeros(self.train.length, dtype=np.uint32)
         return build_microbatch(
             [Pack(tokens, readable[index % len(readable)].lengths) for index in range(packs)],
@@ -137,7 +135,7 @@ def parts_of(packs: Packs | None) -> Mapping[str, Packs]:
     run trains.
     """
     if isinstance(packs, StreamedPacks):
-        return packs.samples
+        packs = packs.first_parts
     if isinstance(packs, MixedPacks):
         return packs.parts
     return {} if packs is None else {"": packs}

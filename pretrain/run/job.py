@@ -127,13 +127,13 @@ class Job:
                 phase.model_copy(update={"use": active.precision.use})
                 for phase, active in zip(setting, available, strict=True)
             )
-        packs = self.data.train
+        packs = self.data.readable
         # The fingerprint already depends on the weights of sources. The keys below are added so
         # that a message can name the weight that has changed.
-        weights = packs.weights if isinstance(packs, MixedPacks | StreamedPacks) else {}
+        weights = packs.weights if isinstance(packs, MixedPacks) else {}
         shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
         return (
-            identity_of(self.recipe.model_copy(update=effective), packs.fingerprint)
+            identity_of(self.recipe.model_copy(update=effective), self.data.train.fingerprint)
             | shares
             | self.source_config
         )
@@ -235,7 +235,7 @@ def prepare_job(
         # Without packs, assume that every pack contains one document.
         data.mean_squared if data else float(recipe.data.length),
         packs=packs,
-        mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
+        mixture=data.train.mixture if data and isinstance(data.train, MixedPacks) else None,
     )
     layers = {
         active.precision.name: layers_of(
