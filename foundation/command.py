@@ -57,15 +57,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed `arguments`. Options and positional arguments may be in any order."""
+        self._check_options(arguments)
         return self.parse_intermixed_args(arguments)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._check_options(args)
         return super().parse_known_args(args, namespace)
-
-    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._check_options(args)
-        return super().parse_known_intermixed_args(args, namespace)
 
     def _check_options(self, arguments: Sequence[str] | None) -> None:
         """Raise InputError for an argument that begins with `--` but is not a known option.
