@@ -23,7 +23,6 @@ seed and on the number of the part.
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 import sys
 import threading
@@ -134,8 +133,7 @@ def bytes_below(folder: Path) -> int:
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                status = os.lstat(Path(parent, name))
-                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+                total += os.lstat(Path(parent, name)).st_size
     return total
 
 
