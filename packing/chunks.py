@@ -27,11 +27,10 @@ Place = dict[str, Any]
 class Chunk:
     """Consecutive records of a source that are not parsed yet."""
 
-    # jsonl: `payload` has lines. array: `payload` has the records of a JSON array, one per line.
-    # table: `payload` is an Arrow IPC stream. text: `payload` is empty, and the file `origin` is
-    # the document.
-    kind: Literal["jsonl", "array", "table", "text"]
-    # Name of the file or dataset that has the records.
+    # jsonl: `payload` has lines. table: `payload` is an Arrow IPC stream. text: `payload` is empty,
+    # and the file `origin` is the document.
+    kind: Literal["jsonl", "table", "text"]
+    # Text before the number of a record in messages, such as "data.jsonl:" or "data.json, record ".
     origin: str
     # Number of the first record: lines count from 1, rows and array records from 0.
     first: int
@@ -222,17 +221,16 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
     The place is a text for error messages, such as "data.jsonl:12". A record is an unparsed line of
     JSON, the path of a text file that is not read yet, or the columns of a table's row.
     """
-    if chunk.kind in ("jsonl", "array"):
-        before_number = ":" if chunk.kind == "jsonl" else ", record "
+    if chunk.kind == "jsonl":
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
-                yield f"{chunk.origin}{before_number}{number}", line
+                yield f"{chunk.origin}{number}", line
     elif chunk.kind == "text":
         yield chunk.origin, Path(chunk.origin)
     else:
         table = pa.ipc.open_stream(chunk.payload).read_all()
         for row, record in enumerate(table.to_pylist(), chunk.first):
-            yield f"{chunk.origin}, row {row}", record
+            yield f"{chunk.origin}{row}", record
 
 
 def column_names(chunk: Chunk) -> set[str]:

@@ -286,7 +286,7 @@ class FileSource:
                     first = line
                     at += cut
                     line += payload.count(b"\n")
-                    yield Chunk("jsonl", str(path), first, payload, {"at": at, "line": line})
+                    yield Chunk("jsonl", f"{path}:", first, payload, {"at": at, "line": line})
 
     def _array_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of records of a JSON array. Each record becomes one line."""
@@ -297,7 +297,7 @@ class FileSource:
         for number, record in enumerate(records[first:], first + 1):
             payload += json.dumps(record).encode() + b"\n"
             if len(payload) >= size or number == len(records):
-                yield Chunk("array", str(path), first, bytes(payload), {"record": number})
+                yield Chunk("jsonl", f"{path}, record ", first, bytes(payload), {"record": number})
                 first = number
                 payload.clear()
 
@@ -527,7 +527,7 @@ def _table_chunks(
             first = row - len(unread) + start
             yield Chunk(
                 "table",
-                origin,
+                f"{origin}, row ",
                 first,
                 sink.getvalue().to_pybytes(),
                 {"at": first + len(piece)},

@@ -82,7 +82,7 @@ def tokenized(
     settings = DataSettings(source="x", tokenizer="t", packs="p", **more)
     lines = "\n".join(map(json.dumps, records)).encode()
     result = tokenize(
-        Chunk("jsonl", "x.jsonl", 1, lines, {}),
+        Chunk("jsonl", "x.jsonl:", 1, lines, {}),
         text_tokenizer,
         records_of(settings, text_tokenizer),
         settings,
