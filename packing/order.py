@@ -223,12 +223,6 @@ class MixedPacks(JoinedPacks):
         )
 
 
-def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
-    """Return the reading order of prepared `packs`. Arguments are as in `Order`."""
-    mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
-    return Order(mixture, packs_per_step, seed, shift)
-
-
 def _tokens_of(packs: Packs) -> float:
     """Return the mean number of tokens in a pack, without padding.
 

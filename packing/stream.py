@@ -305,8 +305,8 @@ class StreamedPacks(Packs):
     """The packs of one or several streamed sources.
 
     Pack n of source s has the index n * S + s, where S is the number of sources. Before the packs
-    of a step are read, call `packs_of_step` of the `StreamOrder` that `order` returns. This call
-    waits until the packs exist.
+    of a step are read, call `packs_of_step` of the `StreamOrder` that `order_of` returns. This
+    call waits until the packs exist.
     """
 
     def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
@@ -334,10 +334,6 @@ class StreamedPacks(Packs):
     def mixture(self) -> Mixture:
         """Rule that assigns each place in the stream of all packs to one source."""
         return replace(self.first_parts.mixture, counts=(ENDLESS,) * len(self.sources))
-
-    def order(self, packs_per_step: int, seed: int, shift: int = 0) -> StreamOrder:
-        """Return the reading order of these packs. Arguments are as in `Order`."""
-        return StreamOrder(self.mixture, packs_per_step, seed, shift, packs=self)
 
     def __len__(self) -> int:
         return ENDLESS
@@ -466,3 +462,11 @@ class StreamOrder(Order):
             name: source.part_of(max(int(count) - 1, 0), self._wait)
             for (name, source), count in zip(self.packs.sources.items(), counts, strict=True)
         }
+
+
+def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
+    """Return the reading order of `packs`. Arguments are as in `Order`."""
+    if isinstance(packs, StreamedPacks):
+        return StreamOrder(packs.mixture, packs_per_step, seed, shift, packs=packs)
+    mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
+    return Order(mixture, packs_per_step, seed, shift)

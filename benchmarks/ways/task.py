@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from packing.batch import BatchStream, Microbatch
-from packing.order import order_of
 from packing.store import open_packs
+from packing.stream import order_of
 from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.packed import inputs_of

@@ -31,9 +31,9 @@ from foundation.reading import load_object
 from foundation.signals import StopRequest
 from foundation.units import count, duration
 from packing.arrow import Packs
-from packing.order import order_of
 from packing.prepare import prepare
 from packing.store import open_packs
+from packing.stream import order_of
 from pretrain.compare.columns import signed
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENT, WITHIN_MARGIN, fewest_seeds
 from pretrain.compare.fairness import in_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,9 +17,9 @@ from foundation.errors import InputError
 from foundation.timeline import START
 from foundation.units import GIB, memory
 from packing.batch import BatchStream
-from packing.order import MixedPacks, order_of
+from packing.order import MixedPacks
 from packing.store import unprepared
-from packing.stream import StreamedPacks
+from packing.stream import order_of
 from pretrain.checkpoint.checkpoint import free_memory
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_folder import check_ours
@@ -146,8 +146,7 @@ class Job:
         The batches depend only on the recipe, the packs, the launch's ranks, and `shift`.
         """
         packs = self.data.train
-        find_order = packs.order if isinstance(packs, StreamedPacks) else partial(order_of, packs)
-        order = find_order(self.plan.packs_per_step, self.recipe.seed, shift)
+        order = order_of(packs, self.plan.packs_per_step, self.recipe.seed, shift)
         return BatchStream(packs=packs, order=order, **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
-from packing.order import MixedPacks, order_of
+from packing.order import MixedPacks
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
+from packing.stream import order_of
 
 
 def write_texts(path: Path, texts: list[str], **more: Any) -> Path:

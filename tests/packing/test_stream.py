@@ -39,6 +39,7 @@ from packing.stream import (
     PartStart,
     StreamedPacks,
     bytes_below,
+    order_of,
     read_position,
 )
 
@@ -142,7 +143,7 @@ def steps(
     packs: StreamedPacks, first: int, last: int, *, ahead: InProcessPacker | None = None
 ) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
     """Yield the packs of each step, and the record of a checkpoint after it."""
-    order = packs.order(STEP, seed=3)
+    order = order_of(packs, STEP, seed=3)
     for number in range(first, last):
         packs.advance_to(order.places_of_step(number))
         if ahead:
@@ -207,7 +208,7 @@ def test_held_out_documents_are_not_trained_on_in_later_epochs(
     trained: set[tuple[int, ...]] = set()
     with InProcessPacker(data) as packer:
         packs = packed_by(packer, data)
-        order = packs.order(1, seed=1)
+        order = order_of(packs, 1, seed=1)
         for step in itertools.count():
             packs.advance_to(order.places_of_step(step))
             pack = packs[int(order.packs_of_step(step)[0])]
@@ -289,7 +290,7 @@ def test_a_packer_process_makes_parts_and_reports_its_end(
         with pytest.raises(InputError, match=r"another run, process \d+"):
             PackerProcess(streamed_settings, packs.position)
         packs.packer = packer
-        order = packs.order(STEP, 3)
+        order = order_of(packs, STEP, 3)
         packs.advance_to(order.places_of_step(0))
         assert len(order.packs_of_step(30)) == STEP
         assert order.figures(30)["share/web"] == pytest.approx(0.7, abs=0.05)
@@ -306,7 +307,7 @@ def test_a_packers_error_is_the_runs_error(values: dict[str, Any], tmp_path: Pat
     data = streamed(values | {"source": str(bad)}, tmp_path / "packs")
     packs = open_packs(data, "train")
     with PackerProcess(data, packs.position) as packs.packer:
-        order = packs.order(STEP, 3)
+        order = order_of(packs, STEP, 3)
         with pytest.raises(InputError, match=r"^\S+bad\.jsonl:\d+: no column `text`"):
             order.packs_of_step(10**4)
 
@@ -314,7 +315,7 @@ def test_a_packers_error_is_the_runs_error(values: dict[str, Any], tmp_path: Pat
 def test_a_thread_that_waits_for_a_part_can_be_stopped(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
-    order = open_packs(streamed(values, tmp_path / "packs"), "train").order(STEP, 3)
+    order = order_of(open_packs(streamed(values, tmp_path / "packs"), "train"), STEP, 3)
     with ThreadPoolExecutor(1) as thread:
         packs = thread.submit(order.packs_of_step, 10**4)
         order.stop_waiting()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from foundation.errors import InputError
-from packing.order import order_of
 from packing.store import open_packs
+from packing.stream import order_of
 from pretrain.compare import which
 from pretrain.compare.verdicts import Protocol, Rounds
 from pretrain.compare.which_trainings import Question
