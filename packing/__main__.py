@@ -168,7 +168,7 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
     def texts() -> Iterator[str]:
         counts = Counts()
         with Progress("learning", "characters") as line:
-            for chunk in source.chunks():
+            for chunk in source.chunks({}):
                 documents, chunk_counts = read_chunk(
                     chunk, source.records, settings.on_bad_line == "skip"
                 )

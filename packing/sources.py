@@ -8,10 +8,10 @@ with more than a few dozen cores.
 
 * `description` is a text for the user.
 * `identity` is a JSON-able value that changes if the documents may have changed.
-* `chunks()` yields the chunks. Every call yields the same chunks as long as the source does not
+* `chunks({})` yields the chunks. Every call yields the same chunks as long as the source does not
   change. If a file or a row cannot be read, InputError names the file or the row.
 * `chunks(begin)` continues after the chunk whose `after` is `begin`. It yields the same records as
-  `chunks()`, but may divide them into other chunks.
+  `chunks({})`, but may divide them into other chunks.
 """
 
 from __future__ import annotations
@@ -226,16 +226,15 @@ class FileSource:
     @property
     def columns(self) -> set[str]:
         """Names of all columns in the first records. A source of text files has none."""
-        return column_names(next(self.chunks(), Chunk("text", "", 0, b"", {})))
+        return column_names(next(self.chunks({}), Chunk("text", "", 0, b"", {})))
 
-    def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
+    def chunks(self, begin: Place, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
         `Chunk.after` is the place at which reading resumes after a chunk. `begin` is such a place,
-        or None for the beginning of the source. A text file is one chunk. The chunk has only the
+        or {} for the beginning of the source. A text file is one chunk. The chunk has only the
         path, because a worker reads the file.
         """
-        begin = begin or {}
         first = begin.get("file", 0)
         for number, path in enumerate(self.paths[first:], first):
             if self.kind == "text":
@@ -371,17 +370,16 @@ class DatasetSource:
         """Names of all columns. The set is empty if a streamed dataset does not state them."""
         return set(self._data.features or ())
 
-    def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
+    def chunks(self, begin: Place, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
         `Chunk.after` is the place at which reading resumes after a chunk. `begin` is such a place,
-        or None for the beginning of the source. A place has three values: the number of the next
+        or {} for the beginning of the source. A place has three values: the number of the next
         row (`row`), the state of the dataset before the batch that has this row (`state`), and the
         number of earlier rows in this batch (`skip`).
         """
         import datasets
 
-        begin = begin or {}
         row = begin.get("row", 0)
         state = begin.get("state")
         batch_start = row - begin.get("skip", 0)
