@@ -184,10 +184,9 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         Set `pin_memory` if `build` pins memory. The end of the `with` statement calls
         `stop_waiting` to end a `build` that waits for packs.
         """
-        # Time that the last call of `next` has waited. It includes the time that calls of `ready`
-        # have waited since the previous call of `next`.
+        # Time that calls of `ready` and `next` have waited for the last result.
         self.data_wait_ms = 0.0
-        # Time that `ready` has waited since the last call of `next`.
+        # Time that calls of `ready` have waited since the last call of `next`.
         self._waited_ms = 0.0
         self._build = build
         self._numbers = iter(numbers)
@@ -207,8 +206,11 @@ class Prefetch(AbstractContextManager, Iterator[T]):
             self._thread.submit(self._build, number) for number in islice(self._numbers, count)
         )
 
-    def ready(self, seconds: float) -> bool:
-        """Wait at most `seconds`. Return True if `next` would return or raise without waiting."""
+    def ready(self, seconds: float | None = None) -> bool:
+        """Return True if `next` would return or raise without waiting.
+
+        Wait at most `seconds` until this is true, or without a limit if `seconds` is None.
+        """
         started = time.perf_counter()
         unfinished = wait(islice(self._pending, 1), seconds).not_done
         self._waited_ms += (time.perf_counter() - started) * 1e3
@@ -224,13 +226,11 @@ class Prefetch(AbstractContextManager, Iterator[T]):
     def __next__(self) -> T:
         if not self._pending:
             raise StopIteration
-        started = time.perf_counter()
-        future = self._pending.popleft()
-        wait([future])
-        self.data_wait_ms = self._waited_ms + (time.perf_counter() - started) * 1e3
+        self.ready()
+        self.data_wait_ms = self._waited_ms
         self._waited_ms = 0.0
         self._submit(1)
-        return future.result()
+        return self._pending.popleft().result()
 
     def __exit__(self, *exception: object) -> None:
         self._pending.clear()
