@@ -166,8 +166,6 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
     next part to make. `earlier` is the result of the previous call. The parts in `earlier` are not
     verified again. All parts after a damaged part are deleted too.
     """
-    if start in earlier[:1]:
-        return earlier
     if start in earlier:
         starts = earlier[earlier.index(start) :]
     else:
