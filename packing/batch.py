@@ -350,12 +350,12 @@ def read_pack(
                 f"only {vocab_size} ids; prepare the packs with the model's own tokenizer "
                 "(`data.tokenizer`)"
             )
-    if positions and len(pack.lengths):
-        end = pack.first_position + int(pack.lengths[0])
-        if end > positions:
-            raise InputError(
-                f"{packs.path}: the first document of pack {index} reaches position {end - 1:,}, "
-                f"but the model's last position is {positions - 1:,}; write packs in which the "
-                "positions restart at 0"
-            )
+    # Position after the last token of the first document.
+    end = pack.first_position + int(pack.lengths[:1].sum())
+    if positions and end > positions:
+        raise InputError(
+            f"{packs.path}: the first document of pack {index} reaches position {end - 1:,}, "
+            f"but the model's last position is {positions - 1:,}; write packs in which the "
+            "positions restart at 0"
+        )
     return pack
