@@ -100,14 +100,14 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     """
     name = str(settings.source)
     path = Path(name)
-    is_saved = (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
+    # Datasets of `save_to_disk` have one of these files.
+    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+        return DatasetSource(settings, records)
     matches = matching_files(name)
     if not matches and not path.exists():
         refuse_near_name("data.source", name)
-    is_hub_name = HUB_NAME.fullmatch(split_revision(name)[0]) and kind_of(path) is None
-    if is_saved or (is_hub_name and not path.exists()):
-        return DatasetSource(settings, records)
-    if not matches and not path.exists():
+        if HUB_NAME.fullmatch(split_revision(name)[0]) and kind_of(path) is None:
+            return DatasetSource(settings, records)
         raise InputError(
             f"data.source: {name}: no such file or folder, and no file matches it "
             "(relative paths start at the current directory)"
