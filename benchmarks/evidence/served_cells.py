@@ -48,7 +48,7 @@ from pretrain.run.evaluate import held_out_figures
 from pretrain.run.evaluate_command import precision_overrides
 from pretrain.run.export import checkpoints_to_merge, merged_reader
 from pretrain.run.job import Job, prepare_job
-from pretrain.run.resume_point import find_resume_point
+from pretrain.run.resume_point import find_checkpoint
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from train_accelerate import assemble
@@ -103,7 +103,7 @@ class Server:
         """
         newest = checkpoints[0]
         folder = Checkpoints(newest.parent, keep=1)
-        source = find_resume_point(folder, str(newest), self.job, accept_changes=True)
+        source = find_checkpoint(folder, str(newest), None)
         assert source is not None
         load_weights(source, folder, self.job.recipe.weights, self.assembly)
         if len(checkpoints) > 1:

@@ -29,10 +29,10 @@ from pretrain.run.assembly import Assembly
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.job import Job, prepare_job
-from pretrain.run.resume_point import find_resume_point
+from pretrain.run.resume_point import find_checkpoint
 from pretrain.run.run import introduce_job
 from pretrain.run.startup import explaining_errors
-from pretrain.settings.config import load_recipe
+from pretrain.settings.config import branch_checkpoint, load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
@@ -167,7 +167,7 @@ def _evaluate(
         )
     job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
-    source = find_resume_point(checkpoints, resume_from, job, accept_changes=True)
+    source = find_checkpoint(checkpoints, resume_from, branch_checkpoint(job.recipe))
     if source is None and job.recipe.model.weights_source is None:
         raise InputError(
             f"`run_dir`: {job.run_dir} has no checkpoint; either pass a checkpoint to --resume, or "

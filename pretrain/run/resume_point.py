@@ -119,18 +119,26 @@ def where_to_resume(
     None if the run starts from the beginning.
 
     Changes nothing on the disk. All ranks must call this function. Raises InputError as
-    `find_resume_point` does. Also raises InputError if the checkpoint belongs to another stream of
-    packs, if no step is left to train after the checkpoint, or if the run would overwrite files of
-    another training.
+    `find_checkpoint` does. Also raises InputError if the checkpoint belongs to another training
+    (unless `accept_changes` is set) or to another stream of packs, if no step is left to train
+    after the checkpoint, or if the run would overwrite files of another training.
     """
     checkpoints = Checkpoints(
         job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
     )
-    source = find_resume_point(checkpoints, requested, job, accept_changes)
+    source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
     if source is None or not source.in_run_folder:
         require_own_records(job)
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
+        changes = compare_identities(
+            source.record["identity"],
+            job.identity,
+            horizon_may_move=horizon_may_move(source.record, job),
+        )
+        if not accept_changes:
+            require_same_training(source, changes, job, step_folders(checkpoints.folder))
+        source = with_changes(source, changes, job)
         require_same_stream(source, job)
         require_steps_to_train(source, job)
         job = job.with_plan(
@@ -142,27 +150,6 @@ def where_to_resume(
             # bit.
             chunk = source.record["loss_chunk"]
     return job.with_settings("loss", chunk=chunk), checkpoints, source
-
-
-def find_resume_point(
-    checkpoints: Checkpoints, requested: str, job: Job, accept_changes: bool
-) -> ResumePoint | None:
-    """Return the checkpoint to continue from, or None if the run starts from the beginning.
-
-    `requested` is the value of --resume. All ranks must call this function. Raises InputError as
-    `find_checkpoint` does, and as `require_same_training` does unless `accept_changes` is set.
-    """
-    source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
-    if source is None:
-        return None
-    changes = compare_identities(
-        source.record["identity"],
-        job.identity,
-        horizon_may_move=horizon_may_move(source.record, job),
-    )
-    if not accept_changes:
-        require_same_training(source, changes, job, step_folders(checkpoints.folder))
-    return with_changes(source, changes, job)
 
 
 # ── Find the checkpoint ───────────────────────────────────────────────────────────────────────────

@@ -16,12 +16,12 @@ from pretrain.run.resume_point import (
     ResumePoint,
     compare_identities,
     find_checkpoint,
-    find_resume_point,
     horizon_may_move,
     require_own_records,
     require_same_stream,
     require_same_training,
     require_steps_to_train,
+    where_to_resume,
     with_changes,
 )
 from pretrain.settings.config import load_recipe
@@ -343,11 +343,16 @@ def test_a_moved_horizon_is_noted() -> None:
 
 def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
     save(tmp_path, 4)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=10)
-    job = job_of(seed=1)
+    job = job_of(seed=1, run_dir=tmp_path)
+    job.recipe.checkpoint = SimpleNamespace(keep=10)
+    job.recipe.loss = SimpleNamespace(chunk=64)
+    job.plan.loss = SimpleNamespace(tokens_at_once=64)
+    job.plan.before_decay = None
+    job.plan.schedule.switched_to_bf16_after = lambda step: job.plan.schedule
+    job.with_plan = job.with_settings = lambda *_, **values: job
     with pytest.raises(InputError, match="seed: saved 0, now 1"):
-        find_resume_point(checkpoints, "auto", job, accept_changes=False)
-    point = find_resume_point(checkpoints, "auto", job, accept_changes=True)
+        where_to_resume(job, "auto", accept_changes=False)
+    _, _, point = where_to_resume(job, "auto", accept_changes=True)
     assert point.step == 4 and "seed" in point.notes[0]
 
 
