@@ -71,7 +71,6 @@ from pretrain.metrics.trackers import Trackers
 from pretrain.model import distributed
 from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.model.packed import compute_microbatch, forward_backward, same_on_all_ranks
-from pretrain.model.wrapping import wrap_layers
 from pretrain.observe.observers import StepWatch, is_due
 from pretrain.observe.profile import StepProfile
 from pretrain.optimizer import adamw, schedule
@@ -85,15 +84,7 @@ from pretrain.run import (
     startup,
     streaming,
 )
-from pretrain.run.assembly import (
-    Assembly,
-    allocate_gradient_sums,
-    audit_precisions,
-    build_model,
-    convert_model,
-    describe_surroundings,
-    set_weights,
-)
+from pretrain.run.assembly import assemble
 from pretrain.run.job import Job, Purpose, prepare_job
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
@@ -177,50 +168,6 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 
 
 # ── 2: the model, on its devices, audited, and resumed ────────────────────────────────────────────
-
-
-@START.part("model")
-def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
-    """Build the model of `job` and its optimizer, and return both ready to train.
-
-    All ranks must call this function. Each step below needs the result of the previous steps.
-    docs/architecture.md explains the order.
-    """
-    recipe = job.recipe
-    exact = recipe.weights == "bf16_exact"
-    # `hf` is the Hugging Face model. `values` maps names of parameters to their initial values.
-    hf, values = build_model(job, accelerator)
-    model, precision, fused = convert_model(job, hf, accelerator.device)
-
-    # Wrap each layer in gradient checkpointing, torch.compile and a cast of FP32 weights to BF16
-    # copies. FSDP2 needs no such cast, because it casts weights when it gathers them.
-    compiles = recipe.model.compile == "layer" or (
-        recipe.model.compile == "auto" and accelerator.device.type == "cuda"
-    )
-    has_copies = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
-    wrap_layers(
-        model,
-        recipe.model,
-        cast_to=job.compute_dtype if has_copies else None,
-        compile_layers=compiles,
-    )
-
-    # Without FSDP2 the model is already on its device.
-    if accelerator.is_fsdp2:
-        with START.part("sharding"):
-            model = distributed.shard(
-                accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered
-            )
-    optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
-    set_weights(hf, values, optimizer, exact=exact)
-    allocate_gradient_sums(job, accelerator, model)
-    optimizer.materialise()
-
-    assembly = Assembly(
-        hf, model, optimizer, precision, describe_surroundings(job, model, fused, compiles=compiles)
-    )
-    audit_precisions(job, accelerator, assembly, console or Console(0, enabled=False))
-    return assembly
 
 
 def build(

@@ -113,10 +113,6 @@ def _run(arguments: list[str]) -> int:
     module = importlib.import_module(COMMANDS[name][0])
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if name == "evaluate":
-        # `assemble` builds the model. It is passed as an argument because train_accelerate.py is
-        # not part of the package `pretrain`.
-        return module.main(parsed, importlib.import_module("train_accelerate").assemble)
     return module.main(parsed)
 
 

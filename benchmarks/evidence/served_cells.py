@@ -42,7 +42,7 @@ from pretrain.metrics.run_folder import MATRIX_FILE, describe_environment
 from pretrain.metrics.run_record import LOSS_KEY, read_finished, read_run
 from pretrain.model.distributed import as_launched
 from pretrain.precision.settings import OPTIONS
-from pretrain.run.assembly import Assembly
+from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.checkpointing import load_weights
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.evaluate_command import precision_overrides
@@ -51,7 +51,6 @@ from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import find_checkpoint
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
-from train_accelerate import assemble
 
 RECIPE = "benchmarks/evidence/served_14m.yaml"
 # NVFP4 with weights in blocks of 1x16, which is usual for post-training quantization.

@@ -1,7 +1,6 @@
-"""Functions that build a model on its devices, convert it to the run's precisions, and audit it.
+"""Build a model on its devices, convert it to the run's precisions, and audit it.
 
-`assemble` in train_accelerate.py calls these functions in order. docs/architecture.md explains the
-order.
+`assemble` calls the other functions in order. docs/architecture.md explains the order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from foundation.timeline import START
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.console import Console
-from pretrain.model.distributed import take_from_first_rank
+from pretrain.model.distributed import shard, take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums, attach_main_gradients, local_part
 from pretrain.model.huggingface import (
@@ -34,9 +33,20 @@ from pretrain.model.huggingface import (
 )
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.sharding import Sharding, part_from_first
-from pretrain.model.wrapping import choose_arithmetic, convert, fuse, not_fused_because
+from pretrain.model.wrapping import (
+    choose_arithmetic,
+    convert,
+    fuse,
+    not_fused_because,
+    wrap_layers,
+)
 from pretrain.observe.audit import Entry, audit_products, describe
-from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
+from pretrain.optimizer.adamw import (
+    ExactAdamW,
+    build_optimizer,
+    clear_gradients,
+    named_state,
+)
 from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
@@ -114,6 +124,50 @@ class Assembly:
         record = self.precision.current.audit
         record["products"] = rehearse(job, accelerator, self)
         record.pop("confirmed_in_step", None)
+
+
+@START.part("model")
+def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
+    """Build the model of `job` and its optimizer, and return both ready to train.
+
+    All ranks must call this function. Each step below needs the result of the previous steps.
+    docs/architecture.md explains the order.
+    """
+    recipe = job.recipe
+    exact = recipe.weights == "bf16_exact"
+    # `hf` is the Hugging Face model. `values` maps names of parameters to their initial values.
+    hf, values = build_model(job, accelerator)
+    model, precision, fused = convert_model(job, hf, accelerator.device)
+
+    # Wrap each layer in gradient checkpointing, torch.compile and a cast of FP32 weights to BF16
+    # copies. FSDP2 needs no such cast, because it casts weights when it gathers them.
+    compiles = recipe.model.compile == "layer" or (
+        recipe.model.compile == "auto" and accelerator.device.type == "cuda"
+    )
+    has_copies = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
+    wrap_layers(
+        model,
+        recipe.model,
+        cast_to=job.compute_dtype if has_copies else None,
+        compile_layers=compiles,
+    )
+
+    # Without FSDP2 the model is already on its device.
+    if accelerator.is_fsdp2:
+        with START.part("sharding"):
+            model = shard(
+                accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered
+            )
+    optimizer = build_optimizer(model, recipe.optimizer, exact=exact)
+    set_weights(hf, values, optimizer, exact=exact)
+    allocate_gradient_sums(job, accelerator, model)
+    optimizer.materialise()
+
+    assembly = Assembly(
+        hf, model, optimizer, precision, describe_surroundings(job, model, fused, compiles=compiles)
+    )
+    audit_precisions(job, accelerator, assembly, console or Console(0, enabled=False))
+    return assembly
 
 
 def build_model(job: Job, accelerator: Accelerator) -> tuple[PreTrainedModel, dict[str, Tensor]]:

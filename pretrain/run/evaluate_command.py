@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
 from pretrain.precision.settings import OPTIONS, PRECISIONS
-from pretrain.run.assembly import Assembly
+from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.job import Job, prepare_job
@@ -36,14 +36,9 @@ from pretrain.settings.config import branch_checkpoint, load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
-# The type of `assemble` in train_accelerate.py, which builds a model that is ready to train.
-Assemble = Callable[[Job, Accelerator], Assembly]
 
-
-def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
+def main(parsed: argparse.Namespace) -> int:
     """Evaluate as the command line requests, and return 0.
-
-    assemble: `assemble` of train_accelerate.py.
 
     Raises InputError if the recipe or the weights cannot be evaluated.
     """
@@ -71,7 +66,7 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
             with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
             recipe = recipe.model_copy(update={"data": with_dataset.data})
         job = prepare_job(recipe, accelerator, overrides)
-        _evaluate(job, accelerator, notices, parsed.resume, assemble)
+        _evaluate(job, accelerator, notices, parsed.resume)
         end_processes(accelerator)
     return 0
 
@@ -139,13 +134,7 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     return [f"precision={setting}", "fp8_config.on_unsupported=emulate", *removed]
 
 
-def _evaluate(
-    job: Job,
-    accelerator: Accelerator,
-    notices: Iterable[str],
-    resume_from: str,
-    assemble: Assemble,
-) -> None:
+def _evaluate(job: Job, accelerator: Accelerator, notices: Iterable[str], resume_from: str) -> None:
     """Print the held-out loss in each precision of the recipe.
 
     If one of them is quantized, also print the loss in BF16.
