@@ -50,7 +50,7 @@ RUNS = {
         "generate text with a finished run or an exported model",
     ),
     "flops": (
-        "pretrain.plan.flops_table",
+        "pretrain.run.flops_table",
         "list a model's FLOPs per token by each definition of MFU",
     ),
     "matrix": (

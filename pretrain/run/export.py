@@ -49,12 +49,12 @@ from pretrain.metrics.run_record import (
 )
 from pretrain.model import huggingface as model
 from pretrain.optimizer.exact_weights import master_of
-from pretrain.plan.tokenizer import fingerprint_in_use, load_tokenizer
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.data import Data
 from pretrain.run.run import Run, best_evaluation
 from pretrain.run.served import served_weights
+from pretrain.run.tokenizer import fingerprint_in_use, load_tokenizer
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 

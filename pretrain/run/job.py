@@ -50,12 +50,12 @@ from pretrain.plan.checks import (
 )
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
-from pretrain.plan.tokenizer import encoded_prompt, fingerprint_at, load_tokenizer, with_tokens
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
 from pretrain.run.data import Data, check_labels, check_tokens, document_limit, open_data
+from pretrain.run.tokenizer import encoded_prompt, fingerprint_at, load_tokenizer, with_tokens
 from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of
 from pretrain.settings.recipe import Recipe
 

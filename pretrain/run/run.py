@@ -34,10 +34,10 @@ from pretrain.observe.observers import Observers, is_due
 from pretrain.observe.profile import StepProfile
 from pretrain.optimizer import adamw
 from pretrain.plan.rendering import render
-from pretrain.plan.tokenizer import fingerprint_in_use
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
+from pretrain.run.tokenizer import fingerprint_in_use
 from pretrain.settings.config import resolved
 
 

@@ -23,8 +23,8 @@ from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.huggingface import load_config
 from pretrain.model.sharding import gathered
-from pretrain.plan.tokenizer import encoded_prompt, positions_of, tokenizer_in
 from pretrain.run.run import Run
+from pretrain.run.tokenizer import encoded_prompt, positions_of, tokenizer_in
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
 from pretrain.settings.recipe import ModelSettings
 

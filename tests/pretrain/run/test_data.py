@@ -13,8 +13,8 @@ from transformers import GPT2Config, LlamaConfig
 from foundation.errors import InputError
 from packing.arrow import Pack, write_packs
 from packing.settings import DataSettings
-from pretrain.plan.tokenizer import fingerprint_at, with_tokens
 from pretrain.run.data import Data, check_labels, check_tokens, document_limit, open_data
+from pretrain.run.tokenizer import fingerprint_at, with_tokens
 from pretrain.settings.recipe import ModelSettings
 
 

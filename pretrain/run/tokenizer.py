@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import (
     AutoTokenizer,
@@ -28,6 +28,7 @@ from packing.settings import DataSettings, split_revision
 from packing.store import training_parts
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config
+from pretrain.run.data import Data
 from pretrain.settings.recipe import ModelSettings
 
 # The vocabulary size of a model from scratch is rounded up to a multiple of this number. Every
@@ -46,20 +47,6 @@ PROBES = (
     "\u4f60\u597d\uff0c\u4e16 \u3053\u3093 \u0645\u0631 \u0928\u092e\u0938\u094d\u0924\u0947",
     "\U0001f600\U0001f469\u200d\U0001f4bb \u00a0\u3000\u200b\ufeff \u2581a \x00\x07",
 )
-
-
-class Data(Protocol):
-    """Interface of `pretrain.run.data.Data` (the open packs of a run) that this file uses."""
-
-    @property
-    def tokenizer(self) -> Mapping[str, Any]:
-        """Return the description of the tokenizer with which the packs were made.
-
-        It has the keys of `TextTokenizer.describe`. It is empty if the packs have no description.
-        """
-
-    def beside(self, name: str) -> Path | None:
-        """Return the file `name` in the folder of the packs, or None if it does not exist."""
 
 
 def with_tokens(

@@ -10,7 +10,7 @@ from foundation.units import markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.plan.rendering import shape_lines
-from pretrain.plan.tokenizer import with_tokens
+from pretrain.run.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 

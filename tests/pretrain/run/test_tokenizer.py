@@ -21,7 +21,7 @@ from packing.settings import DataSettings
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from packing.tokenizer import save_tokenizer, train_tokenizer
 from pretrain.model.huggingface import load_config
-from pretrain.plan.tokenizer import encoded_prompt, load_tokenizer, tokens_of
+from pretrain.run.tokenizer import encoded_prompt, load_tokenizer, tokens_of
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 from tests.conftest import ROOT
