@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import Settings, parse
+from foundation.settings import parse
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.settings import (
     ACCELERATE_SWITCHES,
@@ -94,15 +94,6 @@ class _Fp8Config(LowPrecisionSettings):
 
     # mypy does not accept a Literal whose values are computed at run time.
     recipe: PrecisionName = BY_ACCELERATE[_FP8].name  # type: ignore[valid-type]
-
-
-class _File(Settings):
-    """The section of an Accelerate configuration that is read here.
-
-    Because of this class, messages begin with `fp8_config.`, followed by the key in the section.
-    """
-
-    fp8_config: _Fp8Config
 
 
 def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
@@ -276,7 +267,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
                     switch,
                     PRECISIONS[switched_on].options["fp8_format"],
                 )
-    config = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
+    config = parse(_Fp8Config, values, f"{_ORIGIN}: fp8_config")
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
         raise InputError(
@@ -461,12 +452,8 @@ def _correct_fsdp(
         replicas = 1
         environ["ACCELERATE_USE_FSDP"] = "false"
         ignored.append("FSDP (each process stores the whole model)")
-    # Each decoder layer is a shard group. Accelerate reads the name of the layers' class from the
-    # model. Remove the class in the configuration, because it may be the class of another model.
-    environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     if environ.pop("FSDP_IGNORED_MODULES", None):
         ignored.append("`fsdp_ignored_modules` (every module is always sharded)")
-    environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
     if on_cpus and is_true(environ, "FSDP_OFFLOAD_PARAMS"):
         environ["FSDP_OFFLOAD_PARAMS"] = "false"
         ignored.append("`fsdp_offload_params` (the parameters are on the CPU anyway)")

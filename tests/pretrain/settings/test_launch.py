@@ -138,14 +138,14 @@ def test_accelerates_defaults_count_only_if_the_precision_has_the_key(
     [
         (
             {"recpie": "nvfp4"},
-            r"`fp8_config.recpie`: unknown key; did you mean `fp8_config.recipe`\?",
+            r"fp8_config: `recpie`: unknown key; did you mean `recipe`\?",
         ),
-        ({"recipe": "mxfp"}, r"`fp8_config.recipe`: .*'mxfp8'.* 'mxfp'"),
+        ({"recipe": "mxfp"}, r"fp8_config: `recipe`: .*'mxfp8'.* 'mxfp'"),
         (
             {"recipe": "bf16"},
             r"`fp8_config.recipe: bf16` is not a quantized precision; set `mixed_precision: bf16`",
         ),
-        ({"fp8_format": "E5M2"}, r"`fp8_config.fp8_format`: .*'HYBRID' or 'E4M3'"),
+        ({"fp8_format": "E5M2"}, r"fp8_config: `fp8_format`: .*'HYBRID' or 'E4M3'"),
         ({"interval": 4}, r"`fp8_config.interval: 4` has no effect; remove this key"),
         (
             {"override_linear_precision": [False, True, False]},
@@ -482,10 +482,6 @@ def test_a_file_that_accelerate_writes_trains(
         and environ["ACCELERATE_DYNAMO_BACKEND"] == "NO"
     )
     if becomes == SHARDED:
-        assert (
-            environ["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
-            and "FSDP_TRANSFORMER_CLS_TO_WRAP" not in environ
-        )
         assert "FSDP_IGNORED_MODULES" not in environ
         assert {
             environ[f"FSDP_{key}"]
