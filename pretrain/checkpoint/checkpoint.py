@@ -452,7 +452,8 @@ class Staging:
         The next call overwrites the copies. Return None if the host has too little free memory.
         """
         tensors = [tensor for group in files.values() for tensor in group.values()]
-        needed = sum(_rounded(tensor.nbytes) for tensor in tensors)
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        needed = sum(sizes)
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if self._memory.numel() < needed:
             if needed * processes_on_host() > SHARE * free_memory():
@@ -465,14 +466,13 @@ class Staging:
                     "stops training for longer"
                 )
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
-        start = 0
+        slots = iter(self._memory[:needed].split(sizes))
         for file, group in files.items():
             for name, tensor in group.items():
-                slot = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+                slot = next(slots)[: tensor.nbytes].view(tensor.dtype)
                 copies[file][name] = slot.view(tensor.shape).copy_(
                     tensor.detach(), non_blocking=True
                 )
-                start += _rounded(tensor.nbytes)
         if device:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -502,11 +502,6 @@ def free_memory() -> int:
                 used = int((folder / "memory.current").read_text()) - cached
                 free = min(free, int((folder / "memory.max").read_text()) - used)
     return free
-
-
-def _rounded(count: int) -> int:
-    """Round `count`, a number of bytes, up to a multiple of ALIGNMENT."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass
