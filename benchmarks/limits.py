@@ -76,7 +76,7 @@ def measure(recipe: Recipe) -> dict[str, Any]:
     """Return the TFLOP/s of all products, and the minimum seconds of a step, by precision."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = recipe.data.length * (
-        1 if recipe.batch.microbatch_is_searched else recipe.batch.microbatch
+        1 if recipe.batch.microbatch == "auto" else recipe.batch.microbatch
     )
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
     products = stacked_products(flops)

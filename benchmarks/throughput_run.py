@@ -63,7 +63,7 @@ class Settings:
     def loaded(self) -> Recipe:
         """Return the recipe. Raises InputError if it leaves open a setting that all ways share."""
         recipe = load_recipe(self.recipe)
-        if recipe.batch.microbatch_is_searched or "vocab_size" not in (recipe.model.config or {}):
+        if recipe.batch.microbatch == "auto" or "vocab_size" not in (recipe.model.config or {}):
             raise InputError(
                 f"{self.recipe}: the ways share a microbatch and a vocabulary; set "
                 "`batch.microbatch` to a number of packs, and `model.config.vocab_size`"

@@ -106,7 +106,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         f"{data.length * (world_size or 1)}, or start at most {packs} processes",
     )
     _require(
-        not (batch.microbatch_is_searched and recipe.deterministic),
+        not (batch.microbatch == "auto" and recipe.deterministic),
         "`batch.microbatch: auto` chooses a size by the free memory, but `deterministic: true` "
         "needs the same microbatches in all runs; set `batch.microbatch` to a number. `--plan "
         "deterministic=false` estimates the largest number that fits",

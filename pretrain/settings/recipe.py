@@ -109,11 +109,6 @@ class BatchSettings(Settings):
     # the memory.
     microbatch: Literal["auto"] | PositiveCount = "auto"
 
-    @property
-    def microbatch_is_searched(self) -> bool:
-        """Return True if `microbatch` is `auto`."""
-        return self.microbatch == "auto"
-
 
 class OptimizerSettings(Settings):
     """The optimizer is always AdamW."""
