@@ -205,8 +205,6 @@ def build(
         with console.progress("finding the microbatch"):
             microbatch = startup.choose_microbatch(job, assembly, resumed, accelerator)
         job = job.with_settings("batch", microbatch=microbatch)
-    if source:
-        checkpoints.abandon_newer(state.step)
 
     run = Run(
         job=job,
@@ -236,6 +234,7 @@ def build(
         later_bytes=6 * job.plan.flops.parameters * bool(job.recipe.log.gap),
     )
     if source:
+        checkpoints.abandon_newer(state.step)
         checkpointing.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
     run.introduce(notes)

@@ -356,9 +356,8 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     require_restored(source, run.assembly)
     schedule = run.precision.schedule
     names = [active.precision.name for active in schedule.precisions()]
-    if not source.is_branch and source.record["precision"] in names:
-        name = source.record["precision"]
-    else:
+    name = source.record["precision"]
+    if source.is_branch or name not in names:
         name = schedule.at(run.state.step + 1).precision.name
     run.precision.use(name)
     if needs_new_histories(source, run.assembly, run.job):

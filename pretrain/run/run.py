@@ -193,10 +193,9 @@ class Run:
         frozen = 0.0
         if decision.proceed:
             frozen = adamw.frozen_share(self.assembly.optimizer, self.accelerator)
-        warnings = [*self.health.warnings_of(state.step, frozen, batches.valid_tokens, losses)]
         if decision.reason and decision.action in ("update", "skip"):
-            warnings.insert(0, decision.reason)
-        for warning in warnings:
+            self.console.warning(decision.reason)
+        for warning in self.health.warnings_of(state.step, frozen, batches.valid_tokens, losses):
             self.console.warning(warning)
         record = {
             "step": state.step,
