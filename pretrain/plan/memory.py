@@ -88,10 +88,10 @@ class Devices:
     count: int = 1
     # True with FSDP2: parameters, gradients and moments are distributed over the devices.
     sharded: bool = False
-    # The name of the device. None if it is not known.
-    name: str | None = None
-    # Bytes of memory of one device. None if it is not known.
-    memory: int | None = None
+    # The name of the device.
+    name: str = "device"
+    # Bytes of memory of one device.
+    memory: float = math.inf
     # True if weights are gathered and gradients are reduced only once a step
     # (pretrain.model.sharding). False if this is done for each use of a layer.
     gathered: bool = False

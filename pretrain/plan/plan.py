@@ -141,8 +141,11 @@ class Plan:
         """
         if self.microbatch:
             return self.microbatch
-        limit = self.devices.memory or math.inf
-        return max(size for size in self.microbatch_sizes if size == 1 or self.takes(size) <= limit)
+        return max(
+            size
+            for size in self.microbatch_sizes
+            if size == 1 or self.takes(size) <= self.devices.memory
+        )
 
     # ── The whole run ──
 
@@ -296,7 +299,7 @@ class Plan:
         recipe = self.recipe
         batch = recipe.batch
         needed = self.takes(self.expected_microbatch) / units.GIB
-        available = (self.devices.memory or math.inf) / units.GIB
+        available = self.devices.memory / units.GIB
         # Map each warning to a value that is true if the warning applies.
         warnings = {
             f"a device needs about {units.memory(needed)}, which may not fit into its memory of "
@@ -354,8 +357,8 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     """Return a copy of `plan` that uses free memory to save time.
 
     If the memory of a device suffices, the chunks of the loss are larger in the copy, and layers
-    keep rotated queries, keys and values. For CPUs, and for devices whose memory is not known, the
-    chunks have the default size, and layers do not keep rotated tensors.
+    keep rotated queries, keys and values. For CPUs, the chunks have the default size, and layers do
+    not keep rotated tensors.
 
     gathered: True if weights are gathered only once a step. None: `fits_gathered` determines it.
     """
@@ -363,7 +366,7 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
         gathered = fits_gathered(plan)
     devices = replace(plan.devices, gathered=gathered)
     plan = replace(plan, devices=devices, chunk=None, keeps_rotated=False)
-    if devices.memory is None or devices.name == "CPU":
+    if devices.name == "CPU":
         return plan
     most = min(max(1, FULL_SPEED // plan.recipe.data.length), plan.expected_microbatch)
     packs = plan.microbatch or max(
@@ -392,8 +395,5 @@ def _longer_chunk(plan: Plan, packs: int) -> int | None:
 
 
 def _fits(plan: Plan, packs: int) -> bool:
-    """Return True if a microbatch of `packs` packs fits into the memory of a device.
-
-    If the memory is not known, return True.
-    """
-    return plan.takes(packs) <= (1 - KEPT_FREE) * (plan.devices.memory or math.inf)
+    """Return True if a microbatch of `packs` packs fits into the memory of a device."""
+    return plan.takes(packs) <= (1 - KEPT_FREE) * plan.devices.memory

@@ -59,7 +59,7 @@ def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
 def _devices_line(plan: Plan) -> str:
     """Return the number and the name of the devices, and how the weights are sharded over them."""
     devices = plan.devices
-    line = f"{devices.count} x {devices.name or 'device'}"
+    line = f"{devices.count} x {devices.name}"
     if not devices.sharded:
         return line
     replicas = f"{devices.replicas} replicas of {devices.shards} " if devices.replicas > 1 else ""
@@ -172,7 +172,6 @@ def _time_line(plan: Plan) -> str:
 def _memory_lines(plan: Plan) -> list[str]:
     """Return a line about the total memory of a device, and one line about each part of it."""
     size = plan.expected_microbatch
-    limit = f" of {units.memory(plan.devices.memory / GIB)}" if plan.devices.memory else ""
     searched = "" if plan.microbatch else "; auto finds the largest that fits by trial"
     parts = plan.memory(size)
     width = max(map(len, parts))
@@ -181,7 +180,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     if plan.host_memory:
         host = f", and {units.memory(plan.host_memory / GIB)} of host memory (optimizer.offload)"
     return [
-        f"about {total}{limit} per device for tensors, with {plural(size, 'pack')} per "
-        f"microbatch{searched}{host}",
+        f"about {total} of {units.memory(plan.devices.memory / GIB)} per device for tensors, with "
+        f"{plural(size, 'pack')} per microbatch{searched}{host}",
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
     ]

@@ -175,7 +175,7 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
     fits = takes <= target.memory
     # `plan.devices.memory` is the part of the target's memory that a plan should use.
     remark = ""
-    if takes > cast(int, plan.devices.memory):
+    if takes > plan.devices.memory:
         remark = ": barely fits" if fits else ": does not fit"
     microbatches = -(-plan.packs_per_rank // size)
     shards = " in shards" if plan.devices.sharded else ""
