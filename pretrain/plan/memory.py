@@ -153,7 +153,7 @@ def step_memory(
 
     flops: the FLOPs and sizes of the model.
     precision: the precision of the step.
-    layers: the memory of each layer, in order. Empty if all layers are compiled and none is fused.
+    layers: the memory of each layer, in order.
     microbatch: number of packs in a microbatch.
     loss: the loss settings, with the chunk that was chosen for `loss.chunk: auto`.
     keeps_rotated: True if layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
@@ -166,10 +166,7 @@ def step_memory(
     low_head = precision.quantized and recipe.fp8_config.scope != "linear"
     # FP32 weights need BF16 working copies. With shards, the gathered weights are these copies.
     has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
-    compiled = compiled_layer(flops, precision, layouts, {})
-    layers = _as_recomputed(
-        layers or [compiled] * flops.shape.layers, recipe.model, keeps_rotated=keeps_rotated
-    )
+    layers = _as_recomputed(layers, recipe.model, keeps_rotated=keeps_rotated)
     gathered, sums, sent = _values_with_shards(flops, devices, head)
     gradients = values * BYTES[recipe.gradients_kept_in]
     gap_gradients = 4 * sums if devices.gathered else gradients

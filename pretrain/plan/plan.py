@@ -48,8 +48,8 @@ class Plan:
     # Mean over tokens of the length of the document that contains the token. The FLOPs of attention
     # per token are proportional to this mean.
     mean_squared: float
-    # Map the name of each precision of the run to the memory of each layer. Empty if all layers are
-    # compiled and none is fused.
+    # Map the name of each precision of the run to the memory of each layer. Empty until the layers
+    # have been assessed for the devices.
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
     # Number of training packs. None for a stream, or if the packs of the plan do not exist yet.
     packs: int | None = None
@@ -220,9 +220,9 @@ class Plan:
         `active`, divided by the FLOPs of the model.
         The result is empty if `active` is not quantized, or if the model has no experts.
         """
-        layers = self.layers.get(active.precision.name)
-        if not (active.precision.quantized and self.flops.expert_weights and layers):
+        if not (active.precision.quantized and self.flops.expert_weights):
             return {}
+        layers = self.layers[active.precision.name]
         share = TRAINED * self.flops.expert_weights / self.flops_per_token
         return {reason: share * part for reason, part in layers[-1].experts_left_out.items()}
 
@@ -245,19 +245,18 @@ class Plan:
 
         microbatch: the number of packs in a microbatch.
         """
-        layers = self.layers or {self.schedule.at(1).precision.name: ()}
         estimates = [
             step_memory(
                 self.recipe,
                 self.flops,
                 self.devices,
                 precision_called(name),
-                of_precision,
+                layers,
                 microbatch,
                 self.loss,
                 keeps_rotated=self.keeps_rotated,
             )
-            for name, of_precision in layers.items()
+            for name, layers in self.layers.items()
         ]
         return max(estimates, key=lambda parts: sum(parts.values()))
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.checks import steps_of
+from pretrain.plan.memory import LayerMemory, compiled_layer
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
@@ -49,6 +50,16 @@ def schedule_of(
     """Return the schedule of a recipe: `active` until a step or to the end, then `later`."""
     steps = steps_of(recipe.train, recipe.batch.tokens, packs, recipe.data.length)
     return PrecisionSchedule([(until, active), *later], steps)
+
+
+def compiled_layers(flops: ModelFlops, schedule: PrecisionSchedule) -> dict[str, list[LayerMemory]]:
+    """Map each precision of the schedule to the memory of layers of which none is fused."""
+    layers = {}
+    for active in schedule.precisions():
+        precision = active.precision
+        layer = compiled_layer(flops, precision, precision.layouts_on(None), {})
+        layers[precision.name] = [layer] * flops.shape.layers
+    return layers
 
 
 QWEN3 = {

@@ -14,7 +14,14 @@ from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import Plan
 from tests.conftest import ROOT
 from tests.pretrain.conftest import QUANTIZED, active_in
-from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
+from tests.pretrain.plan.plan_recipe import (
+    QWEN3,
+    compiled_layers,
+    flops_of,
+    on_meta,
+    recipe,
+    schedule_of,
+)
 
 EXACT = {"weights": "bf16_exact"}
 HEAD = {"fp8_config": {"scope": "linear+head"}}
@@ -36,7 +43,9 @@ def plan(model: PreTrainedModel, precision: str, devices: Devices, **changes: An
     )
     settings = recipe(**changes)
     schedule = schedule_of(settings, active)
-    return Plan(settings, schedule, devices, flops_of(model), mean_squared=745.0)
+    flops = flops_of(model)
+    layers = compiled_layers(flops, schedule)
+    return Plan(settings, schedule, devices, flops, mean_squared=745.0, layers=layers)
 
 
 def layers(

@@ -20,7 +20,14 @@ from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.run.job import check_host_memory, cuda_graphs
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.conftest import active_in
-from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
+from tests.pretrain.plan.plan_recipe import (
+    QWEN3,
+    compiled_layers,
+    flops_of,
+    on_meta,
+    recipe,
+    schedule_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,9 @@ def plan(
         values["schedule"] = schedule_of(
             settings, active_in("bf16", "torch"), packs=values["packs"]
         )
-    return Plan(settings, devices=devices or Devices(), flops=flops_of(model), **values)
+    flops = flops_of(model)
+    values = {"layers": compiled_layers(flops, values["schedule"])} | values
+    return Plan(settings, devices=devices or Devices(), flops=flops, **values)
 
 
 def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> None:
