@@ -82,13 +82,13 @@ class Checkpoints:
         folder: Folder of the checkpoints, on a disk that all processes share.
         keep: Number of newest checkpoints to keep.
         before: Step at which the decay of the learning rate begins. The newest checkpoint that is
-            not later than this step is also kept. With None, no further checkpoint is kept.
+            not later than this step is also kept. With 0, no further checkpoint is kept.
 
     Attributes:
         damaged: Folders of the damaged checkpoints that `newest` has found.
     """
 
-    def __init__(self, folder: Path, keep: int, *, before: int | None = None) -> None:
+    def __init__(self, folder: Path, keep: int, *, before: int = 0) -> None:
         self.folder = folder
         self.keep = keep
         self.before = before
@@ -298,10 +298,8 @@ class Checkpoints:
             for path in step_folders(self.folder)
             if step_of(path) <= step_of(newest) and path not in self.damaged
         ]
-        kept_steps = {spared}
-        if self.before is not None:
-            early = [step_of(path) for path in candidates if step_of(path) <= self.before]
-            kept_steps.update(early[:1])
+        early = [step_of(path) for path in candidates if step_of(path) <= self.before]
+        kept_steps = {spared, *early[:1]}
         on_disk.remove(
             self.folder,
             [path for path in candidates[self.keep :] if step_of(path) not in kept_steps],

@@ -277,20 +277,19 @@ class Plan:
         run may write fewer checkpoints. Then only the written checkpoints are counted.
         """
         settings = self.recipe.checkpoint
-        decay = self.before_decay
         every = settings.every or self.steps
         written = (self.steps - 1) // every + settings.at_end
-        is_early_kept = decay is not None and every <= decay
+        is_early_kept = every <= self.before_decay
         return min(settings.keep + 1 + is_early_kept, written) + settings.best
 
     @property
-    def before_decay(self) -> int | None:
+    def before_decay(self) -> int:
         """Return the last step before the decay of the learning rate at the end of the run.
 
-        Return None if the schedule has no such decay. A longer run can branch from a checkpoint of
+        Return 0 if the schedule has no such decay. A longer run can branch from a checkpoint of
         this step or of an earlier step.
         """
-        return decay_begins(self.recipe.schedule, self.steps)
+        return decay_begins(self.recipe.schedule, self.steps) or 0
 
     @property
     def warnings(self) -> list[str]:

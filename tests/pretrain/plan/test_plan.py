@@ -148,7 +148,7 @@ def test_a_microbatch_is_at_most_the_setting_with_as_few_passes(
 def test_a_run_that_decays_keeps_a_checkpoint_before_the_decay(
     qwen3: PreTrainedModel,
 ) -> None:
-    def checkpoints(**changes: Any) -> tuple[int | None, int]:
+    def checkpoints(**changes: Any) -> tuple[int, int]:
         changed = Recipe.model_validate(recipe().model_dump(exclude_unset=True) | changes)
         run_plan = plan(qwen3, changed)
         return run_plan.before_decay, run_plan.checkpoints_at_once
@@ -157,14 +157,14 @@ def test_a_run_that_decays_keeps_a_checkpoint_before_the_decay(
     assert checkpoints(**end) == (2221, 5), (
         "2,776 steps, of which 555 decay: three kept, one before the decay, one being written"
     )
-    assert checkpoints(**end, schedule={"kind": "cosine"}) == (None, 4)
+    assert checkpoints(**end, schedule={"kind": "cosine"}) == (0, 4)
     assert checkpoints(checkpoint={"every": 2500, "keep": 3}) == (2221, 2), (
         "the first regular checkpoint is saved during the decay"
     )
     short = {"train": {"steps": 1000}, "schedule": {"kind": "cosine"}}
     for at_end, written in ((True, 2), (False, 1)):
         settings = {"every": 500, "keep": 3, "at_end": at_end}
-        assert checkpoints(**short, checkpoint=settings) == (None, written), (
+        assert checkpoints(**short, checkpoint=settings) == (0, written), (
             "the last step is saved only at the end"
         )
 

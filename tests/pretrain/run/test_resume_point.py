@@ -347,7 +347,7 @@ def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
     job.recipe.checkpoint = SimpleNamespace(keep=10)
     job.recipe.loss = SimpleNamespace(chunk=64)
     job.plan.loss = SimpleNamespace(tokens_at_once=64)
-    job.plan.before_decay = None
+    job.plan.before_decay = 0
     job.plan.schedule.switched_to_bf16_after = lambda step: job.plan.schedule
     job.with_plan = job.with_settings = lambda *_, **values: job
     with pytest.raises(InputError, match="seed: saved 0, now 1"):
