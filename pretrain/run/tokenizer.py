@@ -115,8 +115,6 @@ def tokens_of(
         )
     values = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
     for role, name in ROLES.items():
-        if f"{role}_id" not in tokenizer:
-            continue
         key = f"{role}_token_id"
         token = tokenizer[f"{role}_id"]
         ids = given.get(key)
