@@ -85,7 +85,7 @@ from pretrain.run import (
     streaming,
 )
 from pretrain.run.assembly import assemble
-from pretrain.run.job import Job, Purpose, prepare_job
+from pretrain.run.job import Job, prepare_job
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
@@ -127,8 +127,9 @@ def launch(arguments: argparse.Namespace) -> int:
     # The run folder is checked first, because preparing the packs may take hours.
     if not arguments.plan:
         distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
-    purpose: Purpose = "plan" if arguments.plan else "run"
-    job = prepare_job(recipe, accelerator, arguments.overrides, purpose=purpose)
+    job = prepare_job(
+        recipe, accelerator, arguments.overrides, purpose="plan" if arguments.plan else "run"
+    )
     console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)

@@ -170,8 +170,9 @@ class Checkpoints:
 
         def complete(records: list[FileRecord]) -> None:
             if self.rank == 0:
-                manifest = Manifest(step, self.world_size, records, **index)
-                on_disk.complete(final, manifest, state_json)
+                on_disk.complete(
+                    final, Manifest(step, self.world_size, records, **index), state_json
+                )
                 self._prune(final, spared)
                 say(f"saved {final} in {time.perf_counter() - start:.3g} s{stopped}")
 
