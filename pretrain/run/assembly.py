@@ -23,7 +23,7 @@ from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import shard, take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
-from pretrain.model.gradients import RankSums, attach_main_gradients, local_part
+from pretrain.model.gradients import RankSums, attach_main_gradients
 from pretrain.model.huggingface import (
     build,
     build_on_first_rank,
@@ -134,7 +134,6 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     docs/architecture.md explains the order.
     """
     recipe = job.recipe
-    exact = recipe.weights == "bf16_exact"
     # `hf` is the Hugging Face model. `values` maps names of parameters to their initial values.
     hf, values = build_model(job, accelerator)
     model, precision, fused = convert_model(job, hf, accelerator.device)
@@ -158,8 +157,8 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
             model = shard(
                 accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered
             )
-    optimizer = build_optimizer(model, recipe.optimizer, exact=exact)
-    set_weights(hf, values, optimizer, exact=exact)
+    optimizer = build_optimizer(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
+    set_weights(hf, values, optimizer)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
 
@@ -302,28 +301,22 @@ def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers 
     return other_dtype or emulates or fused is not None or accelerator.num_processes > 1
 
 
-def set_weights(
-    hf: PreTrainedModel, values: dict[str, Tensor], optimizer: ExactAdamW, *, exact: bool
-) -> None:
+def set_weights(hf: PreTrainedModel, values: dict[str, Tensor], optimizer: ExactAdamW) -> None:
     """Load `values`, which `build_model` has returned, into parameters that are on their devices.
 
     hf: the model.
     values: map names of parameters to values. Each value is removed from the dict when it is
         loaded, so that its memory can be used for the next parameter.
-    exact: True for `weights: bf16_exact`. Then the optimizer stores the lower 16 bits of each FP32
+    optimizer: the optimizer. With `weights: bf16_exact`, it stores the lower 16 bits of each FP32
         value as a remainder.
     """
-    dtype = torch.float32 if exact else hf.dtype
+    dtype = torch.float32 if optimizer.exact else hf.dtype
     for name, parameter in hf.named_parameters():
         value = values.pop(name, None)
         if isinstance(parameter, DTensor):
             value = part_from_first(value, parameter, dtype)
-        elif value is None:
-            continue
-        if exact:
+        if value is not None:
             optimizer.set_master(parameter, value)
-        else:
-            local_part(parameter).copy_(value)
 
 
 @START.part("rehearsal")
