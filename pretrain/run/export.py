@@ -163,7 +163,7 @@ def checkpoint_of(source: Path) -> tuple[Path, Path]:
     """
     is_run = (source / "checkpoints").is_dir()
     run_dir = source if is_run else source.absolute().parent.parent
-    checkpoint = newest_in(source) if is_run else source
+    checkpoint = newest_in(source)
     if checkpoint == run_dir or not (run_dir / "config.yaml").is_file():
         raise InputError(
             f"{source}: this is neither a run folder with a checkpoint nor a checkpoint; choose a "

@@ -53,9 +53,8 @@ def main(options: argparse.Namespace) -> int:
             "--mfu: the MFU must not be above 1; for 40 % of the peak, write --mfu 0.4"
         )
     targets = [Target.parse(text) for text in options.on or USUAL]
-    recipe = load_recipe(options.recipe, options.overrides)
-    has_precision = recipe.precision is not None
-    recipe = _for_other_machines(recipe)
+    loaded = load_recipe(options.recipe, options.overrides)
+    recipe = _for_other_machines(loaded)
     accelerator, notices = as_launched(recipe)
     job = prepare_job(recipe, accelerator, options.overrides, purpose="elsewhere")
     plan = job.plan
@@ -79,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
         )
     )
     notes = [
-        *([] if has_precision else [WHY_DEFAULT]),
+        *([] if loaded.precision else [WHY_DEFAULT]),
         *_notes(plan, shares, is_mfu_stated=bool(options.mfu)),
         *_reasons(plans),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
@@ -96,10 +95,11 @@ def _for_other_machines(recipe: Recipe) -> Recipe:
     A recipe without a precision gets DEFAULT_PRECISION. If this machine does not support the
     precision, no error is raised, because the plan is for other machines.
     """
-    if recipe.precision is None:
-        recipe = recipe.model_copy(update={"precision": DEFAULT_PRECISION})
-    fp8_config = recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})
-    return with_precision(recipe.model_copy(update={"fp8_config": fp8_config}), os.environ)
+    changes = {
+        "precision": recipe.precision or DEFAULT_PRECISION,
+        "fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"}),
+    }
+    return with_precision(recipe.model_copy(update=changes), os.environ)
 
 
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
