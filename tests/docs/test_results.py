@@ -115,9 +115,9 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
     served = Endpoint.of({name: Scale.read(name) for name in names}, served_loss)
     rows = readmes_answers()
     for row, scale, cell in (
-        (3, "111m", "delayed_branch"),
-        (5, "14m", "mxfp8_branch"),
-        (6, "14m", "nvfp4_kept_branch"),
+        (4, "111m", "delayed_branch"),
+        (6, "14m", "mxfp8_branch"),
+        (7, "14m", "nvfp4_kept_branch"),
     ):
         difference = served.differences[scale, cell]
         percent = 100 / difference.baseline
@@ -126,7 +126,7 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
         loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
         loss = loss.replace("-0.0", "0").replace("-", "−")
         assert rows[row][3].startswith(loss), (rows[row], loss)
-    assert rows[4][3] == "FP8: no measurable difference"
+    assert rows[5][3] == "FP8: no measurable difference"
     assert served.verdict("14m", "delayed_branch") == EQUIVALENT
 
 
@@ -145,21 +145,24 @@ def test_readmes_speeds_are_those_of_the_result_files(monkeypatch: pytest.Monkey
     rows = readmes_answers()
     for gpu in ("h100", "h200"):
         file = RESULTS / f"speed/{gpu}_throughput.json"
-        ways = json.loads(file.read_text(encoding="utf-8"))["ways"]
-        bf16, delayed, head = (
-            ways[way]["tokens_per_second"]["median"]
-            for way in ("bf16_exact", "delayed_exact", "delayed_exact_head")
-        )
-        assert rows[0][2] == f"{delayed / bf16:.1f} times"
-        assert float(rows[1][2].split()[0]) == pytest.approx(head / bf16, abs=0.07)
+        delayed, head = gains_of_fp8(json.loads(file.read_text(encoding="utf-8")))
+        assert rows[1][2] == f"{delayed:.1f} times"
+        assert float(rows[2][2].split()[0]) == pytest.approx(head, abs=0.07)
+    file = RESULTS / "speed/h100_qwen2_5.json"
+    shapes = json.loads(file.read_text(encoding="utf-8"))["shapes"]
+    delayed, head = gains_of_fp8(shapes["Qwen2.5-7B"])
+    assert rows[0][2] == f"{head:.1f} times"
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"one of 7.6 billion {delayed:.1f} times as fast" in readme
+    assert f"{gains_of_fp8(shapes['Qwen2.5-0.5B'])[0]:.1f} times as fast. The loss" in readme
     lines = (RESULTS / "loss/h200_evidence_111m.jsonl").read_text(encoding="utf-8").splitlines()
     speeds = defaultdict(list)
     for run in map(json.loads, lines):
         speeds[run.get("cell")].append(run.get("tokens_per_second"))
     faster = statistics.median(speeds["delayed_branch"]) / statistics.median(speeds["bf16"])
-    assert rows[3][2] == f"{faster:.1f} times"
+    assert rows[4][2] == f"{faster:.1f} times"
     answers = json.loads((RESULTS / "loss/which.json").read_text(encoding="utf-8"))
-    assert rows[4][1:3] == ["BF16", "FP8: 1.0 times"]
+    assert rows[5][1:3] == ["BF16", "FP8: 1.0 times"]
     assert "delayed: equivalent, not worth it" in answers["dense_delayed"]["answer"]
 
 
@@ -230,10 +233,19 @@ def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
     middle = percent * delayed.served.mean
     half = percent * delayed.served.anytime_half_width(protocol.error)
     loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
-    assert readmes_answers()[2][2:] == ["1.2 times", loss.replace("-", "−")]
+    assert readmes_answers()[3][2:] == ["1.2 times", loss.replace("-", "−")]
     low, high = delayed.gain_interval
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"{delayed.gain:.2f} times ({low:.2f} to {high:.2f}) BF16's speed" in readme
+
+
+def gains_of_fp8(result: dict[str, Any]) -> list[float]:
+    """Return the speed of FP8, and of FP8 with the head in FP8, divided by BF16's speed."""
+    bf16, delayed, head = (
+        result["ways"][way]["tokens_per_second"]["median"]
+        for way in ("bf16_exact", "delayed_exact", "delayed_exact_head")
+    )
+    return [delayed / bf16, head / bf16]
 
 
 def readmes_answers() -> list[list[str]]:
