@@ -50,10 +50,11 @@ class Timeline:
             parent = process.parent()
             if parent and not LAUNCHERS.isdisjoint(parent.cmdline()):
                 self._seconds["launcher"] = self._since - parent.create_time()
-        # Make the launch time of this process exact. psutil computes this time from the time of the
-        # boot, rounded down to whole seconds.
-        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        self._since += booted - psutil.boot_time()
+        # Make the launch time of this process exact. On Linux, psutil computes this time from the
+        # time of the boot, rounded down to whole seconds.
+        if hasattr(time, "CLOCK_BOOTTIME"):
+            booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+            self._since += booted - psutil.boot_time()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
