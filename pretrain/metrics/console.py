@@ -184,7 +184,9 @@ class Console:
         includes the time between steps. It excludes the first step of this process, because that
         step compiles the model.
         """
-        first, ended = self._first_end or (step, 0.0)
+        if self._first_end is None:
+            return "…"
+        first, ended = self._first_end
         if step <= first:
             return "…"
         seconds_per_step = (time.monotonic() - ended) / (step - first)

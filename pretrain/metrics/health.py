@@ -321,14 +321,15 @@ class Health:
             return StepDecision(
                 "skip", f"step {step} skipped: {reason} ({state.skipped_steps} skipped so far)"
             )
-        remedy = (
-            "If the data of this step is correct, lower `optimizer.learning_rate` or "
-            "`optimizer.clip`"
-        )
         if key == "on_nan":
+            restart = "start again in another `run_dir`"
+            if can_go_back:
+                restart = "resume from an earlier checkpoint"
+            remedy = f"Lower `optimizer.learning_rate` or raise `schedule.warmup`, and {restart}"
+        else:
             remedy = (
-                "Lower `optimizer.learning_rate` or raise `schedule.warmup`. Then either resume "
-                "from an earlier checkpoint, or start again in another `run_dir`"
+                "If the data of this step is correct, lower `optimizer.learning_rate` or "
+                "`optimizer.clip`"
             )
         unchanged = _unchanged(step - 1 - state.consecutive_skips)
         alternatives = ", or ".join(
