@@ -132,11 +132,14 @@ def materialise(
 
     ids = np.take(tokens, index)
     shape = (last - first, layout.length)
-    rows = np.full(shape, fill_id | int(UNTRAINED), np.uint32)
+    padding = fill_id | int(UNTRAINED) if masked else fill_id
+    rows = np.full(shape, padding, np.uint32)
     rows[np.arange(layout.length) < filled[:, None]] = ids
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
     return [
-        Pack(row & ~UNTRAINED, row_lengths, trained=row < UNTRAINED if masked else None)
+        Pack(row & ~UNTRAINED, row_lengths, 0, row < UNTRAINED)
+        if masked
+        else Pack(row, row_lengths)
         for row, row_lengths in zip(rows, lengths, strict=True)
     ]
 
