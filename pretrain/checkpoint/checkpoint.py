@@ -238,8 +238,9 @@ class Checkpoints:
             return
         is_written = pending.written.done() and not pending.written.exception()
         parts = from_all_ranks(pending.written.result() if is_written else None)
-        if None not in parts:
-            records = [record for part in parts for record in part or ()]
+        written_parts = [part for part in parts if part is not None]
+        if len(written_parts) == self.world_size:
+            records = [record for part in written_parts for record in part]
             pending.completed = self._thread.submit(pending.complete, records)
 
     def wait(self) -> None:
