@@ -89,8 +89,8 @@ def at_the_end(steps: np.ndarray) -> np.ndarray:
 def as_text(value: Any, key: str = "") -> str:
     """Format the value of a setting for a report. `key` is the setting's dotted key.
 
-    Fingerprints and commit hashes are cut to 10 characters. Floats have 6 significant digits. None
-    is "not set", and booleans are spelled as in YAML.
+    Fingerprints and commit hashes are cut to 10 characters. Floats have no more digits than
+    necessary. None is "not set", and booleans are spelled as in YAML.
     """
     if key == "precision":
         value = label(value)
@@ -98,7 +98,9 @@ def as_text(value: Any, key: str = "") -> str:
         return {None: "not set", True: "true", False: "false"}[value]
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", value):
         return value[:10]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
@@ -132,9 +134,6 @@ class RunRecord:
     summary: dict[str, Any]
     # Content of audit.json, or an empty dict if the run has not written the file yet.
     audit: dict[str, Any] = field(default_factory=dict)
-    # Step of the written summary, which is the last file that a run writes. None if the run has not
-    # written it.
-    summary_step: int | None = None
     # True if the run temporarily shared its machine with other runs of a matrix. Then its speed
     # cannot be compared with the speed of other runs.
     side_by_side: bool = False
@@ -314,10 +313,15 @@ class RunRecord:
     def is_finished(self) -> bool:
         """Return True if the run has reached its last step and has then written its summary.
 
-        If the summary is for another step than the last step in metrics.jsonl, it is outdated, and
-        the run is not finished.
+        The summary is the last file that a run writes. If the summary is for another step than the
+        last step in metrics.jsonl, it is outdated, and the run is not finished. A summary that
+        cannot be read counts as missing.
         """
-        return self.summary_step == self.summary["steps"] and not self.is_unfinished
+        with suppress(InputError):
+            written_summary = _read_object(self.path / SUMMARY_FILE)
+            is_current = written_summary.get("steps") == self.summary["steps"]
+            return is_current and not self.is_unfinished
+        return False
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────
@@ -347,7 +351,6 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
         metrics=metrics,
         summary=summary(metrics),
         audit=_read_object(run_dir / "audit.json"),
-        summary_step=_read_object(run_dir / SUMMARY_FILE).get("steps"),
         side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
     )
 
