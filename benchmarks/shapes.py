@@ -169,8 +169,8 @@ SHAPES = {
     "Qwen3-30B-A3B (4 of 48 layers)": Shape(
         "benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, low=(E4M3,)
     ),
-    # Use `--tokens 524288` with these shapes. The microbatches are the largest ones that fit into
-    # 80 GB without recomputed activations. Qwen2.5-14B needs 141 GB.
+    # Use `--tokens 524288` with these shapes. From 1.5 billion parameters on, the microbatches are
+    # the largest ones that fit into 80 GB without recomputed activations. Qwen2.5-14B needs 141 GB.
     "Qwen2.5-0.5B": Shape(
         "benchmarks/qwen2_5.yaml",
         qwen2_5(896, 4864, 24, 14, 2, tied=True),
