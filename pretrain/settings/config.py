@@ -173,12 +173,17 @@ def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
 
     def replacement(match: re.Match[str]) -> str:
         name = match[1]
-        if name not in fields:
+        if name in fields:
+            return as_path_part(fields[name])
+        if name is None:
             raise InputError(
-                f"`{key}`: {path!r} contains {match[0]}, which is not a known name in braces; use "
-                f"a name such as {{{next(iter(fields))}}}, or remove the braces"
+                f"`{key}`: {path!r} has a brace without its counterpart; add the missing brace, or "
+                "remove all braces"
             )
-        return as_path_part(fields[name])
+        raise InputError(
+            f"`{key}`: {path!r} contains {{{name}}}, but {name!r} is not a known name; use a name "
+            f"such as {{{next(iter(fields))}}}"
+        )
 
     return re.sub(r"{(.*?)}|[{}]", replacement, path)
 

@@ -153,7 +153,7 @@ def test_cells_of_a_group_are_combined_with_its_axes_in_order(matrix):
         ),
         (
             {"run_dir": "runs/{name}"},
-            r"`run_dir`: 'runs/\{name\}' contains \{name\}, which is not a known name",
+            r"`run_dir`: 'runs/\{name\}' contains \{name\}, but 'name' is not a known name",
         ),
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir`"),
         (
