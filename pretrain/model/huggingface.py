@@ -351,7 +351,8 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     attention.check(model, length)
     if getattr(model.config, "output_router_logits", None):
         routing.check(model)
-    check_experts(model)
+    if is_mixture(model):
+        check_experts(model)
     check_loss(model.config, loss)
 
 

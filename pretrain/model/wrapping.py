@@ -25,7 +25,7 @@ from foundation.timeline import START
 from pretrain.model.experts import GroupedExperts, group_experts
 from pretrain.model.fused.arithmetic import Arithmetic, Implementation
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
-from pretrain.model.huggingface import decoder_layers
+from pretrain.model.huggingface import decoder_layers, is_mixture
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.routing import forget_logits
@@ -130,7 +130,8 @@ def convert(
     fused layers have their own Gemms.
     """
     engine: Any = context.backend
-    group_experts(hf, context)
+    if is_mixture(hf):
+        group_experts(hf, context)
     fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
     quantized = {name for name, decision in decisions.items() if decision.reason is None}
     for name, module in list(hf.named_modules()):
@@ -297,14 +298,13 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
     The weights of low-precision linear layers and of experts are exceptions: the cast weight gets
     the `main_grad` of the weight, and the matrix products add FP32 gradients to it directly.
     """
-    # Names of the parameters whose cast copies get the `main_grad` of the parameter.
-    directly_summed = [
-        name
-        for name, _ in module.named_parameters()
-        if isinstance(
-            module.get_submodule(name.rpartition(".")[0]), LowPrecisionLinear | GroupedExperts
-        )
-    ]
+    # Names of the weights whose cast copies get the `main_grad` of the weight.
+    directly_summed = []
+    for name, part in module.named_modules():
+        if isinstance(part, LowPrecisionLinear):
+            directly_summed.append(f"{name}.weight".removeprefix("."))
+        elif isinstance(part, GroupedExperts):
+            directly_summed += [f"{name}.{key}" for key in part.stacks]
 
     def forward_with_working_copies(*args: Any, **kwargs: Any) -> Any:
         copies = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
