@@ -121,13 +121,17 @@ class StackedLinear(LinearState):
         return matrix.t() if self.transposed else matrix
 
     @property
-    def main_gradient(self) -> Tensor | None:
+    def main_gradient(self) -> Tensor:
         """The main gradient [out, in] of the stacked weight, a view of the weights' main gradients.
 
-        `FusedLayers.stacks` makes the main gradients of the weights the rows of one matrix.
+        Raises RuntimeError unless the main gradients of the weights are the rows of one matrix, as
+        `attach_main_gradients` makes them for `FusedLayers.stacks`.
         """
         gradients = [weight.main_grad for weight in self.weights]
-        return gradients[0].t() if self.transposed else _rows_of_one(gradients)
+        stacked = gradients[0].t() if self.transposed else _rows_of_one(gradients)
+        if stacked is None:
+            raise RuntimeError("the main gradients of a stacked weight are not one matrix")
+        return stacked
 
     def bias_gradients(self, total: Tensor | None) -> list[Tensor]:
         """Return the gradient of each bias, FP32. The list is empty if there are no biases.

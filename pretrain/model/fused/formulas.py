@@ -240,7 +240,10 @@ def rotate_backward(
     wide = torch.promote_types(dq.dtype, torch.float32)
     dqkv = dq.new_empty(len(dq), heads.width)
     dqkv_queries, dqkv_keys, dqkv_values = heads.split(dqkv)
-    dk, dv = (part.sum(dim=2, dtype=wide) if part.dim() == 4 else part for part in (dk, dv))
+    if dk.dim() == 4:
+        dk = dk.sum(dim=2, dtype=wide)
+    if dv.dim() == 4:
+        dv = dv.sum(dim=2, dtype=wide)
     dqkv_values.copy_(dv)
     if cos is not None and sin is not None:
         cos, sin = _angles(cos, sin, heads, dq)

@@ -461,6 +461,7 @@ class NormedAttention(torch.autograd.Function):
             arithmetic.gemm_class.finish_backward()
         d_vectors = [*d_norm, *d_head_norms[: len(layer.parts.head_norms)], *d_biases]
         _add_to_main_gradients(layer.attention_vectors, d_vectors)
+        # The gradients of the parameters are in their main gradients.
         return None, None, dx, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
@@ -549,4 +550,5 @@ class OutputAndMLP(torch.autograd.Function):
         d_biases = [*output.stack.bias_gradients(d_output_bias), *d_biases]
         d_biases += down.stack.bias_gradients(d_down_bias)
         _add_to_main_gradients(layer.mlp_vectors, [*d_norm, *d_biases])
+        # The gradients of the parameters are in their main gradients.
         return None, d_attended, dx, *[None] * (len(ctx.needs_input_grad) - 3)
