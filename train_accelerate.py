@@ -227,6 +227,8 @@ def build(
         if arguments.profile
         else None,
     )
+    if source:
+        checkpoints.abandon_newer(state.step)
     run.observers = startup.make_observers(run)
     run.graphs = MicrobatchGraphs(
         assembly.surroundings["cuda_graphs"],
@@ -235,7 +237,6 @@ def build(
         later_bytes=6 * job.plan.flops.parameters * bool(job.recipe.log.gap),
     )
     if source:
-        checkpoints.abandon_newer(state.step)
         checkpointing.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
     run.introduce(notes)
