@@ -67,7 +67,7 @@ class Routing:
         self.routers = _routers(hf)
         self._hf = hf
         self.coefficient: float | None = None
-        if getattr(hf.config, "output_router_logits", None):
+        if self.routers and getattr(hf.config, "output_router_logits", None):
             self.coefficient = hf.router_aux_loss_coef
         self.loads: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
