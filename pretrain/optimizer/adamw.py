@@ -108,9 +108,10 @@ class ExactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Set `parameter` and its remainder, if it has one, to the FP32 weight `master`.
+        """Set `parameter` and its remainder, if it has one, to the weight `master`.
 
-        `master` is a DTensor with the sharding of `parameter`, or the local part of such a tensor.
+        `master` is in FP32 if the parameter has a remainder. It is a DTensor with the sharding of
+        `parameter`, or the local part of such a tensor.
         """
         weight = local_part(master)
         remainder = self._state_of(parameter).get("remainder")
