@@ -55,9 +55,8 @@ def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
 
 def meanings(columns: Iterable[Column]) -> list[str]:
     """Return a text "title: meaning." for each column that has a meaning, without duplicates."""
-    return list(
-        dict.fromkeys(f"{column.title}: {column.meaning}." for column in columns if column.meaning)
-    )
+    texts = [f"{column.title}: {column.meaning}." for column in columns if column.meaning]
+    return list(dict.fromkeys(texts))
 
 
 def signed(nats: float, digits: int = 4) -> str:

@@ -263,7 +263,9 @@ def ends_of(differences: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
     """Return True if the last evaluations of both runs used the same packs with the same labels."""
+    first_settings = settings_of(first)
+    second_settings = settings_of(second)
     return same_measure(first.last_evaluation, second.last_evaluation, HELD_OUT_PACKS) and all(
-        first.config["data"].get(key) == second.config["data"].get(key)
-        for key in ("mask_boundaries", "length")
+        first_settings.get(key) == second_settings.get(key)
+        for key in ("data.mask_boundaries", "data.length")
     )

@@ -52,12 +52,11 @@ def write_report(matrix: Matrix) -> str:
     finished = [cell for cell in matrix.cells if cell.is_finished()]
     if not finished:
         return "No cell is finished, so there is no report yet."
+    # Finished cells with the baseline's settings and any seed.
+    like_baseline = [cell for cell in finished if cell.but_for_seed == matrix.baseline.but_for_seed]
     # If the baseline is not finished, use a finished cell that differs from it only in the seed. If
     # there is no such cell, use the first finished cell.
-    settings = matrix.baseline.but_for_seed
-    baseline = max(
-        finished, key=lambda cell: (cell.but_for_seed == settings, cell is matrix.baseline)
-    )
+    baseline = matrix.baseline if matrix.baseline in finished else (like_baseline or finished)[0]
     runs = [run for run in ranked(matrix.cells) if run.is_finished or "halted" in run.summary]
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too.
@@ -68,7 +67,7 @@ def write_report(matrix: Matrix) -> str:
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
-    if baseline.but_for_seed != settings:
+    if not like_baseline:
         parts.append(
             f"The baseline {matrix.baseline.name} is not finished, so this report uses "
             f"{baseline.name} as the baseline."

@@ -352,7 +352,8 @@ def audit_of(run: RunRecord) -> list[str]:
             f"{plural(number, 'linear')} in {effective}"
             for effective, number in numbers.most_common()
         )
-        lines.append(f"{name} ({audit.get('computed_by')}): {linears}")
+        engine = audit.get("computed_by", audit.get("backend"))
+        lines.append(f"{name} ({engine}): {linears}")
     return lines
 
 

@@ -337,6 +337,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
     Lines of metrics.jsonl after step `last_step` are ignored. The summary is computed without these
     lines. Raises NoStepYet if `run_dir` is not a run folder, or if the run has no step yet.
     """
+    folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
     # The metrics may consist of an evaluation before the first step.
     if not any(kind(record) == "step" for record in metrics):
@@ -346,11 +347,11 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
         )
     return RunRecord(
         path=run_dir,
-        config=load_yaml(run_dir / "config.yaml"),
-        environment=_read_object(run_dir / "environment.json"),
+        config=load_yaml(folder.config),
+        environment=_read_object(folder.environment),
         metrics=metrics,
         summary=summary(metrics),
-        audit=_read_object(run_dir / "audit.json"),
+        audit=_read_object(folder.audit),
         side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
     )
 
@@ -475,8 +476,9 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
         f"in {duration(figures['hours'] * 3600)}"
     }
     if LOSS_KEY in figures:
-        averaged = plural(figures[END_KEY], "step")
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {averaged})"
+        averaged = "all" if figures[END_KEY] == len(run.steps) else "the last"
+        steps_at_end = plural(figures[END_KEY], "step")
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of {averaged} {steps_at_end})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = (
             f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
