@@ -100,14 +100,14 @@ MODELS: dict[str, dict[str, Any]] = {
 # ── The training ──────────────────────────────────────────────────────────────────────────────────
 
 
-def write_packs(folder: Path) -> Path:
-    """Write 300 training and 8 held-out packs, and return `folder`.
+def write_packs(folder: Path, training: int = 300) -> Path:
+    """Write `training` training packs and 8 held-out packs, and return `folder`.
 
     Each document counts upwards from a random token, so that a model can learn something.
     """
     rng = np.random.default_rng(0)
     splits = {}
-    for split, count in (("train", 300), ("held_out", 8)):
+    for split, count in (("train", training), ("held_out", 8)):
         packs = []
         for _ in range(count):
             cuts = np.sort(rng.choice(np.arange(1, LENGTH), 3, replace=False))
@@ -294,7 +294,7 @@ def differences(one: Path, other: Path) -> list[str]:
     is empty if they are equal.
     """
     lines = []
-    curves = [[_figures(record) for record in read_metrics(run_dir)] for run_dir in (one, other)]
+    curves = [[figures(record) for record in read_metrics(run_dir)] for run_dir in (one, other)]
     for run_dir, curve in zip((one, other), curves, strict=True):
         counts = Counter((record["step"], record.get("event")) for record in curve)
         lines += [
@@ -318,7 +318,7 @@ def differences(one: Path, other: Path) -> list[str]:
     return lines
 
 
-def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
+def figures(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a record that do not depend on the machine."""
     return {key: value for key, value in record.items() if key not in MACHINE_KEYS}
 

@@ -22,20 +22,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import yaml
 
-from benchmarks.kill_resume import MACHINE_KEYS, MODELS
+from benchmarks.kill_resume import LENGTH, MODELS, figures, write_packs
 from benchmarks.machine import ROOT, measured_on, start
 from foundation.files import write_json
-from packing.arrow import Pack, write_packs
 from pretrain.metrics.run_folder import SUMMARY_FILE, describe_environment
 from pretrain.metrics.run_record import read_metrics
 
 RESULTS = ROOT / "benchmarks/results/resume/kill_which.json"
-LENGTH = 64
-VOCABULARY = 97
 PACKS_PER_STEP = 2
 STEPS = 500
 ROUNDS = 3
@@ -93,22 +89,13 @@ def main() -> int:
 def write_recipe(folder: Path) -> Path:
     """Write packs and a recipe, and return the recipe's path.
 
-    The packs suffice for one epoch. Each document counts upwards from a random token, so that a
-    model can learn something.
+    The packs suffice for one epoch, so no training sees a pack twice.
     """
-    rng = np.random.default_rng(0)
-    splits = {}
-    for split, count in (("train", STEPS * PACKS_PER_STEP), ("held_out", 8)):
-        packs = []
-        for _ in range(count):
-            tokens = (rng.integers(VOCABULARY) + np.arange(LENGTH)) % VOCABULARY
-            packs.append(Pack(tokens.astype(np.uint32), np.array([LENGTH], dtype=np.int32)))
-        splits[split] = [packs]
-    write_packs(folder / "packs", LENGTH, splits, settings={}, statistics={}, tokenizer=None)
+    packs = write_packs(folder / "packs", training=STEPS * PACKS_PER_STEP)
     recipe = {
         "name": "kill_which",
         "model": {"config": MODELS["qwen3"]},
-        "data": {"packs": str(folder / "packs"), "length": LENGTH},
+        "data": {"packs": str(packs), "length": LENGTH},
         "batch": {"tokens": PACKS_PER_STEP * LENGTH, "microbatch": PACKS_PER_STEP},
         "optimizer": {"learning_rate": 0.003},
         "schedule": {"kind": "wsd", "warmup": 5},
@@ -188,15 +175,7 @@ def differences(one: Path, other: Path) -> list[str]:
     return [
         f"{a} and {b} differ"
         for a, b in zip(runs_of(one), runs_of(other), strict=True)
-        if figures_of(a) != figures_of(b)
-    ]
-
-
-def figures_of(run: Path) -> list[dict[str, Any]]:
-    """Return all lines of metrics.jsonl, without the values that depend on the machine."""
-    return [
-        {key: value for key, value in record.items() if key not in MACHINE_KEYS}
-        for record in read_metrics(run)
+        if [*map(figures, read_metrics(a))] != [*map(figures, read_metrics(b))]
     ]
 
 

@@ -108,10 +108,20 @@ def llama_3_2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 def qwen2_5(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, *, tied: bool
-) -> dict[str, Any]:
-    """Return Qwen2.5's configuration. The head is tied up to 3 billion parameters."""
-    return {
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    tied: bool,
+    **more: Any,
+) -> Shape:
+    """Return a shape of Qwen2.5 with one document per pack. `more` are other fields of the shape.
+
+    The head is tied up to 3 billion parameters.
+    """
+    config = {
         "model_type": "qwen2",
         "vocab_size": 151936 if tied else 152064,
         "hidden_size": hidden,
@@ -124,11 +134,17 @@ def qwen2_5(
         "rope_theta": 1000000.0,
         "tie_word_embeddings": tied,
     }
+    return Shape("benchmarks/qwen2_5.yaml", config, whole_documents=True, **more)
 
 
 E4M3 = "fp8_config.fp8_format=E4M3"
-# AdamW's moments in host memory, and gradient sums in BF16.
-OFFLOADED = ("optimizer.offload=moments", "optimizer.gradients=bf16")
+# Fields of the shapes that need AdamW's moments in host memory, and gradient sums in BF16.
+LARGE = {
+    "microbatch": 4096,
+    "more": ("optimizer.offload=moments", "optimizer.gradients=bf16"),
+    "warm_up": 2,
+    "steps": 2,
+}
 # Layers of Qwen3-30B-A3B: 128 experts, 8 of them for each token.
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -171,42 +187,11 @@ SHAPES = {
     ),
     # Use `--tokens 524288` with these shapes. From 1.5 billion parameters on, the microbatches are
     # the largest ones that fit into 80 GB without recomputed activations. Qwen2.5-14B needs 141 GB.
-    "Qwen2.5-0.5B": Shape(
-        "benchmarks/qwen2_5.yaml",
-        qwen2_5(896, 4864, 24, 14, 2, tied=True),
-        whole_documents=True,
-    ),
-    "Qwen2.5-1.5B": Shape(
-        "benchmarks/qwen2_5.yaml",
-        qwen2_5(1536, 8960, 28, 12, 2, tied=True),
-        whole_documents=True,
-        warm_up=3,
-    ),
-    "Qwen2.5-3B": Shape(
-        "benchmarks/qwen2_5.yaml",
-        qwen2_5(2048, 11008, 36, 16, 2, tied=True),
-        microbatch=8192,
-        whole_documents=True,
-        warm_up=2,
-    ),
-    "Qwen2.5-7B": Shape(
-        "benchmarks/qwen2_5.yaml",
-        qwen2_5(3584, 18944, 28, 28, 4, tied=False),
-        microbatch=4096,
-        more=OFFLOADED,
-        whole_documents=True,
-        warm_up=2,
-        steps=2,
-    ),
-    "Qwen2.5-14B": Shape(
-        "benchmarks/qwen2_5.yaml",
-        qwen2_5(5120, 13824, 48, 40, 8, tied=False),
-        microbatch=4096,
-        more=OFFLOADED,
-        whole_documents=True,
-        warm_up=2,
-        steps=2,
-    ),
+    "Qwen2.5-0.5B": qwen2_5(896, 4864, 24, 14, 2, tied=True),
+    "Qwen2.5-1.5B": qwen2_5(1536, 8960, 28, 12, 2, tied=True, warm_up=3),
+    "Qwen2.5-3B": qwen2_5(2048, 11008, 36, 16, 2, tied=True, microbatch=8192, warm_up=2),
+    "Qwen2.5-7B": qwen2_5(3584, 18944, 28, 28, 4, tied=False, **LARGE),
+    "Qwen2.5-14B": qwen2_5(5120, 13824, 48, 40, 8, tied=False, **LARGE),
 }
 
 
