@@ -96,15 +96,16 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Context manager that creates the folder `path` completely or not at all.
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Context manager that creates the folder `path` with all its files, or not at all.
 
-    Yields a hidden folder beside `path`, in which the caller writes files. At the end of the
-    caller's `with` statement, the files are flushed and the hidden folder is renamed to `path`. If
+    Yields a hidden folder beside `path`. The caller writes its files there. At the end of the
+    caller's `with` statement, the files are flushed, and the hidden folder is renamed to `path`. If
     an exception is raised, the hidden folder is removed. Only one process may create `path` at a
     time.
 
-    Raises OSError if `path` already exists and is not an empty folder.
+    With `replace`, an existing folder `path` is deleted after the files are flushed. Without it,
+    OSError is raised if `path` exists and is not an empty folder.
     """
     folder = path.with_name(f".{path.name}.writing")
     # Remove the folder that a killed process may have left.
@@ -113,6 +114,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield folder
         fsync_tree(folder)
+        if replace:
+            shutil.rmtree(path, ignore_errors=True)
         folder.rename(path)
         fsync(path.parent)
     finally:

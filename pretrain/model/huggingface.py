@@ -11,7 +11,6 @@ import difflib
 import logging
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -35,7 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.files import by_umask, fsync_tree, new_folder
+from foundation.files import by_umask, new_folder
 from foundation.overrides import overridden
 from foundation.progress import advance
 from foundation.reading import as_input_error
@@ -574,7 +573,7 @@ def export(
             f"{folder}: the model cannot be written",
             "the checkpoints of the run have the model, so run the command again",
         ),
-        new_folder(folder) as writing,
+        new_folder(folder, replace=True) as writing,
     ):
         weights = {}
         for name, tensor in tensors:
@@ -588,10 +587,8 @@ def export(
             (writing / name).write_bytes(content)
         for file in writing.glob("*.safetensors"):
             by_umask(file)
+        # Only a folder with nothing but an export is replaced.
         written = set(os.listdir(writing))
         for name in os.listdir(folder) if folder.exists() else ():
             if name not in written and not _OPTIONAL_FILES.fullmatch(name):
                 raise ValueError(f"the folder has {name}, but no export writes it (move it away)")
-        # Flush the new export before the earlier one is deleted.
-        fsync_tree(writing)
-        shutil.rmtree(folder, ignore_errors=True)
