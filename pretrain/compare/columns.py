@@ -44,13 +44,11 @@ class Column:
 
 def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Return a Markdown table with one line for each row."""
-    return markdown(
-        [column.title for column in columns],
-        [[column.text(row) for column in columns] for row in rows],
-        # `markdown` aligns the first `names` columns to the left. These are the text columns,
-        # because text columns always come before number columns.
-        names=sum(column.is_text for column in columns),
-    )
+    header = [column.title for column in columns]
+    cells = [[column.text(row) for column in columns] for row in rows]
+    # `markdown` aligns the first `names` columns to the left. These are the text columns, because
+    # text columns always come before number columns.
+    return markdown(header, cells, names=sum(column.is_text for column in columns))
 
 
 def meanings(columns: Iterable[Column]) -> list[str]:

@@ -153,10 +153,10 @@ def answer_of(compared_runs: Sequence[ComparedRun]) -> str:
 
     If there is only one run, return its name.
     """
-    base, *others = compared_runs
-    if not others:
+    base, *candidates = compared_runs
+    if not candidates:
         return base.label
-    verdicts = by_verdict({compared.label: compared.verdict for compared in others})
+    verdicts = by_verdict({compared.label: compared.verdict for compared in candidates})
     return f"Against {base.label}, tolerance ± {base.tolerance:g} nats: {verdicts}."
 
 

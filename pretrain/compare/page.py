@@ -133,7 +133,7 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    base, *others = compared_runs
+    base, *candidates = compared_runs
     html = templates.get_template("page.html").render(
         compared_runs=compared_runs,
         seeds=seeds,
@@ -143,7 +143,7 @@ def render(
         written_by=WRITTEN_BY,
         every=every,
         figures=figures_of(compared_runs),
-        differences=differences_of(base) if others and not seeds else [],
+        differences=differences_of(base) if candidates and not seeds else [],
         pictures={
             name: figure.update_layout(template="plotly_white").to_html(
                 full_html=False, include_plotlyjs=False, div_id=name

@@ -84,10 +84,10 @@ class Report:
                 _bullets([*meanings(columns), *self.seeds.notes]),
             ]
         parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
-        base, *others = self.compared_runs
-        if others and not self.seeds:
+        base, *candidates = self.compared_runs
+        if candidates and not self.seeds:
             columns = differences_of(base)
-            parts.append(table_of(columns, others))
+            parts.append(table_of(columns, candidates))
             explanations = meanings(columns)
         parts.append(_bullets([*explanations, *self.notes]))
         return list(filter(None, parts))
@@ -117,8 +117,8 @@ def _failed_runs(compared_runs: Sequence[ComparedRun]) -> Iterator[str]:
     at most `ComparedRun.tolerance`. Raises InputError if the baseline has not finished, or if a run
     cannot be compared with it.
     """
-    base, *others = compared_runs
-    if not others:
+    base, *candidates = compared_runs
+    if not candidates:
         raise InputError(
             f"--gate: {base.label} is the only run; add at least one run to compare with it"
         )
@@ -126,7 +126,7 @@ def _failed_runs(compared_runs: Sequence[ComparedRun]) -> Iterator[str]:
         raise InputError(
             f"--gate: the baseline {base.label} has not finished; put a finished run first"
         )
-    for compared in others:
+    for compared in candidates:
         gap = compared.gap
         if compared.run.broke_off:
             yield f"{compared.label} {compared.run.broke_off}"
@@ -156,13 +156,13 @@ def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
     its loss difference is at most `tolerance`, in nats per token. Raises InputError if a run of the
     baseline's group has not finished.
     """
-    base, *others = seeds.results
+    base, *candidates = seeds.results
     if len(base.losses) < len(base.runs):
         raise InputError(
             f"--gate: a run of the baseline {base.name} has not finished or is excluded; either "
             "finish all runs of the baseline, or put a run of another group first"
         )
-    for group in others:
+    for group in candidates:
         difference = group.difference
         half_width = difference.half_width() if difference else None
         if missing := len(group.runs) - len(group.losses):

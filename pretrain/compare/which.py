@@ -94,9 +94,9 @@ def main(options: argparse.Namespace) -> int:
     )
     deadline = time.monotonic() + options.hours * 3600
     with RunFolder(folder), StopRequest(passed_on=True) as stop:
-        protocol = load_protocol(question, options) or new_protocol(
-            question, options, stop, deadline
-        )
+        protocol = load_protocol(question, options)
+        if protocol is None:
+            protocol = new_protocol(question, options, stop, deadline)
         rounds = Rounds(protocol, at_once=question.trial([protocol.base]).slots or 1)
         announce(rounds, options.hours)
         verdicts = rounds.verdicts()
@@ -391,9 +391,8 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
     open_packs(recipe.data, "held_out")
     mixture = order_of(packs, 1, recipe.seed).mixture
     # Number of packs, counted over all sources, until one source has no unused pack left.
-    used_up = min(
-        number / share for number, share in zip(mixture.counts, mixture.share_of_packs, strict=True)
-    )
+    sources = zip(mixture.counts, mixture.share_of_packs, strict=True)
+    used_up = min(number / share for number, share in sources)
     return int(used_up * recipe.data.length / recipe.batch.tokens)
 
 
