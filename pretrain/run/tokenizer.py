@@ -152,10 +152,10 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer for samples and for the exported folder, or None if there is none.
 
-    `_location` chooses the tokenizer. The returned tokenizer has the chat template with which
-    conversations in the data were converted to text. Raise InputError if `needed` is set but there
-    is no tokenizer. Also raise InputError if the tokenizer, once it is exported and loaded again,
-    would encode text in another way than it was encoded in the packs.
+    `_location` chooses the tokenizer. The returned tokenizer has the chat template of the packs,
+    which has converted conversations to text. Raise InputError if `needed` is set but there is no
+    tokenizer. Also raise InputError if an exported copy of the tokenizer would encode text
+    differently from the packs.
     """
     location = _location(settings, model, data)
     if location is None:
@@ -237,8 +237,7 @@ def _check_export(
     For some model types, AutoTokenizer loads a class that ignores parts of tokenizer.json.
 
     tokenizer: the tokenizer that will be exported.
-    location: the file, folder or hub repository of the tokenizer with which the packs were
-        prepared.
+    location: the file, folder or hub repository of the packs' tokenizer.
     config: the model's configuration, which will be exported together with the tokenizer.
     """
     packed = load_text_tokenizer(location).tokenizer
