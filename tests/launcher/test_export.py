@@ -171,7 +171,7 @@ def test_an_export_that_fails_leaves_no_files(
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("pretrain.model.huggingface.fsync_tree", full)
+    monkeypatch.setattr("foundation.files.fsync_tree", full)
     status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
     assert status == 2
     assert "No space left" in output
