@@ -115,7 +115,8 @@ def materialise(
 
     `tokens` is a flat integer array with the tokens of all documents. It may be memory-mapped.
     `starts` [documents] int64 has the index in `tokens` of each document's first token. The
-    documents have the order of `lengths` in `truncate` and `best_fit`. `fill_id` is the token id of padding.
+    documents have the order of `lengths` in `truncate` and `best_fit`. `fill_id` is the token id of
+    padding.
 
     With `masked`, tokens without a loss have the bit `UNTRAINED` in `tokens`. The packs have a mask
     (`Pack.trained`) instead of this bit. The function needs about 17 bytes of memory per token.
