@@ -20,6 +20,7 @@ from foundation.files import (
     check_files,
     find_damage,
     locked,
+    new_folder,
     replace_file,
 )
 
@@ -132,3 +133,22 @@ def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, prob
         check_files(tmp_path, records, "fetch it again", hashed=True)
     (tmp_path / "a").unlink()
     assert find_damage(tmp_path, records)[0].startswith("a: missing")
+
+
+def test_a_folder_is_replaced_only_after_the_new_files_are_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = tmp_path / "final"
+    for text in ("first", "second"):
+        with new_folder(folder, replace=True) as writing:
+            (writing / "file").write_text(text)
+    with pytest.raises(OSError, match="not empty"), new_folder(folder) as writing:
+        (writing / "file").write_text("refused")
+    monkeypatch.setattr("foundation.files.fsync_tree", full)
+    with pytest.raises(OSError, match="No space left"), new_folder(folder, replace=True) as writing:
+        (writing / "file").write_text("third")
+    assert (folder / "file").read_text() == "second"
+    assert [*tmp_path.iterdir()] == [folder]
