@@ -164,8 +164,9 @@ QWEN3_MOE = {
 }
 
 SHAPES = {
-    "GPT-2 124M": Shape("recipes/gpt2_fineweb_edu.yaml", warm_up=14, steps=16),
-    "Qwen3 101M": Shape("benchmarks/qwen3_101m.yaml", warm_up=14, steps=16),
+    # Use `--tokens 524288` with these two shapes.
+    "GPT-2 124M": Shape("recipes/gpt2_fineweb_edu.yaml", microbatch=65_536, steps=10),
+    "Qwen3 101M": Shape("benchmarks/qwen3_101m.yaml", microbatch=65_536, steps=10),
     "GPT-2 1.27B": Shape("recipes/gpt2_slimpajama.yaml"),
     "LLaMA-2 1.29B": Shape("recipes/llama2_slimpajama.yaml"),
     "LLaMA-3 1.54B": Shape("recipes/llama3_1_5b_slimpajama.yaml"),

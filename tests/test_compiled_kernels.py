@@ -145,6 +145,14 @@ def norm(kernel: Any) -> None:
                 kernel.norm_backward(x, x, rstd, mean, weight, x, summed=summed)
 
 
+def attention(kernel: Any) -> None:
+    offsets = torch.tensor([0, TOKENS], dtype=torch.int32)
+    for heads in (Heads(12, 12, 64), Heads(16, 8, 128)):
+        q, k, v = (bf16(TOKENS, n, heads.dim) for n in (heads.query, heads.kv, heads.kv))
+        output, log_sums = kernel.attend(q, k, v, offsets, 1.0)
+        kernel.attend_backward(q, q, k, v, output, log_sums, offsets, 1.0)
+
+
 def rotation(kernel: Any) -> None:
     for heads, normed in ((Heads(16, 8, 128), True), (Heads(14, 2, 64), False)):
         qkv = bf16(TOKENS, heads.width)
@@ -194,6 +202,7 @@ def experts(kernel: Any) -> None:
 
 
 LAUNCHES = {
+    "model.attention_kernel": attention,
     "model.experts_kernel": experts,
     "model.fused.activation_kernel": activation,
     "model.fused.norm_kernel": norm,

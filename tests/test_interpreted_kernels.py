@@ -19,6 +19,7 @@ INTERPRETED = [
     "triton_arithmetic",
     "exact_adamw",
     "experts_kernel",
+    "attention_kernel",
 ]
 
 

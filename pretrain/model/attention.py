@@ -19,9 +19,10 @@ No mask functions are registered for these attention functions. The mask registr
 does not contain their names, so the model builds no attention mask.
 
 At the end of the file are functions that call the kernels of FlashAttention-4 without autograd, and
-operators of torch that add autograd. In all of them, queries q and the output are [T, H, D], and
-keys k and values v are [T, KV, D], for T tokens, H query heads, KV key heads and D values in a
-head. Attention is causal in each document, and `scale` is the factor of q k^T.
+operators of torch that add autograd to FlashAttention-4 and to our Triton kernels. In all of them,
+queries q and the output are [T, H, D], and keys k and values v are [T, KV, D], for T tokens, H
+query heads, KV key heads and D values in a head. Attention is causal in each document, and `scale`
+is the factor of q k^T.
 """
 
 from __future__ import annotations
@@ -60,6 +61,14 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_a
 # not used here, because transformers loads its own kernels for names that contain "flash". `varlen`
 # is torch's version of FlashAttention-2.
 FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
+# Backends that are tried first if the documents are short.
+FASTEST_FOR_SHORT = ("triton",)
+# Documents are short if the mean over all tokens of the length of the token's document is at most
+# this number. On an H100, `triton` was faster than `fa4` at 307 to 430 tokens, and slower at 1,024
+# to 1,199 tokens (benchmarks/results/kernels/h100_short_documents.json).
+SHORT = 640
+# Head sizes of our Triton kernels.
+TRITON_HEAD_DIMS = (16, 32, 64, 128)
 MAX_FLASH_HEAD_DIM = 256
 # Head sizes for which FlashAttention-4 is used. Smaller heads have not been measured.
 FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
@@ -92,18 +101,27 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.dtype) -> Choice:
-    """Return the attention backend for a device, a head size and a compute dtype.
+def choose(
+    requested: Attention,
+    device_type: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    mean_squared: float = 0.0,
+) -> Choice:
+    """Return the attention backend for a device, a head size, a compute dtype and documents.
 
-    If `requested` is "auto", return the first backend of FASTEST_FIRST that can run. Otherwise
-    return the requested backend, or raise InputError if this backend cannot run. The parity check
-    at the start of a run tests the results of the backend.
+    If `requested` is "auto", return the fastest backend that can run. Otherwise return the
+    requested backend, or raise InputError if this backend cannot run. The parity check at the start
+    of a run tests the results of the backend.
+
+    mean_squared: mean over all tokens of the length of the document that has the token.
     """
     kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
     reasons = ["requested"]
     if requested == "auto":
-        kinds = FASTEST_FIRST
-        reasons = ["fastest that runs here"]
+        is_short = mean_squared <= SHORT
+        kinds = (*FASTEST_FOR_SHORT, *FASTEST_FIRST) if is_short else FASTEST_FIRST
+        reasons = [f"fastest here for {'short' if is_short else 'long'} documents"]
     for kind in kinds:
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
         if obstacle is None:
@@ -138,7 +156,9 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
             f"needs a head dimension that is a multiple of 8 and at most {MAX_FLASH_HEAD_DIM}, and "
             f"the model's head dimension is {head_dim}"
         )
-    if kind == "varlen":
+    if kind == "triton" and head_dim not in TRITON_HEAD_DIMS:
+        return f"needs a head dimension of 16, 32, 64 or 128, and the model's is {head_dim}"
+    if kind in ("triton", "varlen"):
         return None
     if generation not in FA4_GENERATIONS:
         return f"needs an sm_90 or sm_100 GPU, and the GPU is {torch.cuda.get_device_name()}"
@@ -380,9 +400,23 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 
     A layer with a sliding window is computed by `packed_varlen`.
     """
+    return _full_attention(flash_attention, query, key, value, packed)
+
+
+@_registered
+def packed_triton(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
+    """Compute attention by our Triton kernels, in BF16 or FP16.
+
+    A layer with a sliding window is computed by `packed_varlen`.
+    """
+    return _full_attention(triton_attention, query, key, value, packed)
+
+
+def _full_attention(operator: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+    """Call `operator`, or `packed_varlen` if the layer has a sliding window."""
     if packed.window is not None:
-        return packed_varlen(query, key, value, packed)
-    return flash_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)[0]
+        return packed_varlen(q, k, v, packed)
+    return operator(q, k, v, packed.cu_seqlens, packed.max_seqlen, packed.scale)[0]
 
 
 # ── FlashAttention-4 (package `flash-attn-4`) ──
@@ -517,38 +551,90 @@ def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
     }
 
 
-# ── FlashAttention-4 as an operator of torch ──
+# ── Our Triton kernels ──
+#
+# The functions have the arguments of the functions for FlashAttention-4. They import the kernels
+# when they are called, because Triton runs on few platforms. The kernels do not need `longest`.
+
+
+def triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `flash_forward`."""
+    from pretrain.model.attention_kernel import attend
+
+    return attend(q, k, v, ends, scale)
+
+
+def triton_backward(
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `flash_backward`."""
+    from pretrain.model.attention_kernel import attend_backward
+
+    return attend_backward(d_output, q, k, v, output, log_sums, ends, scale)
+
+
+# ── Attention kernels as operators of torch ──
 #
 # torch.compile does not trace the code of an operator, so the compiled graph does not depend on the
 # number of documents.
 
 
-flash_attention = torch.library.custom_op(
-    "pretrain::flash_attention", flash_forward, mutates_args=()
-)
-_flash_attention_backward = torch.library.custom_op(
-    "pretrain::flash_attention_backward", flash_backward, mutates_args=()
-)
+def _operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """Register `forward` and `backward` as operators of torch. Return the differentiable operator.
+
+    The arguments are as in `flash_forward` and `flash_backward`.
+    """
+    operator = torch.library.custom_op(f"pretrain::{name}", forward, mutates_args=())
+    gradient = torch.library.custom_op(f"pretrain::{name}_backward", backward, mutates_args=())
+
+    @operator.register_fake
+    def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+    @gradient.register_fake
+    def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, cu_seqlens, *ctx.numbers = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+        ctx.set_materialize_grads(False)  # the log-sums have no gradient
+
+    def differentiate(ctx: Any, d_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        return *gradient(d_output, *ctx.saved_tensors, *ctx.numbers), None, None, None
+
+    operator.register_autograd(differentiate, setup_context=save)
+    return operator
 
 
-@flash_attention.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+flash_attention = _operator("flash_attention", flash_forward, flash_backward)
+triton_attention = _operator("triton_attention", triton_forward, triton_backward)
 
 
-@_flash_attention_backward.register_fake
-def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+class WithoutAutograd(NamedTuple):
+    """Functions of an attention backend that do not use autograd.
+
+    `forward` has the arguments and the results of `flash_forward`, and `backward` those of
+    `flash_backward_in_parts`.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, cu_seqlens, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.set_materialize_grads(False)  # the log-sums have no gradient
-
-
-def _differentiate(ctx: Any, d_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    return *_flash_attention_backward(d_output, *ctx.saved_tensors, *ctx.numbers), None, None, None
-
-
-flash_attention.register_autograd(_differentiate, setup_context=_save)
+# Map the name of an attention implementation to its functions without autograd. Fused layers call
+# these functions in an autograd node of their own.
+WITHOUT_AUTOGRAD = {
+    "packed_fa4": WithoutAutograd(flash_forward, flash_backward_in_parts),
+    "packed_triton": WithoutAutograd(triton_forward, triton_backward),
+}

@@ -57,7 +57,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer
+from pretrain.model.attention import WITHOUT_AUTOGRAD
+from pretrain.model.fused.layers import Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import not_fused_because
 from pretrain.optimizer.offload import OFFLOADED
@@ -389,6 +390,8 @@ def fused_layer(
         for precision in precisions
     ]
     _, output, gate_up, down = precisions
+    # Such an attention keeps the outputs of the norms of heads only if memory suffices.
+    recomputes_rotated = attention in WITHOUT_AUTOGRAD
 
     keeps_activated = isinstance(down, QuantizedPrecision) and (
         down.block_scaled or down.plain_forward or not gate_up.quantized
@@ -407,8 +410,7 @@ def fused_layer(
         # The output of attention as a quantized operand.
         operands[1] * query * output.quantized,
         # The norms of heads keep their inputs, and attention keeps the outputs of these norms.
-        # ROTATED_ATTENTION keeps the outputs only if memory suffices (`rotated` below).
-        rotated * (attention != ROTATED_ATTENTION),
+        rotated * (not recomputes_rotated),
         # The inputs of the activation function.
         number * gate_and_up,
         # The output of the activation function, if backward does not compute it again.
@@ -432,7 +434,7 @@ def fused_layer(
             if not precision.quantized
         ),
         fused=True,
-        rotated=rotated if attention == ROTATED_ATTENTION else 0,
+        rotated=rotated if recomputes_rotated else 0,
     )
 
 

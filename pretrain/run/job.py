@@ -50,6 +50,7 @@ from pretrain.plan.checks import (
 )
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
+from pretrain.precision.formats.definition import Precision
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
@@ -203,12 +204,8 @@ def prepare_job(
     check_sizes(recipe, model_config)
     shapes = build_on_meta(model_config)
     flops = _check_model(recipe, shapes, phases)
-    chosen = attention.choose(
-        recipe.model.attention,
-        accelerator.device.type,
-        flops.shape.head_dim,
-        getattr(torch, first.compute_dtype),
-    )
+    # Report an attention that cannot run here before packs are prepared.
+    _choose_attention(recipe, accelerator, flops, first)
     tokenizer = None if is_elsewhere else _load_tokenizer(recipe, data, model_config)
     if opens_last:
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
@@ -236,6 +233,7 @@ def prepare_job(
         packs=packs,
         mixture=data.train.mixture if data and isinstance(data.train, MixedPacks) else None,
     )
+    chosen = _choose_attention(recipe, accelerator, flops, first, plan.mean_squared)
     layers = {
         active.precision.name: layers_of(
             shapes,
@@ -285,6 +283,23 @@ def resolve_precisions(
     _, first = phases[0]
     return phases, select_precision(
         UNQUANTIZED[first.precision.compute_dtype].name, recipe.fp8_config, missing
+    )
+
+
+def _choose_attention(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    flops: ModelFlops,
+    precision: Precision,
+    mean_squared: float = 0.0,
+) -> attention.Choice:
+    """Return the attention of the run, see `attention.choose`."""
+    return attention.choose(
+        recipe.model.attention,
+        accelerator.device.type,
+        flops.shape.head_dim,
+        getattr(torch, precision.compute_dtype),
+        mean_squared,
     )
 
 

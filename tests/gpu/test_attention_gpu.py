@@ -23,7 +23,7 @@ DOCUMENTS = {
     "a pack each": [LENGTH] * PACKS,
     "tokens alone": [1] * 300 + [212] + [1] * 512 + [511, 1],
 }
-KERNELS = ["fa4", "varlen"]
+KERNELS = ["fa4", "triton", "varlen"]
 SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 2, 96), Heads(4, 1, 256)]
 
 
@@ -132,7 +132,7 @@ def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     )
 
 
-@pytest.mark.parametrize("kind", ["fa4", "varlen", "sdpa"])
+@pytest.mark.parametrize("kind", [*KERNELS, "sdpa"])
 def test_compiled_layers_equal_single_documents_and_compile_once(kind: str) -> None:
     kernel_of(kind, Heads(4, 2, 64))
     torch._dynamo.reset()

@@ -144,7 +144,11 @@ FUSED = {
 
 @pytest.mark.parametrize(
     ("attention", "precision"),
-    [*(("flash_attn", name) for name in FUSED), ("varlen", "delayed_head")],
+    [
+        *(("flash_attn", name) for name in FUSED),
+        ("varlen", "delayed_head"),
+        ("triton", "delayed_head"),
+    ],
 )
 def test_fused_layers_repeat_their_bits_after_a_resume(
     attention: str, precision: str, train: Callable[..., dict[str, Any]]

@@ -172,7 +172,7 @@ def test_training_with_graphs_repeats_the_bits_of_training_without(
     )
 
 
-@pytest.mark.parametrize("attention", ["varlen", "fa4"])
+@pytest.mark.parametrize("attention", ["varlen", "fa4", "triton"])
 @pytest.mark.parametrize(
     ("kind", "precision"), [("gpt2", "delayed_head"), ("qwen3", "bf16"), ("qwen3", "current")]
 )

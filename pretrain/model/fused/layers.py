@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from pretrain.model.attention import flash_backward_in_parts, flash_forward
+from pretrain.model.attention import WITHOUT_AUTOGRAD, WithoutAutograd
 from pretrain.model.fused.arithmetic import (
     Arithmetic,
     StackedLinear,
@@ -38,9 +38,6 @@ from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.scope import LINEARS, Decision
 
 Gradients = tuple[Tensor | None, ...]
-# Name of the attention implementation that a fused layer computes in the same autograd node as the
-# rotation. This attention may return dk and dv in parts, which the backward of the rotation sums.
-ROTATED_ATTENTION = "packed_fa4"
 
 
 class Names(NamedTuple):
@@ -365,8 +362,9 @@ class FusedLayer:
         window = getattr(
             attention, "sliding_window", getattr(attention.config, "sliding_window", None)
         )
-        if name == ROTATED_ATTENTION and (window is None or window >= max_seqlen):
-            return NormedAttention.apply(self, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
+        if name in WITHOUT_AUTOGRAD and (window is None or window >= max_seqlen):
+            documents = (cu_seqlens, max_seqlen, attention.scaling)
+            return NormedAttention.apply(self, (WITHOUT_AUTOGRAD[name], documents), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
         q, k, v = (state.transpose(0, 1)[None] for state in states)
         output = AttentionInterface()[name](
@@ -395,11 +393,12 @@ class FusedLayer:
 class NormedAttention(torch.autograd.Function):
     """Norm, query-key-value product and rotation as one autograd node, optionally with attention.
 
-    If `documents` is None, x [tokens, hidden] is mapped to queries [tokens, query, dim], keys and
+    If `attention` is None, x [tokens, hidden] is mapped to queries [tokens, query, dim], keys and
     values [tokens, kv, dim], with queries and keys normalized and rotated. Otherwise the node also
-    computes FlashAttention-4, and returns its output [tokens, query x dim] instead of queries, keys
-    and values. `documents` is then a tuple of cu_seqlens, the pack length and the factor of q k^T.
-    In both cases the last output is x itself, for the residual branch.
+    computes attention, and returns its output [tokens, query x dim] instead of queries, keys and
+    values. `attention` is then a tuple of the functions that compute attention, and of their last
+    three arguments: cu_seqlens, the pack length and the factor of q k^T. In both cases the last
+    output is x itself, for the residual branch.
 
     The backward of the node gets the gradient of x from the residual branch, and adds it in the
     kernel that computes the gradient of the norm. The backward of the rotation writes its result in
@@ -414,7 +413,7 @@ class NormedAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: FusedLayer,
-        documents: Any | None,
+        attention: tuple[WithoutAutograd, tuple[Any, ...]] | None,
         x: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
@@ -422,17 +421,18 @@ class NormedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         arithmetic = layer.arithmetic
         product = StackedPass(layer.qkv, x)
-        ctx.call = (layer, product, documents, arithmetic.gemm_class.is_first_in_forward())
+        ctx.call = (layer, product, attention, arithmetic.gemm_class.is_first_in_forward())
         normed, *statistics = arithmetic.norm(x, layer.parts.norms[0], product)
         qkv = product.project(normed)
         q, k, v = arithmetic.rotate(
             qkv, cos, sin, layer.parts.heads, layer.parts.head_norms_in(qkv.dtype)
         )
         saved = [normed, x, *statistics, qkv if layer.parts.head_norms else None, cos, sin]
-        if documents is None:
+        if attention is None:
             arithmetic.save(ctx, *saved)
             return q, k, v, x
-        output, log_sums = flash_forward(q, k, v, *documents)
+        kernels, documents = attention
+        output, log_sums = kernels.forward(q, k, v, *documents)
         kept = [q, k, v] if arithmetic.keeps_rotated or not layer.parts.head_norms else [None] * 3
         arithmetic.save(ctx, *saved, *kept, output, log_sums)
         return output.view(len(x), -1), x
@@ -440,7 +440,7 @@ class NormedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_results: Tensor) -> Gradients:
-        layer, product, documents, is_first_in_forward = ctx.call
+        layer, product, attention, is_first_in_forward = ctx.call
         arithmetic = layer.arithmetic
         *gradients, residual = d_results
         del d_results
@@ -448,8 +448,8 @@ class NormedAttention(torch.autograd.Function):
         # computed attention, the inputs and results of attention follow.
         normed, *saved = arithmetic.saved(ctx)
         inputs = (*saved[3:6], layer.parts.heads, layer.parts.head_norms_in(residual.dtype))
-        if documents is not None:
-            gradients = _flash_backward(layer, gradients.pop(), saved[6:], inputs, documents)
+        if attention is not None:
+            gradients = _attention_backward(layer, gradients.pop(), saved[6:], inputs, *attention)
         del saved[3:]
         dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, product)
         d_normed = product.input_gradient(dqkv)
@@ -469,24 +469,25 @@ def _add_to_main_gradients(parameters: Sequence[Summed], gradients: Any) -> None
     torch._foreach_add_([parameter.main_grad for parameter in parameters], gradients)
 
 
-def _flash_backward(
+def _attention_backward(
     layer: FusedLayer,
     d_output: Tensor,
     attended: Sequence[Any],
     rotation_inputs: tuple[Any, ...],
-    documents: Any,
+    kernels: WithoutAutograd,
+    documents: tuple[Any, ...],
 ) -> list[Tensor]:
     """Return the gradients of queries, keys and values.
 
     `d_output` is the gradient of the attention output. `attended` has queries, keys and values, and
-    the output and the log-sums of `flash_forward`. If queries, keys and values are None, they are
+    the output and the log-sums of attention. If queries, keys and values are None, they are
     recomputed by a rotation with the arguments `rotation_inputs`.
     """
     q, k, v, output, log_sums = attended
     if q is None:
         q, k, v = layer.arithmetic.rotate(*rotation_inputs)
     d_output = d_output.view(output.shape)
-    return list(flash_backward_in_parts(d_output, q, k, v, output, log_sums, *documents))
+    return list(kernels.backward(d_output, q, k, v, output, log_sums, *documents))
 
 
 class OutputAndMLP(torch.autograd.Function):

@@ -118,9 +118,15 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def chosen(requested: Any = "auto", dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
+def chosen(
+    requested: Any = "auto",
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    mean_squared: float = 4096.0,
+) -> str:
     """Return the name of the chosen backend without its prefix."""
-    return attention.choose(requested, "cuda", dim, dtype).name.removeprefix("packed_")
+    choice = attention.choose(requested, "cuda", dim, dtype, mean_squared)
+    return choice.name.removeprefix("packed_")
 
 
 def test_auto_takes_the_fastest_supported_backend_on_an_h200(
@@ -136,9 +142,18 @@ def test_auto_takes_the_fastest_supported_backend_on_an_h200(
         chosen("flash_attn")
 
 
+def test_auto_takes_our_kernels_for_short_documents(on_an_h200: pytest.MonkeyPatch) -> None:
+    assert {chosen(dim=dim, mean_squared=300.0) for dim in (16, 32, 64, 128)} == {"triton"}
+    assert chosen(dim=96, mean_squared=300.0) == "fa4"
+    assert chosen(dtype=torch.float32, mean_squared=300.0) == "sdpa"
+    assert chosen("triton") == "triton"
+    with pytest.raises(InputError, match=r"model.attention: triton.*head dimension of 16, 32"):
+        chosen("triton", dim=96)
+
+
 def test_transformers_does_not_mistake_our_names_for_flash_attention() -> None:
     names = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
-    assert len(names) == 4 and not any(
+    assert len(names) == 5 and not any(
         is_flash_attention_requested(requested_attention_implementation=name) for name in names
     )
 

@@ -1,0 +1,340 @@
+"""Triton kernels for causal attention in packed documents, fast for short documents.
+
+Each program computes a block of neighbouring tokens of one head, whether or not the block begins
+with a document. FlashAttention gives each document its own blocks, and most of a block is empty if
+the document is shorter than the block. Here only the first and the last block of a document have
+tokens of other documents, and a mask removes their scores.
+
+The algorithm is FlashAttention-2's (Dao, 2023). Forward keeps the logarithm of each softmax sum.
+Backward recomputes the probabilities, in one kernel for the gradient of queries and in another one
+for the gradients of keys and values. So no gradient is summed in memory, and the results are the
+same bit for bit in every run.
+
+Queries q and outputs are [T, H, D], and keys k and values v are [T, KV, D], for T tokens, H query
+heads, KV key heads and D values in a head. The last dimension must be contiguous. D is a power of
+two from 16 to 128.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Number of tokens of a program's block, number of tokens that a program loads at once, number of
+# warps, and number of loads in flight. These values were the fastest on an H100 for heads of 64 and
+# 128 values.
+FORWARD = {"block": 64, "step": 32, "num_warps": 4, "stages": 3}
+QUERY_GRADIENT = {"block": 64, "step": 64, "num_warps": 4, "stages": 2}
+KEY_VALUE_GRADIENT = {"block": 64, "step": 64, "num_warps": 4, "stages": 1}
+# Number of tokens of a program of `_document_bounds`, and number of offsets that it loads at once.
+_BOUNDS_BLOCK = 64
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+# Score of a key that a query must not see. It is finite, so that the maximum of a row without any
+# visible key is finite too.
+_HIDDEN = tl.constexpr(-1e30)
+_LAST_INT32 = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _document_bounds(
+    cu_seqlens,  # int32 [count]: 0, the ends of the documents, then repetitions of `tokens`
+    starts,  # int32 [tokens], written: first token of the document of each token
+    ends,  # int32 [tokens], written: end of the document of each token
+    tokens,
+    count,
+    block: tl.constexpr,
+):
+    """Write the bounds of the documents of `block` tokens."""
+    token = tl.program_id(0) * block + tl.arange(0, block)
+    start = tl.zeros([block], tl.int32)
+    end = tl.zeros([block], tl.int32) + tokens
+    for first in range(0, count, block):
+        index = first + tl.arange(0, block)
+        offset = tl.load(cu_seqlens + index, mask=index < count, other=_LAST_INT32)[None, :]
+        is_before = offset <= token[:, None]
+        start = tl.maximum(start, tl.max(tl.where(is_before, offset, 0), axis=1))
+        end = tl.minimum(end, tl.min(tl.where(is_before, tokens, offset), axis=1))
+    tl.store(starts + token, start, mask=token < tokens)
+    tl.store(ends + token, end, mask=token < tokens)
+
+
+@triton.jit
+def _load(states, head, token, end, token_stride, head_stride, dim: tl.constexpr):
+    """Load the values [n, dim] of a head for n tokens. Values of tokens from `end` on are 0."""
+    rows = (
+        states + head * tl.cast(head_stride, tl.int64) + token[:, None].to(tl.int64) * token_stride
+    )
+    return tl.load(rows + tl.arange(0, dim)[None, :], mask=token[:, None] < end, other=0.0)
+
+
+@triton.jit
+def _load_numbers(numbers, head, token, end, tokens):
+    """Load one number of each token from `numbers` [heads, tokens]. From `end` on, it is 0."""
+    return tl.load(numbers + head * tokens + token, mask=token < end, other=0.0)
+
+
+@triton.jit
+def _store(states, values, head, token, tokens, heads: tl.constexpr, dim: tl.constexpr):
+    """Store the values [n, dim] of a head for n tokens in `states` [tokens, heads, dim]."""
+    rows = states + (token[:, None].to(tl.int64) * heads + head) * dim
+    values = values.to(states.dtype.element_ty)
+    tl.store(rows + tl.arange(0, dim)[None, :], values, mask=token[:, None] < tokens)
+
+
+@triton.jit
+def _masked_scores(rows, columns, query, key, start, scale):
+    """Return the base-2 logarithms of unnormalized probabilities, _HIDDEN for hidden keys.
+
+    `rows` and `columns` are queries and keys, or keys and queries. `query`, `key` and `start` have
+    the indices of queries, of keys and of the first tokens of the queries' documents.
+    """
+    scores = tl.dot(rows, tl.trans(columns)) * (scale * _LOG2_E)
+    return tl.where((key >= start) & (key <= query), scores, _HIDDEN)
+
+
+@triton.jit
+def _differentiate_scores(scores, log_sum, d_probabilities, dot):
+    """Return the probabilities, and the gradient of q k^T * scale.
+
+    `scores` is the result of `_masked_scores`, and `log_sum` the base-2 logarithm of the softmax
+    sum of each query. `dot` is the dot product of each query's output and its gradient.
+    """
+    probabilities = tl.exp2(scores - log_sum)
+    return probabilities, probabilities * (d_probabilities - dot)
+
+
+@triton.jit
+def _attend(
+    q,
+    k,
+    v,
+    starts,  # first result of `_document_bounds`
+    output,  # contiguous, written
+    log_sums,  # FP32 [heads, tokens], written: logarithms of the softmax sums
+    # The next six are strides between tokens and between heads.
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    scale,
+    tokens,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    step: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Compute the output of `block` queries of one head. `group` query heads share a key head."""
+    first = tl.program_id(0) * block
+    head = tl.program_id(1)
+    query = first + tl.arange(0, block)
+    start = tl.load(starts + query, mask=query < tokens, other=0)[:, None]
+    kv_head = head // group
+    queries = _load(q, head, query, tokens, q_token, q_head, dim)
+    maximum = tl.full([block], _HIDDEN, tl.float32)
+    total = tl.zeros([block], tl.float32)
+    weighted = tl.zeros([block, dim], tl.float32)
+    end = tl.minimum(first + block, tokens)
+    for first_key in tl.range(tl.load(starts + first), end, step, num_stages=stages):
+        key = first_key + tl.arange(0, step)
+        keys = _load(k, kv_head, key, end, k_token, k_head, dim)
+        scores = _masked_scores(queries, keys, query[:, None], key[None, :], start, scale)
+        # In a row without any visible key, all probabilities are 1. The next block with a visible
+        # key multiplies them by 0.
+        higher = tl.maximum(maximum, tl.max(scores, axis=1))
+        probabilities = tl.exp2(scores - higher[:, None])
+        correction = tl.exp2(maximum - higher)
+        total = total * correction + tl.sum(probabilities, axis=1)
+        values = _load(v, kv_head, key, end, v_token, v_head, dim)
+        weighted = weighted * correction[:, None]
+        weighted = tl.dot(probabilities.to(values.dtype), values, weighted)
+        maximum = higher
+    _store(output, weighted / total[:, None], head, query, tokens, heads, dim)
+    log_sum = (maximum + tl.log2(total)) * _LN_2
+    tl.store(log_sums + head * tokens + query, log_sum, mask=query < tokens)
+
+
+@triton.jit
+def _differentiate_queries(
+    d_output,  # contiguous
+    q,
+    k,
+    v,
+    output,  # contiguous
+    log_sums,  # FP32 [heads, tokens]
+    starts,  # first result of `_document_bounds`
+    dq,  # contiguous, written
+    dots,  # FP32 [heads, tokens], written: dot products of `output` and `d_output`
+    # The next six are strides between tokens and between heads.
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    scale,
+    tokens,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    step: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Compute the gradient of `block` queries of one head."""
+    first = tl.program_id(0) * block
+    head = tl.program_id(1)
+    query = first + tl.arange(0, block)
+    start = tl.load(starts + query, mask=query < tokens, other=0)[:, None]
+    kv_head = head // group
+    queries = _load(q, head, query, tokens, q_token, q_head, dim)
+    d_outputs = _load(d_output, head, query, tokens, heads * dim, dim, dim)
+    outputs = _load(output, head, query, tokens, heads * dim, dim, dim)
+    dot = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), axis=1)
+    tl.store(dots + head * tokens + query, dot, mask=query < tokens)
+    log_sum = _load_numbers(log_sums, head, query, tokens, tokens) * _LOG2_E
+    gradient = tl.zeros([block, dim], tl.float32)
+    end = tl.minimum(first + block, tokens)
+    for first_key in tl.range(tl.load(starts + first), end, step, num_stages=stages):
+        key = first_key + tl.arange(0, step)
+        keys = _load(k, kv_head, key, end, k_token, k_head, dim)
+        scores = _masked_scores(queries, keys, query[:, None], key[None, :], start, scale)
+        values = _load(v, kv_head, key, end, v_token, v_head, dim)
+        _, d_scores = _differentiate_scores(
+            scores, log_sum[:, None], tl.dot(d_outputs, tl.trans(values)), dot[:, None]
+        )
+        gradient = tl.dot(d_scores.to(keys.dtype), keys, gradient)
+    _store(dq, gradient * scale, head, query, tokens, heads, dim)
+
+
+@triton.jit
+def _differentiate_keys_and_values(
+    d_output,  # contiguous
+    q,
+    k,
+    v,
+    log_sums,  # FP32 [heads, tokens]
+    dots,  # written by `_differentiate_queries`
+    starts,  # first result of `_document_bounds`
+    ends,  # second result of `_document_bounds`
+    dk,  # contiguous, written
+    dv,  # contiguous, written
+    # The next six are strides between tokens and between heads.
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    scale,
+    tokens,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    step: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Compute the gradients of `block` keys and values of one KV head.
+
+    Matrices of scores have a row for each key and a column for each query.
+    """
+    first = tl.program_id(0) * block
+    kv_head = tl.program_id(1)
+    key = first + tl.arange(0, block)
+    keys = _load(k, kv_head, key, tokens, k_token, k_head, dim)
+    values = _load(v, kv_head, key, tokens, v_token, v_head, dim)
+    d_keys = tl.zeros([block, dim], tl.float32)
+    d_values = tl.zeros([block, dim], tl.float32)
+    # Queries after the document of the last key see none of the keys.
+    end = tl.load(ends + tl.minimum(first + block, tokens) - 1)
+    for member in range(group):
+        head = kv_head * group + member
+        for first_query in tl.range(first, end, step, num_stages=stages):
+            query = first_query + tl.arange(0, step)
+            start = tl.load(starts + query, mask=query < end, other=_LAST_INT32)[None, :]
+            queries = _load(q, head, query, end, q_token, q_head, dim)
+            d_outputs = _load(d_output, head, query, end, heads * dim, dim, dim)
+            log_sum = _load_numbers(log_sums, head, query, end, tokens) * _LOG2_E
+            dot = _load_numbers(dots, head, query, end, tokens)
+            scores = _masked_scores(keys, queries, query[None, :], key[:, None], start, scale)
+            probabilities, d_scores = _differentiate_scores(
+                scores, log_sum[None, :], tl.dot(values, tl.trans(d_outputs)), dot[None, :]
+            )
+            d_values = tl.dot(probabilities.to(d_outputs.dtype), d_outputs, d_values)
+            d_keys = tl.dot(d_scores.to(queries.dtype), queries, d_keys)
+    _store(dk, d_keys * scale, kv_head, key, tokens, heads // group, dim)
+    _store(dv, d_values, kv_head, key, tokens, heads // group, dim)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output [T, H, D], and the logarithms of the softmax sums, FP32 [H, T].
+
+    Args:
+        q: Queries, BF16 or FP16.
+        k: Keys.
+        v: Values.
+        cu_seqlens: Offsets of the documents, as in `pretrain.model.attention`.
+        scale: Factor of q k^T.
+    """
+    tokens, heads, dim = q.shape
+    output = torch.empty_like(q, memory_format=torch.contiguous_format)
+    log_sums = q.new_empty(heads, tokens, dtype=torch.float32)
+    starts, _ = document_bounds(cu_seqlens, tokens)
+    grid = (triton.cdiv(tokens, FORWARD["block"]), heads)
+    numbers = (*_strides(q, k, v), scale, tokens, heads, heads // k.shape[1], dim)
+    _attend[grid](q, k, v, starts, output, log_sums, *numbers, **FORWARD)
+    return output, log_sums
+
+
+def attend_backward(
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients dq, dk and dv. All are contiguous.
+
+    `d_output` is the gradient of the output. `output` and `log_sums` are the results of `attend`,
+    and all other arguments are its arguments.
+    """
+    tokens, heads, dim = q.shape
+    kv = k.shape[1]
+    d_output = d_output.contiguous()
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    dots = torch.empty_like(log_sums)
+    starts, ends = document_bounds(cu_seqlens, tokens)
+    numbers = (*_strides(q, k, v), scale, tokens, heads, heads // kv, dim)
+    _differentiate_queries[(triton.cdiv(tokens, QUERY_GRADIENT["block"]), heads)](
+        d_output, q, k, v, output, log_sums, starts, dq, dots, *numbers, **QUERY_GRADIENT
+    )
+    _differentiate_keys_and_values[(triton.cdiv(tokens, KEY_VALUE_GRADIENT["block"]), kv)](
+        *(d_output, q, k, v, log_sums, dots, starts, ends, dk, dv), *numbers, **KEY_VALUE_GRADIENT
+    )
+    return dq, dk, dv
+
+
+def document_bounds(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the first token and the end of the document of each token, int32 [tokens] both."""
+    starts = cu_seqlens.new_empty(tokens)
+    ends = torch.empty_like(starts)
+    grid = (triton.cdiv(tokens, _BOUNDS_BLOCK),)
+    _document_bounds[grid](cu_seqlens, starts, ends, tokens, len(cu_seqlens), _BOUNDS_BLOCK)
+    return starts, ends
+
+
+def _strides(*states: Tensor) -> list[int]:
+    """Return the strides between tokens and between heads of each tensor [T, heads, D]."""
+    return [stride for tensor in states for stride in tensor.stride()[:2]]

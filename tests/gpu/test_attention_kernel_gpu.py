@@ -1,0 +1,124 @@
+"""Compare our Triton attention with attention in FP64, one document at a time.
+
+The tests run on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pretrain.model.attention_kernel import attend, attend_backward, document_bounds
+from pretrain.model.fused.heads import Heads
+from tests.gpu.conftest import DEVICE, INTERPRETED
+
+# The interpreter cannot multiply matrices in BF16.
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+SCALE = 0.21
+LENGTHS = st.lists(st.integers(1, 80), min_size=1, max_size=4)
+
+
+def offsets(lengths: list[int], spare: int) -> Tensor:
+    """Return the offsets of the documents. The last offset occurs `spare` more times."""
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return torch.cat([ends, ends[-1:].repeat(spare)]).to(DEVICE, torch.int32)
+
+
+def draw(heads: Heads, tokens: int, *, stacked: bool = False) -> list[Tensor]:
+    """Return queries, keys, values and the gradient of the output, in DTYPE.
+
+    With `stacked`, queries, keys and values are views of one tensor.
+    """
+    generator = torch.Generator().manual_seed(tokens)
+    qkv = torch.randn(tokens, heads.width, generator=generator).to(DEVICE, DTYPE)
+    d_output = torch.randn(tokens, heads.query, heads.dim, generator=generator)
+    states = heads.split(qkv)
+    if not stacked:
+        states = tuple(state.clone() for state in states)
+    return [*states, d_output.to(DEVICE, DTYPE)]
+
+
+def reference(states: list[Tensor], lengths: list[int]) -> tuple[Tensor, ...]:
+    """Return the output, the log-sums [heads, tokens], and the gradients of q, k and v, in FP64."""
+    q, k, v, d_output = (state.double() for state in states)
+    leaves = [state.requires_grad_() for state in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    outputs = []
+    log_sums = []
+    for query, key, value in zip(*(leaf.split(lengths) for leaf in leaves), strict=True):
+        key, value = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (key, value))
+        scores = query.transpose(0, 1) @ key.transpose(1, 2) * SCALE
+        is_later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(is_later, -torch.inf)
+        outputs.append((F.softmax(scores, dim=-1) @ value).transpose(0, 1))
+        log_sums.append(scores.logsumexp(dim=-1))
+    output = torch.cat(outputs)
+    gradients = torch.autograd.grad(output, leaves, d_output)
+    return output.detach(), torch.cat(log_sums, dim=1).detach(), *gradients
+
+
+def check(heads: Heads, lengths: list[int], *, spare: int = 0, stacked: bool = False) -> None:
+    states = draw(heads, sum(lengths), stacked=stacked)
+    expected = reference(states, lengths)
+    q, k, v, d_output = states
+    ends = offsets(lengths, spare)
+    output, log_sums = attend(q, k, v, ends, SCALE)
+    gradients = attend_backward(d_output, q, k, v, output, log_sums, ends, SCALE)
+    torch.testing.assert_close(log_sums.double(), expected[1], rtol=0, atol=1e-4)
+    results = (output, *gradients)
+    assert all(result.is_contiguous() for result in results)
+    for result, exact in zip(results, (expected[0], *expected[2:]), strict=True):
+        assert result.dtype == DTYPE
+        # In a document of one token, the exact gradients of the query and the key are 0.
+        assert (result.double() - exact).norm() < 2**-7 * exact.norm() + 1e-4
+
+
+@given(LENGTHS, st.integers(0, 20))
+@settings(max_examples=6, deadline=None)
+def test_bounds_of_documents_are_those_of_each_tokens_document(
+    lengths: list[int], spare: int
+) -> None:
+    starts, ends = document_bounds(offsets(lengths, spare), sum(lengths))
+    sizes = torch.tensor(lengths)
+    last = sizes.cumsum(0)
+    assert torch.equal(starts.cpu(), (last - sizes).repeat_interleave(sizes).int())
+    assert torch.equal(ends.cpu(), last.repeat_interleave(sizes).int())
+
+
+@given(LENGTHS, st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 32), Heads(2, 2, 64)]), st.booleans())
+@settings(max_examples=6, deadline=None)
+def test_attention_equals_attention_of_single_documents(
+    lengths: list[int], heads: Heads, stacked: bool
+) -> None:
+    check(heads, lengths, spare=3, stacked=stacked)
+
+
+def test_attention_equals_attention_of_single_documents_with_wide_heads() -> None:
+    check(Heads(2, 1, 128), [1, 63, 65, 130])
+
+
+def test_a_gradient_that_is_a_view_has_the_same_result() -> None:
+    q, k, v, d_output = draw(Heads(2, 1, 32), 100)
+    ends = offsets([40, 60], 0)
+    output, log_sums = attend(q, k, v, ends, SCALE)
+    expected = attend_backward(d_output, q, k, v, output, log_sums, ends, SCALE)
+    view = d_output.transpose(0, 1).contiguous().transpose(0, 1)
+    gradients = attend_backward(view, q, k, v, output, log_sums, ends, SCALE)
+    assert all(map(torch.equal, gradients, expected))
+
+
+def test_documents_do_not_affect_each_other() -> None:
+    q, k, v, d_output = draw(Heads(2, 1, 32), 100)
+    ends = offsets([40, 60], 0)
+    output, log_sums = attend(q, k, v, ends, SCALE)
+    gradients = attend_backward(d_output, q, k, v, output, log_sums, ends, SCALE)
+    for changed in (q, k, v, d_output):
+        changed[40:] *= 3
+    again, log_sums = attend(q, k, v, ends, SCALE)
+    assert torch.equal(again[:40], output[:40])
+    changed_gradients = attend_backward(d_output, q, k, v, again, log_sums, ends, SCALE)
+    for gradient, first in zip(changed_gradients, gradients, strict=True):
+        assert torch.equal(gradient[:40], first[:40])
