@@ -61,12 +61,14 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_a
 # not used here, because transformers loads its own kernels for names that contain "flash". `varlen`
 # is torch's version of FlashAttention-2.
 FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
-# Backends that are tried first if the documents are short.
-FASTEST_FOR_SHORT = ("triton",)
-# Documents are short if the mean over all tokens of the length of the token's document is at most
-# this number. On an H100, `triton` was faster than `fa4` at 307 to 430 tokens, and slower at 1,024
-# to 1,199 tokens (benchmarks/results/kernels/h100_short_documents.json).
+# The backend that is tried before the others if documents are short and heads are small. Documents
+# are short if the mean over all tokens of the length of the token's document is at most SHORT. For
+# heads of 64 values on an H100, `triton` is the fastest up to 545 tokens and slower than `fa4` at
+# 913 tokens. For heads of 128 values, training steps are equally fast with `triton` and with `fa4`
+# (benchmarks/results/kernels/h100_short_documents.json).
+FASTEST_FOR_SHORT = "triton"
 SHORT = 640
+SMALL_HEAD = 64
 # Head sizes of our Triton kernels.
 TRITON_HEAD_DIMS = (16, 32, 64, 128)
 MAX_FLASH_HEAD_DIM = 256
@@ -119,9 +121,11 @@ def choose(
     kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
     reasons = ["requested"]
     if requested == "auto":
-        is_short = mean_squared <= SHORT
-        kinds = (*FASTEST_FOR_SHORT, *FASTEST_FIRST) if is_short else FASTEST_FIRST
-        reasons = [f"fastest here for {'short' if is_short else 'long'} documents"]
+        kinds = FASTEST_FIRST
+        reasons = ["fastest that runs here"]
+        if mean_squared <= SHORT and head_dim <= SMALL_HEAD:
+            kinds = (FASTEST_FOR_SHORT, *FASTEST_FIRST)
+            reasons = ["fastest that runs here for short documents"]
     for kind in kinds:
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
         if obstacle is None:

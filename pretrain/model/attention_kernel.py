@@ -26,8 +26,8 @@ from torch import Tensor
 # warps, and number of loads in flight. These values were the fastest on an H100 for heads of 64 and
 # 128 values.
 FORWARD = {"block": 64, "step": 32, "num_warps": 4, "stages": 3}
-QUERY_GRADIENT = {"block": 64, "step": 64, "num_warps": 4, "stages": 2}
-KEY_VALUE_GRADIENT = {"block": 64, "step": 64, "num_warps": 4, "stages": 1}
+QUERY_GRADIENT = {"block": 64, "step": 32, "num_warps": 4, "stages": 3}
+KEY_VALUE_GRADIENT = {"block": 64, "step": 32, "num_warps": 4, "stages": 1}
 # Number of tokens of a program of `_document_bounds`, and number of offsets that it loads at once.
 _BOUNDS_BLOCK = 64
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -143,9 +143,10 @@ def test_auto_takes_the_fastest_supported_backend_on_an_h200(
 
 
 def test_auto_takes_our_kernels_for_short_documents(on_an_h200: pytest.MonkeyPatch) -> None:
-    assert {chosen(dim=dim, mean_squared=300.0) for dim in (16, 32, 64, 128)} == {"triton"}
-    assert chosen(dim=96, mean_squared=300.0) == "fa4"
-    assert chosen(dtype=torch.float32, mean_squared=300.0) == "sdpa"
+    assert {chosen(dim=dim, mean_squared=300.0) for dim in (16, 32, 64)} == {"triton"}
+    assert {chosen(dim=dim, mean_squared=300.0) for dim in (96, 128)} == {"fa4"}
+    assert chosen(dim=48, mean_squared=300.0) == "varlen"
+    assert chosen(dim=64, dtype=torch.float32, mean_squared=300.0) == "sdpa"
     assert chosen("triton") == "triton"
     with pytest.raises(InputError, match=r"model.attention: triton.*head dimension of 16, 32"):
         chosen("triton", dim=96)
