@@ -24,7 +24,7 @@ from foundation.files import replace_file
 from foundation.units import UNKNOWN, markdown
 from pretrain.compare.differences import SeedDifference
 
-FILE = RESULTS / "h100_served_14m.jsonl"
+FILES = (RESULTS / "h100_served_14m.jsonl", RESULTS / "h100_served_options_14m.jsonl")
 DESIGN = Path("benchmarks/evidence/served_design.md")
 MARKER = "served"
 
@@ -75,9 +75,10 @@ def main() -> None:
 
 
 def pages() -> dict[Path, str]:
-    """Return the text of the pages that have tables of FILE."""
-    cells = read_cells([FILE])
-    details = (gain_table(cells), merged_table(cells))
+    """Return the text of the pages that have tables of FILES."""
+    cells = read_cells(FILES)
+    details = [gain_table(cells), merged_table(cells)]
+    details += [options_table(cells, matrix) for matrix in OPTIONS]
     return {
         ANSWER: with_tables(ANSWER, MARKER, served_table(cells)),
         DESIGN: with_tables(DESIGN, MARKER, *details),
