@@ -4,7 +4,7 @@ A part is a folder of packs, made from consecutive documents of a source. Its co
 on the settings, the source, and the place in the source where the part starts. It does not depend
 on when, how often or by which process the part is made. So parts that the run has read may be
 deleted. If the run returns to an earlier step, or continues on another machine, these parts are
-made again. The checkpoint of the run stores the place from which they are made. A file is opened at
+made again. The checkpoint of the run stores the place where they begin. A file is opened at
 this place, a compressed file is decompressed up to this place, and a dataset of the Hugging Face
 hub is read from the file that contains this place.
 """
@@ -112,7 +112,7 @@ class ReadingRun:
 
 
 def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Iterator[bool]:
-    """Make parts in the order in which the run reads them, as many as fit in `disk_gb`.
+    """Make parts in the run's reading order until `disk_gb` is full.
 
     `makers` maps the name of each source to its PackMaker. Yields True after a part was written.
     Yields False while the next part does not fit on the disk. Parts that the run has read are

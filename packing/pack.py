@@ -80,7 +80,7 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
     """Return the layout of documents by the best-fit-decreasing algorithm.
 
     `lengths` are as for `truncate`. The documents are placed from the longest to the shortest. Each
-    one is placed in the fullest pack in which it fits. Only a document that is longer than a pack
+    one is placed in the fullest pack with enough room. Only a document that is longer than a pack
     is cut: into full packs and a rest, and the rest is placed like a document. Within a pack, the
     rest of a long document comes first, and other documents follow in their original order.
     """
@@ -173,7 +173,7 @@ def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Return the index of the pack in which each piece is placed, and the number of packs.
+    """Return the pack index of each piece, and the number of packs.
 
     Pieces of equal size are placed together. The fullest pack in which a piece fits remains the
     fullest one until no further piece of this size fits. So this pack, and every other pack with

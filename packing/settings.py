@@ -141,7 +141,7 @@ class StreamingSettings(Settings):
 
 
 class DataSettings(SourceSettings):
-    """Source of the tokens, and the way in which they are packed.
+    """Source of the tokens, and how they are packed.
 
     With `packs` alone, existing packs are read (Arrow, MDS, token .bin). With `source` and
     `tokenizer`, packs are prepared on first use. If `tokenizer` is set without `source`, it is

@@ -162,7 +162,7 @@ class PackerProcess(ExitStack):
     """
 
     def __init__(self, settings: DataSettings, position: dict[str, Any]) -> None:
-        """Start the packer. `position` is the position from which the run reads.
+        """Start the packer. `position` is the run's reading position.
 
         Raises InputError if another run reads the stream, or if the disk is too small.
         """

@@ -117,7 +117,7 @@ def newest_in(source: Path) -> Path:
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the folder in which the checkpoint `final` is written.
+    """Return the temporary folder of the checkpoint `final`.
 
     When the checkpoint is complete, this folder is renamed to `final`.
     """

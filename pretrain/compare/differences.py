@@ -305,7 +305,7 @@ class SeedDifference:
 
 
 def fewest_seeds(error: float) -> int:
-    """Return the smallest number of seeds for which `anytime_half_width` with `error` is finite."""
+    """Return the smallest number of seeds that makes `anytime_half_width` with `error` finite."""
     seeds = FEWEST_SEEDS
     while SeedDifference(dict.fromkeys(range(seeds), 0.0), 1.0).anytime_half_width(error) is None:
         seeds += 1

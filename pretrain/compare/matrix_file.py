@@ -394,7 +394,7 @@ def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:
 
 
 def _precision_environment(accelerate: Values) -> dict[str, str]:
-    """Return the environment variables with which `accelerate launch` sets the precision.
+    """Return the environment variables of `accelerate launch` that set the precision.
 
     `accelerate` is the content of the Accelerate configuration.
     """

@@ -81,7 +81,7 @@ class Protocol:
 
     @property
     def error(self) -> float:
-        """Return the probability with which the interval of one candidate may miss the true value.
+        """Return the allowed probability that the interval of one candidate misses the true value.
 
         The total probability of a miss, 1 - CONFIDENCE, is divided by the number of candidates. So
         with probability CONFIDENCE, the intervals of all candidates contain the true values
@@ -161,7 +161,7 @@ class Rounds:
         """Return the estimated seconds of a round with the baseline and `candidates`.
 
         The first GPU trains the baseline. The other GPUs can train candidates as soon as the
-        baseline has saved the checkpoint from which the candidates branch.
+        baseline has saved their starting checkpoint.
         """
         protocol = self.protocol
         baseline = self._seconds_of(protocol.base)
@@ -293,7 +293,7 @@ class Rounds:
         ]
 
     def tokens_for(self, loss: float, slope: float) -> float:
-        """Return the factor by which the training tokens must grow to lower the loss by `loss`.
+        """Return the growth factor of the training tokens that lowers the loss by `loss`.
 
         If all runs branch from the checkpoint of another run, only the tokens after that checkpoint
         are multiplied by the factor. Otherwise all tokens are multiplied by it.

@@ -326,7 +326,7 @@ def fit_steps(
     at_once: int,
     seconds_left: float,
 ) -> Protocol:
-    """Return a copy of the protocol in which `steps` and `trunk` are set.
+    """Return a copy of the protocol with `steps` and `trunk` set.
 
     `steps` is the length of a run, and `trunk` is the number of steps before the candidates branch.
     If --steps is not set, a run is as long as --hours allow, but not longer than the recipe sets,
@@ -401,7 +401,7 @@ def least_steps(trunk: int | None) -> int:
 
     A candidate must train at least FEWEST_STEPS steps after it has branched, because its loss at
     the end is the mean over at least this number of steps. `trunk` is the step of the checkpoint
-    from which all runs branch, or None if the baseline trains from the start.
+    where all runs branch, or None if the baseline trains from the start.
     """
     return math.ceil(FEWEST_STEPS / (1 - TRUNK)) if trunk is None else trunk + FEWEST_STEPS
 

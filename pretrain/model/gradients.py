@@ -12,7 +12,7 @@ fails at its start, and one write clears all gradients. Clearing writes -0.0, be
 the same bits as x. If a gradient contains only -0.0, nothing has been added to it, because matrix
 products start their sums from +0.0, and -0.0 + 0.0 is +0.0.
 
-The main gradients are stored approximately in the order in which backward computes them. Finished
+The main gradients are stored approximately in the order of the backward pass. Finished
 gradients are therefore contiguous, and ranks exchange them while backward is still running
 (`RankSums`).
 
@@ -109,7 +109,7 @@ def attach_sums(
         trained: The parameters, without repetition.
         dtype: FP32 or BF16.
         stacks: As in `attach_main_gradients`.
-        memory: Tensor in which the main gradients are stored. It is 1-D, has the dtype `dtype`, and
+        memory: Storage of the main gradients. It is 1-D, has the dtype `dtype`, and
             has at least `values_of_sums(trained)` values. Sets of parameters that never accumulate
             gradients at the same time may share this tensor. By default a new tensor is allocated.
 

@@ -66,7 +66,7 @@ def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtyp
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the parameters outside of decoder layers are gathered.
+    """Context manager that gathers the parameters outside of decoder layers.
 
     These are the parameters of the embedding, the final norm and the head. Use this context for
     calls that bypass the forward of the prepared `model` and its hooks, such as generation. The

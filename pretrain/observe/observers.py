@@ -185,7 +185,7 @@ class StepWatch:
 class Observers:
     """All observers of a run.
 
-    observers: the observers, in the order in which their hooks are called.
+    observers: the observers, in the order of their hook calls.
     precision: the model's precision, whose schedule determines the phases.
     resumed_step: the step of the loaded checkpoint, or 0 without a checkpoint. The step after it is
         the first step of this process.

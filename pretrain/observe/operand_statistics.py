@@ -206,7 +206,7 @@ class OperandStatistics:
     def records(self) -> list[dict[str, Any]]:
         """Return a dict of statistics for each operand that was observed.
 
-        The operands are in the order in which they were observed for the first time. This method
+        The operands are in the order of their first observation. This method
         waits for the device once.
         """
         figures = map(torch.stack, self._figures.values())

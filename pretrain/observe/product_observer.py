@@ -210,7 +210,7 @@ class _Sample(NamedTuple):
 class ProductObserver:
     """Record the products of each linear, and examine their operands.
 
-    `products` maps the name of each linear to its products, in the order in which they ran. The
+    `products` maps the name of each linear to its products, in the order of execution. The
     forward product of a recomputed layer appears twice.
     """
 

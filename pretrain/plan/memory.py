@@ -376,7 +376,7 @@ def fused_layer(
         gate and up projections, and the down projection. GPT-2 has a single linear in place of gate
         and up.
     attention: the name of the packed attention.
-    layouts: number of layouts in which a quantized operand is stored.
+    layouts: number of layouts of a quantized operand.
     """
     number = precisions[0].number_bytes
     stacks = [list(stack.values()) for stack in parts.stacks.values()]

@@ -75,8 +75,7 @@ class Plan:
     def precisions(self) -> list[ActivePrecision]:
         """Return all precisions of the run.
 
-        If `log.gap` is set, the result includes the unquantized precision with which `log.gap`
-        compares.
+        If `log.gap` is set, the result includes the unquantized precision that `log.gap` needs.
         """
         return self.schedule.precisions(and_unquantized=bool(self.recipe.log.gap))
 

@@ -60,7 +60,7 @@ def watched(
     *,
     swapped: bool = False,
 ) -> AbstractContextManager[None]:
-    """Return a context in which the active observer observes all products.
+    """Return a context that lets the active observer observe all products.
 
     The context has no effect if no observer is active, or if the observer does not observe these
     layers.

@@ -392,7 +392,7 @@ class LinearPass:
 
         dy: the gradient of the output.
         saved: the data that `forward` returned. None if the weight needs no gradient.
-        total: the gradient sum to which the weight's gradient is added, see `weight_gradient`.
+        total: the gradient sum that the weight's gradient is added to, see `weight_gradient`.
 
         The weight's gradient is None if `saved` is None, or if the gradient was added to `total`.
         """

@@ -310,7 +310,7 @@ class LowPrecisionSettings(Settings):
         }
 
     def resolved(self, precision_name: str) -> Self:
-        """Return a copy of the settings in which each option has the value that is used.
+        """Return a copy of the settings with the used value of each option.
 
         An option that is not set gets the default of the precision. An option that the precision
         does not accept becomes None.

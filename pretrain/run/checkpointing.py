@@ -343,13 +343,13 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
-    """Set the model to the precision in which the run continues from the checkpoint `source`.
+    """Set the model's precision for the continuation from the checkpoint `source`.
 
-    All ranks must call this function. Usually this is the precision in which the checkpoint was
-    saved. If the next step has another precision, `Run.follow_schedule` then changes the precision.
-    In two cases the precision of the next step is set here: if the checkpoint belongs to another
-    run, or if this run does not use the saved precision. If the checkpoint has no suitable
-    histories of delayed scaling, the histories are filled from some packs.
+    All ranks must call this function. Usually this is the precision of the checkpoint. If the next
+    step has another precision, `Run.follow_schedule` then changes the precision. In two cases the
+    precision of the next step is set here: if the checkpoint belongs to another run, or if this run
+    does not use the saved precision. If the checkpoint has no suitable histories of delayed
+    scaling, the histories are filled from some packs.
 
     Raises TrainingHalted if loaded tensors differ from the checkpoint.
     """

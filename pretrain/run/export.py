@@ -198,7 +198,7 @@ def tensor_reader(
 
     hf: the model, on any device. Only the names of its parameters are used.
     stored_as: the setting `weights` that determines the dtype of the returned parameters. Buffers
-        keep the dtype in which they were saved.
+        keep their saved dtype.
 
     The returned tensors are on the CPU, and complete even if the checkpoint has shards.
     """

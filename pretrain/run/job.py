@@ -140,7 +140,7 @@ class Job:
         )
 
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
-        """Return the training batches of this rank, from which any step can be read.
+        """Return the training batches of this rank. Any step can be read.
 
         shift: `TrainState.shift`.
 

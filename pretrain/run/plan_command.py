@@ -105,7 +105,7 @@ def _for_other_machines(recipe: Recipe) -> Recipe:
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
     """Return the lines that explain, below the table of times, how the times were estimated.
 
-    shares: the MFUs for which the table has times, as fractions. MFU is the speed of a training
+    shares: the MFUs of the table's columns, as fractions. MFU is the speed of a training
         divided by the peak speed of its device.
     is_mfu_stated: True if the user has set the MFUs by --mfu, False if they are defaults.
     """
@@ -166,7 +166,7 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
     """Return the row of a target in the table.
 
     plan: the plan of the recipe on this target.
-    shares: the MFUs for which the table has times, ascending.
+    shares: the MFUs of the table's columns, ascending.
     """
     if target.obstacle(plan):
         return [str(target), *[UNKNOWN] * 5]

@@ -59,7 +59,7 @@ class ResumePoint:
 
     @property
     def health(self) -> HealthState:
-        """Return the state of the health check with which the run continues.
+        """Return the state of the health check for the continued run.
 
         A branch starts with all counters at zero. It only takes over the recent losses, which are
         needed to find spikes.
@@ -97,7 +97,7 @@ class ResumePoint:
         return -(-(place * identity["data.length"]) // job.recipe.data.length)
 
     def shift(self, job: Job) -> int:
-        """Return the value of `TrainState.shift` with which the next step starts at `place`."""
+        """Return the value of `TrainState.shift` that lets the next step start at `place`."""
         return self.place(job) - self._data_steps * job.plan.packs_per_step
 
     @property

@@ -207,7 +207,7 @@ def served_weights(
 
     run_dir: the run folder. Its audit.json lists the linears that are quantized in training, and
         the linears whose weights are stacked for one product.
-    precision_name: the precision in which the checkpoint was saved.
+    precision_name: the precision of the checkpoint.
     settings: `fp8_config` of the run.
     hf: the model on the meta device, in BF16.
     read: maps the name of a parameter to its BF16 value. Training casts FP32 weights to BF16 before

@@ -49,7 +49,7 @@ def start_stream(
 
 
 def continue_stream(job: Job, source: ResumePoint | None) -> None:
-    """Set the position from which the run reads the stream to the position in `source`.
+    """Set the run's reading position in the stream to the position in `source`.
 
     If `source` is None or belongs to another stream, the run reads from the first pack.
     """

@@ -143,7 +143,7 @@ def run_dir_of(recipe: Recipe) -> Path:
 
 
 def branch_checkpoint(recipe: Recipe) -> Path | None:
-    """Return the path of the checkpoint from which the run branches.
+    """Return the path of the checkpoint where the run branches.
 
     The path is `train.begin_with`, after keys in braces are replaced by their values. Return None
     if `train.begin_with` is not set. Raises InputError if a key in braces does not exist.

@@ -43,11 +43,12 @@ class ModelSettings(Settings):
     # from scratch, vocab_size and the ids of eos, bos and pad need not be set, because the
     # tokenizer determines them. null: use the configuration of `source` unchanged.
     config: dict[str, Any] | None = None
-    # Attention kernel. triton: our kernel. flash_attn: FlashAttention-4. varlen: FlashAttention-2 in
-    # torch. documents: call the kernel once for each document. sdpa: scaled_dot_product_attention
-    # with a mask. auto: on a GPU, triton if heads have at most 64 values and documents are short
-    # (768 tokens in the mean over all tokens), else flash_attn on Hopper or Blackwell if its package
-    # is installed, else varlen. On a CPU, documents. On other devices, sdpa.
+    # Attention kernel. triton: our kernel. flash_attn: FlashAttention-4. varlen: FlashAttention-2
+    # in torch. documents: call the kernel once for each document. sdpa:
+    # scaled_dot_product_attention with a mask. auto: on a GPU, triton if heads have at most 64
+    # values and documents are short (768 tokens in the mean over all tokens), else flash_attn on
+    # Hopper or Blackwell if its package is installed, else varlen. On a CPU, documents. On other
+    # devices, sdpa.
     attention: Attention = "auto"
     # Decoder layers whose activations are recomputed in the backward pass, which saves memory.
     # none: no layer. full: every layer. A number n: every n-th layer, from the first one.
@@ -376,7 +377,7 @@ class Recipe(Settings):
 
     @property
     def gradients_kept_in(self) -> Literal["fp32", "bf16"]:
-        """Return the dtype in which gradients are accumulated over microbatches and stored.
+        """Return the dtype of gradients that are accumulated over microbatches.
 
         There is one exception: if FSDP2 gathers the weights once per step, gradients are
         accumulated over microbatches in FP32. Then only the sum of the gradients over all ranks is

@@ -167,7 +167,7 @@ def quantize_dequantize(
         transform: True to multiply each 16 values by the Hadamard matrix first.
         row_scaled: True if each row has its own tensor scale (NVFP4 only).
         largest: Largest block scale of NVFP4, before it is multiplied by `factor`.
-        factor: Number by which the block scales are multiplied for a trial of 4over6. None without
+        factor: Factor of the block scales for a trial of 4over6. None without
             4over6.
     """
     values = (_hadamard(x) if transform else x).float().cpu().numpy()

@@ -68,7 +68,7 @@ class StackedLinear(LinearState):
         """Create the stacked linear without moving any parameter.
 
         Args:
-            name: Name under which checkpoints store the amax histories and scales of the product.
+            name: Name of the amax histories and scales of the product in checkpoints.
             linears: Map the name of each linear layer in the model to the layer.
             arithmetic: The arithmetic of the model's fused layers.
             engines: The engines that quantize this product.

@@ -80,7 +80,7 @@ def _softmax_loss(
     """Compute the loss of one token.
 
     With `with_gradient`, also overwrite the logits with the gradient. If `maxima` is given, also
-    write the statistics from which `_softmax_quantized_gradient` computes FP8 codes.
+    write the statistics that `_softmax_quantized_gradient` needs.
     """
     token = tl.program_id(0)
     # Use 64 bits, because a chunk may have more than 2**31 logits.
