@@ -5,6 +5,7 @@ The tests run on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRE
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from torch import Tensor
 from pretrain.model.attention_kernel import attend, attend_backward, document_bounds
 from pretrain.model.fused.heads import Heads
 from tests.gpu.conftest import DEVICE, INTERPRETED
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, one_pass, packed
 
 # The interpreter cannot multiply matrices in BF16.
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -122,3 +124,15 @@ def test_documents_do_not_affect_each_other() -> None:
     changed_gradients = attend_backward(d_output, q, k, v, again, log_sums, ends, SCALE)
     for gradient, first in zip(changed_gradients, gradients, strict=True):
         assert torch.equal(gradient[:40], first[:40])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the fused layers of this test are those for a CPU")
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])  # without and with rotation and head norms
+def test_fused_layers_have_the_gradients_of_layers_with_sdpa(name: str) -> None:
+    loss, gradients = one_pass(packed(build(ARCHITECTURES[name], backend="packed_triton")))
+    expected_loss, expected = one_pass(packed(build(ARCHITECTURES[name], backend="packed_sdpa")))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    largest = max(gradient.norm() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        error = (gradients[parameter] - gradient).norm()
+        assert error <= 2e-6 * largest + 1e-5 * gradient.norm(), parameter

@@ -13,9 +13,12 @@ from transformers import PreTrainedModel
 from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
-from pretrain.model.gradients import clear_main_gradients, gradient_of
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.settings.recipe import ModelSettings
+from pretrain.model.wrapping import fuse
+from pretrain.precision.product import PrecisionContext
+from pretrain.settings.recipe import LossSettings, ModelSettings
 
 LENGTH, VOCABULARY = 64, 97
 SIZES = {
@@ -152,3 +155,22 @@ def significant_parameters(gradients: Mapping[str, Tensor]) -> list[str]:
     """
     largest = max(gradient.norm() for gradient in gradients.values())
     return [name for name, gradient in gradients.items() if gradient.norm() > 1e-3 * largest]
+
+
+def packed(
+    hf: PreTrainedModel, *, fused: bool = True, dtype: torch.dtype = torch.float32
+) -> PackedLanguageModel:
+    """Return the packed model of `hf`, with all decoder layers fused if `fused` is True."""
+    context = PrecisionContext(None, dtype)
+    trained = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
+    if fused:
+        trained.fused = fuse(model.decoder_layers(hf), {}, Arithmetic(context))
+        assert not trained.fused.left_out
+        attach_main_gradients(trained, torch.float32, trained.fused.stacks)
+    return trained
+
+
+def one_pass(trained: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of one microbatch."""
+    losses, gradients = losses_and_gradients(trained, microbatches=1)
+    return losses[0], gradients

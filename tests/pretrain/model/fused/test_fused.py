@@ -6,22 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from pretrain.model.fused.arithmetic import Arithmetic, Implementation
-from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
-from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, fuse, not_fused_because, wrap_layers
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.settings.recipe import LossSettings, ModelSettings
+from pretrain.settings.recipe import ModelSettings
 from tests.pretrain.model.fused.fused_models import (
     ARCHITECTURES,
     build,
     inputs,
     losses_and_gradients,
+    one_pass,
+    packed,
 )
 
 
@@ -29,24 +27,6 @@ from tests.pretrain.model.fused.fused_models import (
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return the configuration of a small model of each fused architecture."""
     return dict(ARCHITECTURES[request.param])
-
-
-def packed(
-    hf: PreTrainedModel, *, fused: bool = True, dtype: torch.dtype = torch.float32
-) -> PackedLanguageModel:
-    model = PackedLanguageModel(
-        hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)
-    ).train()
-    if fused:
-        model.fused = fuse(decoder_layers(hf), {}, Arithmetic(model.context))
-        assert not model.fused.left_out
-        attach_main_gradients(model, torch.float32, model.fused.stacks)
-    return model
-
-
-def one_pass(model: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
-    losses, gradients = losses_and_gradients(model, microbatches=1)
-    return losses[0], gradients
 
 
 # ── The choice of layers ──
