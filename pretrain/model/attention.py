@@ -57,20 +57,19 @@ from pretrain.settings.recipe import Attention
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_attn_4"))
 
-# Backends from the fastest to the slowest. In recipes, `fa4` is called `flash_attn`. This name is
-# not used here, because transformers loads its own kernels for names that contain "flash". `varlen`
-# is torch's version of FlashAttention-2.
+# Backends from the fastest to the slowest, if documents are long. In recipes, `fa4` is called
+# `flash_attn`. This name is not used here, because transformers loads its own kernels for names
+# that contain "flash". `varlen` is torch's version of FlashAttention-2.
 FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
-# The backend that is tried before the others if documents are short and heads are small. Documents
-# are short if the mean over all tokens of the length of the token's document is at most SHORT. For
-# heads of 64 values on an H100, `triton` is the fastest at 545 tokens, and 9 % slower than `fa4` at
-# 913 tokens. For heads of 128 values, training steps are equally fast with `triton` and with `fa4`
-# (benchmarks/results/kernels/h100_short_documents.json).
-FASTEST_FOR_SHORT = "triton"
-SHORT = 768
-SMALL_HEAD = 64
 # Head sizes of our Triton kernels.
 TRITON_HEAD_DIMS = (16, 32, 64, 128)
+# With `auto`, our kernels are used on Hopper, for heads of 64 values, if the mean document length
+# is at most SHORT. The mean is weighted: it is the mean over all tokens of the length of the
+# token's document. On an H100, our kernels were faster than the others at 545 tokens, and 9 %
+# slower than FlashAttention-4 at 913 tokens. SHORT is about where the times cross if they grow
+# linearly. With heads of 128 values, training steps did not become faster
+# (benchmarks/results/kernels/h100_short_documents.json).
+SHORT = 768
 MAX_FLASH_HEAD_DIM = 256
 # Head sizes for which FlashAttention-4 is used. Smaller heads have not been measured.
 FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
@@ -108,7 +107,7 @@ def choose(
     device_type: str,
     head_dim: int,
     dtype: torch.dtype,
-    mean_squared: float = 0.0,
+    mean_length: float,
 ) -> Choice:
     """Return the attention backend for a device, a head size, a compute dtype and documents.
 
@@ -116,15 +115,15 @@ def choose(
     requested backend, or raise InputError if this backend cannot run. The parity check at the start
     of a run tests the results of the backend.
 
-    mean_squared: mean over all tokens of the length of the document that has the token.
+    mean_length: mean over all tokens of the length of the token's document.
     """
     kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
     reasons = ["requested"]
     if requested == "auto":
         kinds = FASTEST_FIRST
         reasons = ["fastest that runs here"]
-        if mean_squared <= SHORT and head_dim <= SMALL_HEAD:
-            kinds = (FASTEST_FOR_SHORT, *FASTEST_FIRST)
+        if _is_triton_fastest(device_type, head_dim, mean_length):
+            kinds = ("triton", *FASTEST_FIRST)
             reasons = ["fastest that runs here for short documents"]
     for kind in kinds:
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
@@ -135,6 +134,13 @@ def choose(
         f"model.attention: {requested} cannot be used here: {'; '.join(reasons[1:])}; "
         "set model.attention: auto"
     )
+
+
+def _is_triton_fastest(device_type: str, head_dim: int, mean_length: float) -> bool:
+    """Return True if our Triton kernels were measured to be the fastest in this case."""
+    if device_type != "cuda" or head_dim != 64 or mean_length > SHORT:
+        return False
+    return torch.cuda.get_device_capability()[0] == 9
 
 
 def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -155,14 +161,16 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
     if dtype not in (torch.bfloat16, torch.float16):
         computed = str(dtype).removeprefix("torch.")
         return f"needs BF16, and the run computes in {computed} (set precision: bf16)"
+    if kind == "triton":
+        if head_dim in TRITON_HEAD_DIMS:
+            return None
+        return f"needs heads of 16, 32, 64 or 128 values, and the model's heads have {head_dim}"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
         return (
             f"needs a head dimension that is a multiple of 8 and at most {MAX_FLASH_HEAD_DIM}, and "
             f"the model's head dimension is {head_dim}"
         )
-    if kind == "triton" and head_dim not in TRITON_HEAD_DIMS:
-        return f"needs a head dimension of 16, 32, 64 or 128, and the model's is {head_dim}"
-    if kind in ("triton", "varlen"):
+    if kind == "varlen":
         return None
     if generation not in FA4_GENERATIONS:
         return f"needs an sm_90 or sm_100 GPU, and the GPU is {torch.cuda.get_device_name()}"
@@ -625,20 +633,20 @@ flash_attention = _operator("flash_attention", flash_forward, flash_backward)
 triton_attention = _operator("triton_attention", triton_forward, triton_backward)
 
 
-class WithoutAutograd(NamedTuple):
-    """Functions of an attention backend that do not use autograd.
+class AttentionKernels(NamedTuple):
+    """Forward and backward functions of an attention backend, without autograd.
 
-    `forward` has the arguments and the results of `flash_forward`, and `backward` those of
-    `flash_backward_in_parts`.
+    `forward` has the arguments and results of `flash_forward`. `backward` has the arguments and
+    results of `flash_backward_in_parts`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-# Map the name of an attention implementation to its functions without autograd. Fused layers call
-# these functions in an autograd node of their own.
-WITHOUT_AUTOGRAD = {
-    "packed_fa4": WithoutAutograd(flash_forward, flash_backward_in_parts),
-    "packed_triton": WithoutAutograd(triton_forward, triton_backward),
+# Map the names of attention implementations to their kernels. Fused layers call these kernels in an
+# autograd node of their own.
+ATTENTION_KERNELS = {
+    "packed_fa4": AttentionKernels(flash_forward, flash_backward_in_parts),
+    "packed_triton": AttentionKernels(triton_forward, triton_backward),
 }

@@ -1,9 +1,10 @@
 """Triton kernels for causal attention in packed documents, fast for short documents.
 
-Each program computes a block of neighbouring tokens of one head, whether or not the block begins
-with a document. FlashAttention gives each document its own blocks, and most of a block is empty if
-the document is shorter than the block. Here only the first and the last block of a document have
-tokens of other documents, and a mask removes their scores.
+Each program computes a block of neighbouring tokens of one head. A block may begin inside a
+document. FlashAttention gives each document its own blocks, and most of a block is empty if the
+document is shorter than the block. Here only the first and the last block of a document have tokens
+of other documents, and a mask hides their scores. A value of another document that is not finite
+can still reach the document, because 0 * NaN is NaN. The sum of the losses would be NaN anyway.
 
 The algorithm is FlashAttention-2's (Dao, 2023). Forward keeps the logarithm of each softmax sum.
 Backward recomputes the probabilities, in one kernel for the gradient of queries and in another one
@@ -22,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Number of tokens of a program's block, number of tokens that a program loads at once, number of
-# warps, and number of loads in flight. These values were the fastest on an H100 for heads of 64 and
-# 128 values.
+# For each kernel: number of tokens of a program's block, number of tokens that the program loads in
+# a step of its loop, number of warps, and number of steps whose loads overlap. These values were
+# the fastest on an H100 for heads of 64 and 128 values.
 FORWARD = {"block": 64, "step": 32, "num_warps": 4, "stages": 3}
 QUERY_GRADIENT = {"block": 64, "step": 32, "num_warps": 4, "stages": 3}
 KEY_VALUE_GRADIENT = {"block": 64, "step": 32, "num_warps": 4, "stages": 1}
@@ -34,7 +35,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Score of a key that a query must not see. It is finite, so that the maximum of a row without any
 # visible key is finite too.
-_HIDDEN = tl.constexpr(-1e30)
+_MASKED = tl.constexpr(-1e30)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 
 
@@ -71,9 +72,17 @@ def _load(states, head, token, end, token_stride, head_stride, dim: tl.constexpr
 
 
 @triton.jit
-def _load_numbers(numbers, head, token, end, tokens):
-    """Load one number of each token from `numbers` [heads, tokens]. From `end` on, it is 0."""
-    return tl.load(numbers + head * tokens + token, mask=token < end, other=0.0)
+def _load_row(rows, head, token, end, tokens):
+    """Load one value of each token from `rows` [heads, tokens]. Values from `end` on are 0."""
+    row = rows + tl.cast(head, tl.int64) * tokens
+    return tl.load(row + token, mask=token < end, other=0.0)
+
+
+@triton.jit
+def _store_row(rows, values, head, token, tokens):
+    """Store one value of each token in `rows` [heads, tokens]."""
+    row = rows + tl.cast(head, tl.int64) * tokens
+    tl.store(row + token, values, mask=token < tokens)
 
 
 @triton.jit
@@ -86,23 +95,23 @@ def _store(states, values, head, token, tokens, heads: tl.constexpr, dim: tl.con
 
 @triton.jit
 def _masked_scores(rows, columns, query, key, start, scale):
-    """Return the base-2 logarithms of unnormalized probabilities, _HIDDEN for hidden keys.
+    """Return the base-2 logarithms of unnormalized probabilities, _MASKED for masked keys.
 
     `rows` and `columns` are queries and keys, or keys and queries. `query`, `key` and `start` have
     the indices of queries, of keys and of the first tokens of the queries' documents.
     """
     scores = tl.dot(rows, tl.trans(columns)) * (scale * _LOG2_E)
-    return tl.where((key >= start) & (key <= query), scores, _HIDDEN)
+    return tl.where((key >= start) & (key <= query), scores, _MASKED)
 
 
 @triton.jit
-def _differentiate_scores(scores, log_sum, d_probabilities, dot):
+def _differentiate_scores(scores, log2_sum, d_probabilities, dot):
     """Return the probabilities, and the gradient of q k^T * scale.
 
-    `scores` is the result of `_masked_scores`, and `log_sum` the base-2 logarithm of the softmax
-    sum of each query. `dot` is the dot product of each query's output and its gradient.
+    `scores` is the result of `_masked_scores`, and `log2_sum` the base-2 logarithm of the softmax
+    sum of each query. `dot` is the dot product of a query's output and the output's gradient.
     """
-    probabilities = tl.exp2(scores - log_sum)
+    probabilities = tl.exp2(scores - log2_sum)
     return probabilities, probabilities * (d_probabilities - dot)
 
 
@@ -137,9 +146,9 @@ def _attend(
     start = tl.load(starts + query, mask=query < tokens, other=0)[:, None]
     kv_head = head // group
     queries = _load(q, head, query, tokens, q_token, q_head, dim)
-    maximum = tl.full([block], _HIDDEN, tl.float32)
+    maximum = tl.full([block], _MASKED, tl.float32)
     total = tl.zeros([block], tl.float32)
-    weighted = tl.zeros([block, dim], tl.float32)
+    accumulator = tl.zeros([block, dim], tl.float32)
     end = tl.minimum(first + block, tokens)
     for first_key in tl.range(tl.load(starts + first), end, step, num_stages=stages):
         key = first_key + tl.arange(0, step)
@@ -147,17 +156,16 @@ def _attend(
         scores = _masked_scores(queries, keys, query[:, None], key[None, :], start, scale)
         # In a row without any visible key, all probabilities are 1. The next block with a visible
         # key multiplies them by 0.
-        higher = tl.maximum(maximum, tl.max(scores, axis=1))
-        probabilities = tl.exp2(scores - higher[:, None])
-        correction = tl.exp2(maximum - higher)
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        probabilities = tl.exp2(scores - new_maximum[:, None])
+        correction = tl.exp2(maximum - new_maximum)
         total = total * correction + tl.sum(probabilities, axis=1)
         values = _load(v, kv_head, key, end, v_token, v_head, dim)
-        weighted = weighted * correction[:, None]
-        weighted = tl.dot(probabilities.to(values.dtype), values, weighted)
-        maximum = higher
-    _store(output, weighted / total[:, None], head, query, tokens, heads, dim)
-    log_sum = (maximum + tl.log2(total)) * _LN_2
-    tl.store(log_sums + head * tokens + query, log_sum, mask=query < tokens)
+        accumulator = accumulator * correction[:, None]
+        accumulator = tl.dot(probabilities.to(values.dtype), values, accumulator)
+        maximum = new_maximum
+    _store(output, accumulator / total[:, None], head, query, tokens, heads, dim)
+    _store_row(log_sums, (maximum + tl.log2(total)) * _LN_2, head, query, tokens)
 
 
 @triton.jit
@@ -197,8 +205,8 @@ def _differentiate_queries(
     d_outputs = _load(d_output, head, query, tokens, heads * dim, dim, dim)
     outputs = _load(output, head, query, tokens, heads * dim, dim, dim)
     dot = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), axis=1)
-    tl.store(dots + head * tokens + query, dot, mask=query < tokens)
-    log_sum = _load_numbers(log_sums, head, query, tokens, tokens) * _LOG2_E
+    _store_row(dots, dot, head, query, tokens)
+    log2_sum = _load_row(log_sums, head, query, tokens, tokens) * _LOG2_E
     gradient = tl.zeros([block, dim], tl.float32)
     end = tl.minimum(first + block, tokens)
     for first_key in tl.range(tl.load(starts + first), end, step, num_stages=stages):
@@ -207,7 +215,7 @@ def _differentiate_queries(
         scores = _masked_scores(queries, keys, query[:, None], key[None, :], start, scale)
         values = _load(v, kv_head, key, end, v_token, v_head, dim)
         _, d_scores = _differentiate_scores(
-            scores, log_sum[:, None], tl.dot(d_outputs, tl.trans(values)), dot[:, None]
+            scores, log2_sum[:, None], tl.dot(d_outputs, tl.trans(values)), dot[:, None]
         )
         gradient = tl.dot(d_scores.to(keys.dtype), keys, gradient)
     _store(dq, gradient * scale, head, query, tokens, heads, dim)
@@ -261,11 +269,11 @@ def _differentiate_keys_and_values(
             start = tl.load(starts + query, mask=query < end, other=_LAST_INT32)[None, :]
             queries = _load(q, head, query, end, q_token, q_head, dim)
             d_outputs = _load(d_output, head, query, end, heads * dim, dim, dim)
-            log_sum = _load_numbers(log_sums, head, query, end, tokens) * _LOG2_E
-            dot = _load_numbers(dots, head, query, end, tokens)
+            log2_sum = _load_row(log_sums, head, query, end, tokens) * _LOG2_E
+            dot = _load_row(dots, head, query, end, tokens)
             scores = _masked_scores(keys, queries, query[None, :], key[:, None], start, scale)
             probabilities, d_scores = _differentiate_scores(
-                scores, log_sum[None, :], tl.dot(values, tl.trans(d_outputs)), dot[None, :]
+                scores, log2_sum[None, :], tl.dot(values, tl.trans(d_outputs)), dot[None, :]
             )
             d_values = tl.dot(probabilities.to(d_outputs.dtype), d_outputs, d_values)
             d_keys = tl.dot(d_scores.to(queries.dtype), queries, d_keys)
@@ -290,8 +298,8 @@ def attend(
     log_sums = q.new_empty(heads, tokens, dtype=torch.float32)
     starts, _ = document_bounds(cu_seqlens, tokens)
     grid = (triton.cdiv(tokens, FORWARD["block"]), heads)
-    numbers = (*_strides(q, k, v), scale, tokens, heads, heads // k.shape[1], dim)
-    _attend[grid](q, k, v, starts, output, log_sums, *numbers, **FORWARD)
+    sizes = (*_strides(q, k, v), scale, tokens, heads, heads // k.shape[1], dim)
+    _attend[grid](q, k, v, starts, output, log_sums, *sizes, **FORWARD)
     return output, log_sums
 
 
@@ -316,12 +324,12 @@ def attend_backward(
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     dots = torch.empty_like(log_sums)
     starts, ends = document_bounds(cu_seqlens, tokens)
-    numbers = (*_strides(q, k, v), scale, tokens, heads, heads // kv, dim)
+    sizes = (*_strides(q, k, v), scale, tokens, heads, heads // kv, dim)
     _differentiate_queries[(triton.cdiv(tokens, QUERY_GRADIENT["block"]), heads)](
-        d_output, q, k, v, output, log_sums, starts, dq, dots, *numbers, **QUERY_GRADIENT
+        d_output, q, k, v, output, log_sums, starts, dq, dots, *sizes, **QUERY_GRADIENT
     )
     _differentiate_keys_and_values[(triton.cdiv(tokens, KEY_VALUE_GRADIENT["block"]), kv)](
-        *(d_output, q, k, v, log_sums, dots, starts, ends, dk, dv), *numbers, **KEY_VALUE_GRADIENT
+        *(d_output, q, k, v, log_sums, dots, starts, ends, dk, dv), *sizes, **KEY_VALUE_GRADIENT
     )
     return dq, dk, dv
 

@@ -57,7 +57,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.attention import WITHOUT_AUTOGRAD
+from pretrain.model.attention import ATTENTION_KERNELS
 from pretrain.model.fused.layers import Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import not_fused_because
@@ -390,8 +390,8 @@ def fused_layer(
         for precision in precisions
     ]
     _, output, gate_up, down = precisions
-    # Such an attention keeps the outputs of the norms of heads only if memory suffices.
-    recomputes_rotated = attention in WITHOUT_AUTOGRAD
+    # Layers with these kernels keep the outputs of the norms of heads only if memory suffices.
+    may_recompute_rotated = attention in ATTENTION_KERNELS
 
     keeps_activated = isinstance(down, QuantizedPrecision) and (
         down.block_scaled or down.plain_forward or not gate_up.quantized
@@ -410,7 +410,7 @@ def fused_layer(
         # The output of attention as a quantized operand.
         operands[1] * query * output.quantized,
         # The norms of heads keep their inputs, and attention keeps the outputs of these norms.
-        rotated * (not recomputes_rotated),
+        rotated * (not may_recompute_rotated),
         # The inputs of the activation function.
         number * gate_and_up,
         # The output of the activation function, if backward does not compute it again.
@@ -434,7 +434,7 @@ def fused_layer(
             if not precision.quantized
         ),
         fused=True,
-        rotated=rotated if recomputes_rotated else 0,
+        rotated=rotated if may_recompute_rotated else 0,
     )
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.metrics.peaks import Peak, entry_of, peak
-from pretrain.model.attention import FA4_HEAD_DIMS
+from pretrain.model.attention import FA4_HEAD_DIMS, TRITON_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -99,12 +99,10 @@ class Target:
         has_libraries = capability is not None and active.precision.compute_dtype == "bfloat16"
         if has_libraries and model.fused == "auto" and not active.precision.plain_backward:
             recipe = recipe.model_copy(update={"model": model.model_copy(update={"fused": "on"})})
-        has_fa4 = (
-            has_libraries
-            and model.attention in ("auto", "flash_attn")
-            and plan.flops.shape.head_dim in FA4_HEAD_DIMS
-        )
-        attention = "packed_fa4" if has_fa4 else "packed_varlen"
+        # FlashAttention-4 and our Triton kernels need the same memory.
+        head_dims = {"auto": FA4_HEAD_DIMS, "flash_attn": FA4_HEAD_DIMS, "triton": TRITON_HEAD_DIMS}
+        is_supported = plan.flops.shape.head_dim in head_dims.get(model.attention, ())
+        attention = "packed_fa4" if has_libraries and is_supported else "packed_varlen"
         return layers_of(shapes, plan.flops, recipe, active, "cuda", attention, capability)
 
     def obstacle(self, plan: Plan) -> str | None:

@@ -204,8 +204,8 @@ def prepare_job(
     check_sizes(recipe, model_config)
     shapes = build_on_meta(model_config)
     flops = _check_model(recipe, shapes, phases)
-    # Report an attention that cannot run here before packs are prepared.
-    _choose_attention(recipe, accelerator, flops, first)
+    # Before packs are prepared, report an attention that cannot run here.
+    _choose_attention(recipe, accelerator, flops, first, mean_length=0.0)
     tokenizer = None if is_elsewhere else _load_tokenizer(recipe, data, model_config)
     if opens_last:
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
@@ -291,7 +291,7 @@ def _choose_attention(
     accelerator: Accelerator,
     flops: ModelFlops,
     precision: Precision,
-    mean_squared: float = 0.0,
+    mean_length: float,
 ) -> attention.Choice:
     """Return the attention of the run, see `attention.choose`."""
     return attention.choose(
@@ -299,7 +299,7 @@ def _choose_attention(
         accelerator.device.type,
         flops.shape.head_dim,
         getattr(torch, precision.compute_dtype),
-        mean_squared,
+        mean_length,
     )
 
 

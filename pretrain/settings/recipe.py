@@ -43,12 +43,12 @@ class ModelSettings(Settings):
     # from scratch, vocab_size and the ids of eos, bos and pad need not be set, because the
     # tokenizer determines them. null: use the configuration of `source` unchanged.
     config: dict[str, Any] | None = None
-    # Attention kernel. triton: our kernel. flash_attn: FlashAttention-4. varlen: FlashAttention-2
-    # in torch. documents: call the kernel once for each document. sdpa:
-    # scaled_dot_product_attention with a mask. auto: on a GPU, triton if heads have at most 64
-    # values and documents are short (768 tokens in the mean over all tokens), else flash_attn on
-    # Hopper or Blackwell if its package is installed, else varlen. On a CPU, documents. On other
-    # devices, sdpa.
+    # Attention kernel. triton: our kernel, for heads of 16, 32, 64 or 128 values. flash_attn:
+    # FlashAttention-4. varlen: FlashAttention-2 in torch. documents: call the kernel once for each
+    # document. sdpa: scaled_dot_product_attention with a mask. auto: on a GPU, flash_attn on Hopper
+    # or Blackwell if its package is installed, else varlen. On Hopper, auto prefers triton if heads
+    # have 64 values and documents are short (at most 768 tokens in the mean over all tokens). On a
+    # CPU, auto is documents, and on other devices sdpa.
     attention: Attention = "auto"
     # Decoder layers whose activations are recomputed in the backward pass, which saves memory.
     # none: no layer. full: every layer. A number n: every n-th layer, from the first one.

@@ -80,9 +80,7 @@ def check(heads: Heads, lengths: list[int], *, spare: int = 0, stacked: bool = F
 
 @given(LENGTHS, st.integers(0, 20))
 @settings(max_examples=6, deadline=None)
-def test_bounds_of_documents_are_those_of_each_tokens_document(
-    lengths: list[int], spare: int
-) -> None:
+def test_document_bounds_are_right_for_each_token(lengths: list[int], spare: int) -> None:
     starts, ends = document_bounds(offsets(lengths, spare), sum(lengths))
     sizes = torch.tensor(lengths)
     last = sizes.cumsum(0)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from pretrain.model.attention import WITHOUT_AUTOGRAD, WithoutAutograd
+from pretrain.model.attention import ATTENTION_KERNELS, AttentionKernels
 from pretrain.model.fused.arithmetic import (
     Arithmetic,
     StackedLinear,
@@ -362,9 +362,9 @@ class FusedLayer:
         window = getattr(
             attention, "sliding_window", getattr(attention.config, "sliding_window", None)
         )
-        if name in WITHOUT_AUTOGRAD and (window is None or window >= max_seqlen):
+        if name in ATTENTION_KERNELS and (window is None or window >= max_seqlen):
             documents = (cu_seqlens, max_seqlen, attention.scaling)
-            return NormedAttention.apply(self, (WITHOUT_AUTOGRAD[name], documents), *inputs)
+            return NormedAttention.apply(self, (ATTENTION_KERNELS[name], documents), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
         q, k, v = (state.transpose(0, 1)[None] for state in states)
         output = AttentionInterface()[name](
@@ -413,7 +413,7 @@ class NormedAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: FusedLayer,
-        attention: tuple[WithoutAutograd, tuple[Any, ...]] | None,
+        attention: tuple[AttentionKernels, tuple[Any, ...]] | None,
         x: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
@@ -474,7 +474,7 @@ def _attention_backward(
     d_output: Tensor,
     attended: Sequence[Any],
     rotation_inputs: tuple[Any, ...],
-    kernels: WithoutAutograd,
+    kernels: AttentionKernels,
     documents: tuple[Any, ...],
 ) -> list[Tensor]:
     """Return the gradients of queries, keys and values.

@@ -105,7 +105,7 @@ def test_attention_without_document_boundaries_raises() -> None:
 
 
 def test_auto_takes_packed_documents_on_a_cpu() -> None:
-    assert attention.choose("auto", "cpu", 128, torch.bfloat16).name == "packed_documents"
+    assert attention.choose("auto", "cpu", 64, torch.bfloat16, 300.0).name == "packed_documents"
 
 
 @pytest.fixture
@@ -122,10 +122,10 @@ def chosen(
     requested: Any = "auto",
     dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
-    mean_squared: float = 4096.0,
+    mean_length: float = 4096.0,
 ) -> str:
     """Return the name of the chosen backend without its prefix."""
-    choice = attention.choose(requested, "cuda", dim, dtype, mean_squared)
+    choice = attention.choose(requested, "cuda", dim, dtype, mean_length)
     return choice.name.removeprefix("packed_")
 
 
@@ -142,14 +142,17 @@ def test_auto_takes_the_fastest_supported_backend_on_an_h200(
         chosen("flash_attn")
 
 
-def test_auto_takes_our_kernels_for_short_documents(on_an_h200: pytest.MonkeyPatch) -> None:
-    assert {chosen(dim=dim, mean_squared=300.0) for dim in (16, 32, 64)} == {"triton"}
-    assert {chosen(dim=dim, mean_squared=300.0) for dim in (96, 128)} == {"fa4"}
-    assert chosen(dim=48, mean_squared=300.0) == "varlen"
-    assert chosen(dim=64, dtype=torch.float32, mean_squared=300.0) == "sdpa"
-    assert chosen("triton") == "triton"
-    with pytest.raises(InputError, match=r"model.attention: triton.*head dimension of 16, 32"):
-        chosen("triton", dim=96)
+def test_auto_takes_our_kernels_where_they_were_measured(on_an_h200: pytest.MonkeyPatch) -> None:
+    assert chosen(dim=64, mean_length=300.0) == "triton"
+    assert {chosen(dim=dim, mean_length=300.0) for dim in (96, 128)} == {"fa4"}
+    assert chosen(dim=32, mean_length=300.0) == "varlen"
+    assert chosen(dim=64, mean_length=1000.0) == "fa4"
+    assert chosen(dim=64, dtype=torch.float32, mean_length=300.0) == "sdpa"
+    assert {chosen("triton", dim=dim) for dim in (16, 32, 64, 128)} == {"triton"}
+    with pytest.raises(InputError, match=r"model.attention: triton.*heads of 16, 32, 64 or 128"):
+        chosen("triton", dim=100)
+    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert chosen(dim=64, mean_length=300.0) == "fa4"
 
 
 def test_transformers_does_not_mistake_our_names_for_flash_attention() -> None:
