@@ -95,6 +95,16 @@ def test_an_unsharded_device_keeps_gradients_for_the_gap(plan_on: Callable) -> N
     )
 
 
+def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callable) -> None:
+    """Both keep rotated queries and keys only if memory suffices."""
+    layers = {}
+    for attention in ("flash_attn", "triton", "varlen"):
+        plan = plan_on(Target("H200"), model={"config": QWEN3, "attention": attention})
+        layers[attention] = plan.layers["bf16"][0]
+    assert layers["triton"] == layers["flash_attn"]
+    assert layers["triton"].rotated > layers["varlen"].rotated == 0
+
+
 @pytest.mark.parametrize("text", ["Q9", "8x", "0xH200"])
 def test_unknown_devices_are_rejected(text: str) -> None:
     assert [Target.parse(name) for name in ("H200", " 8 X b200")] == [
