@@ -192,18 +192,16 @@ class ProductAudit(Observer):
     microbatch must add exactly one entry to every history of delayed scaling. Raises InputError
     before the step's update if a product or a history is wrong.
 
-    every: `log.fp8_statistics`, or None if there are no statistics steps.
     write: writes audit.json.
     """
 
     packed: PackedLanguageModel
     precision: ModelPrecision
-    every: int | None
     write: Callable[[], None]
 
     def due(self, step: Step) -> bool:
         """Return True in a quantized step that sets `Step.is_new` or is a statistics step."""
-        return step.is_quantized and (step.is_new or step.measures_operands(self.every))
+        return step.is_quantized and (step.is_new or step.measures_operands)
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:

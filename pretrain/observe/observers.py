@@ -30,23 +30,13 @@ class Step:
     number: int
     # True if matrix products compute in low precision.
     is_quantized: bool
-    # True in the run's first step, and in the first step after each change of the precision.
-    starts_precision: bool
     # True in the first two steps of this process, the first two steps after a rollback, and the
     # first two steps of each phase of precision. The second step is included because it is the
     # first step with updated weights.
     is_new: bool
-
-    def measures_operands(self, every: int | None) -> bool:
-        """Return whether this is a statistics step, in which operands are measured.
-
-        A quantized step is a statistics step if its number is a multiple of `every`, or if it is
-        the first step of a precision.
-
-        every: `log.fp8_statistics`, or None if there are no statistics steps.
-        """
-        is_due_now = every is not None and (self.starts_precision or is_due(self.number, every))
-        return self.is_quantized and is_due_now
+    # True in a statistics step, in which operands are measured. With `log.fp8_statistics: n`, every
+    # n-th quantized step and the first step of each quantized phase are statistics steps.
+    measures_operands: bool
 
 
 class Observer:
@@ -151,10 +141,6 @@ class StepWatch:
         """Return whether a due observer sets `Observer.observes_passes`."""
         return any(observer.observes_passes for observer in self.due)
 
-    def whole_step(self) -> AbstractContextManager[None]:
-        """Return a context manager that enters `Observer.whole_step` of each due observer."""
-        return _all_of(observer.whole_step(self.step) for observer in self.due)
-
     def passes(self, batches: StepBatches, place: int) -> AbstractContextManager[None]:
         """Return a context manager that enters `Observer.passes` of each due observer."""
         return _all_of(observer.passes(self.step, batches, place) for observer in self.due)
@@ -189,26 +175,33 @@ class Observers:
     precision: the model's precision, whose schedule determines the phases.
     resumed_step: the step of the loaded checkpoint, or 0 without a checkpoint. The step after it is
         the first step of this process.
+    statistics_every: `log.fp8_statistics`, or None if there are no statistics steps.
     """
 
     observers: Sequence[Observer]
     precision: ModelPrecision
     resumed_step: int
+    statistics_every: int | None
 
     @contextmanager
     def step(self, number: int) -> Iterator[StepWatch]:
         """Enclose step `number` of the run, and yield the StepWatch with its due observers."""
         schedule = self.precision.schedule
-        starts = [self.resumed_step + 1, *(span.first for span in schedule.spans)]
+        phase_starts = [span.first for span in schedule.spans]
+        is_quantized = schedule.at(number).precision.quantized
+        every = self.statistics_every
+        is_due_now = every is not None and (number in phase_starts or is_due(number, every))
         step = Step(
             number,
-            is_quantized=schedule.at(number).precision.quantized,
-            starts_precision=schedule.starts_precision_at(number),
-            is_new=any(number - start in (0, 1) for start in starts),
+            is_quantized=is_quantized,
+            is_new=any(
+                number - start in (0, 1) for start in (self.resumed_step + 1, *phase_starts)
+            ),
+            measures_operands=is_quantized and is_due_now,
         )
-        watch = StepWatch(step, [observer for observer in self.observers if observer.due(step)])
-        with watch.whole_step():
-            yield watch
+        due = [observer for observer in self.observers if observer.due(step)]
+        with _all_of(observer.whole_step(step) for observer in due):
+            yield StepWatch(step, due)
 
     def finish(self) -> None:
         """Close the files of all observers."""

@@ -66,8 +66,6 @@ class OperandWatch(Observer):
     """
 
     precision: ModelPrecision
-    # The setting `log.fp8_statistics`.
-    every: int
     # The file fp8_statistics.jsonl, opened by the caller.
     file: JsonlTracker
     console: Console
@@ -76,7 +74,7 @@ class OperandWatch(Observer):
 
     def due(self, step: Step) -> bool:
         """Return True if `step` is a statistics step (`Step.measures_operands`)."""
-        return step.measures_operands(self.every)
+        return step.measures_operands
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:

@@ -88,10 +88,6 @@ class PrecisionSchedule:
         """
         return next(span.active for span in self.spans if min(step, self.steps) <= span.last)
 
-    def starts_precision_at(self, step: int) -> bool:
-        """Return True if `step` is step 1, or if the step before it has another precision."""
-        return step == 1 or self.at(step).precision.name != self.at(step - 1).precision.name
-
     def precisions(self, *, and_unquantized: bool = False) -> list[ActivePrecision]:
         """Return the precisions of the run without duplicates, in the order of the steps.
 

@@ -69,7 +69,7 @@ def make_observers(run: Run) -> Observers:
         # additional pass of the GapMeter in BF16.
         observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
-        ProductAudit(model, run.precision, every, run.write_audit),
+        ProductAudit(model, run.precision, run.write_audit),
         StepCheck(model, optimizer, recipe, accelerator),
         PeriodicFigures(
             recipe.log.gradient_statistics,
@@ -85,8 +85,8 @@ def make_observers(run: Run) -> Observers:
             main_process=accelerator.is_main_process,
         )
         file.start()
-        observers.append(OperandWatch(run.precision, every, file, run.console))
-    return Observers(observers, run.precision, run.state.step)
+        observers.append(OperandWatch(run.precision, file, run.console))
+    return Observers(observers, run.precision, run.state.step, every)
 
 
 def _expert_loads(routing: Routing) -> dict[str, Any]:

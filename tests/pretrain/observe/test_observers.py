@@ -57,9 +57,13 @@ class Recorder(Observer):
 
 
 def observers_of(
-    schedule: PrecisionSchedule, *observers: Observer, resumed_step: int = 0
+    schedule: PrecisionSchedule,
+    *observers: Observer,
+    resumed_step: int = 0,
+    statistics_every: int | None = 100,
 ) -> Observers:
-    return Observers(observers, SimpleNamespace(schedule=schedule), resumed_step)
+    precision = SimpleNamespace(schedule=schedule)
+    return Observers(observers, precision, resumed_step, statistics_every)
 
 
 def steps_described(observers: Observers, recorder: Recorder, numbers: range) -> list[Step]:
@@ -72,6 +76,9 @@ def steps_described(observers: Observers, recorder: Recorder, numbers: range) ->
 
 BF16 = active_in("bf16", "torch")
 TWO_PHASES = PrecisionSchedule([(5, active_in("nvfp4")), (None, BF16)], 20, unquantized=BF16)
+THREE_PHASES = PrecisionSchedule(
+    [(8, active_in("nvfp4")), (12, active_in("mxfp8")), (None, BF16)], 20, unquantized=BF16
+)
 
 
 def test_two_steps_are_new_at_start_phase_change_and_rollback() -> None:
@@ -79,7 +86,7 @@ def test_two_steps_are_new_at_start_phase_change_and_rollback() -> None:
     observers = observers_of(TWO_PHASES, recorder, resumed_step=2)
     steps = steps_described(observers, recorder, range(3, 12))
     assert [step.number for step in steps if step.is_new] == [3, 4, 6, 7]
-    assert [step.number for step in steps if step.starts_precision] == [6]
+    assert [step.number for step in steps if step.measures_operands] == []
     assert [step.number for step in steps if step.is_quantized] == [3, 4, 5]
     observers = observers_of(TWO_PHASES, recorder, resumed_step=9)  # as a rollback makes them
     steps = steps_described(observers, recorder, range(10, 14))
@@ -90,27 +97,25 @@ def test_a_switch_during_the_run_starts_a_precision() -> None:
     recorder = Recorder("a", [])
     schedule = PrecisionSchedule([(None, active_in("nvfp4"))], 9, BF16)
     precision = SimpleNamespace(schedule=schedule)
-    observers = Observers([recorder], precision, 0)
-    assert not any(
-        step.starts_precision for step in steps_described(observers, recorder, range(2, 5))
-    )
+    observers = Observers([recorder], precision, 0, None)
+    assert not any(step.is_new for step in steps_described(observers, recorder, range(3, 5)))
     precision.schedule = schedule.switched_to_bf16_after(4)
     five, six, seven = steps_described(observers, recorder, range(5, 8))
-    assert five.starts_precision and not six.starts_precision
     assert (five.is_new, six.is_new, seven.is_new) == (True, True, False)
     assert not five.is_quantized
 
 
-@given(number=st.integers(1, 30), every=st.none() | st.integers(1, 5), starts=st.booleans())
+@given(number=st.integers(1, 20), every=st.none() | st.integers(1, 5))
 def test_operands_are_measured_at_a_precisions_start_and_every_n_steps(
-    number: int, every: int | None, starts: bool
+    number: int, every: int | None
 ) -> None:
-    step = Step(number, is_quantized=True, starts_precision=starts, is_new=False)
-    expected = every is not None and (starts or number % every == 0)
-    assert step.measures_operands(every) == expected
-    assert is_due(number, every) == (every is not None and number % every == 0)
-    plain = Step(number, is_quantized=False, starts_precision=starts, is_new=False)
-    assert not plain.measures_operands(every)
+    recorder = Recorder("a", [])
+    observers = observers_of(THREE_PHASES, recorder, statistics_every=every)
+    (step,) = steps_described(observers, recorder, range(number, number + 1))
+    is_multiple = every is not None and number % every == 0
+    assert is_due(number, every) == is_multiple
+    is_measured = number in (1, 9) or (is_multiple and number <= 12)
+    assert step.measures_operands == (every is not None and is_measured)
 
 
 def test_hooks_are_entered_in_order_and_exited_in_reverse() -> None:
@@ -141,7 +146,7 @@ def test_hooks_are_entered_in_order_and_exited_in_reverse() -> None:
 
 def test_a_step_without_observers_is_unchanged() -> None:
     watch = StepWatch(Step(3, True, False, False), [])
-    with watch.whole_step(), watch.passes(BATCHES, 0), watch.first_microbatch():
+    with watch.passes(BATCHES, 0), watch.first_microbatch():
         pass
     with watch.update(0.1, 2):
         pass

@@ -125,10 +125,6 @@ def test_a_schedule_agrees_with_a_list_of_the_steps(data: st.DataObject) -> None
     assert [schedule.at(step) for step in range(1, steps + 1)] == listed
     assert schedule.at(steps + 1) == listed[-1], "a finished run stays in its last precision"
     assert schedule.precisions() == list(dict.fromkeys(listed))
-    firsts = [
-        step for step in range(1, steps + 1) if step == 1 or listed[step - 1] != listed[step - 2]
-    ]
-    assert [step for step in range(1, steps + 1) if schedule.starts_precision_at(step)] == firsts
     spans = schedule.spans
     assert [spans[0].first, spans[-1].last] == [1, steps]
     assert [span.first for span in spans[1:]] == [span.last + 1 for span in spans[:-1]]

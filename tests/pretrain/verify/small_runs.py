@@ -146,12 +146,12 @@ class SmallRun:
         )
         schedule = PrecisionSchedule([(None, self.active)], self.recipe.train.steps)
         precision = ModelPrecision(context, {in_model.name: in_model}, schedule)
-        return ProductAudit(self.packed, precision, every=1, write=lambda: None)
+        return ProductAudit(self.packed, precision, write=lambda: None)
 
     def watch(self, number: int, observers: list[Observer], *, is_new: bool) -> StepWatch:
         """Return the watch over a statistics step."""
         is_quantized = self.active.precision.quantized
-        step = Step(number, is_quantized, starts_precision=is_new, is_new=is_new)
+        step = Step(number, is_quantized, is_new=is_new, measures_operands=is_quantized)
         return StepWatch(step, [observer for observer in observers if observer.due(step)])
 
     def train(self, entries: Sequence[Entry] = ()) -> None:
