@@ -72,10 +72,12 @@ class ExactAdamW(torch.optim.Optimizer):
         self.exact = exact
         self.moments = moments
         self.offload = offload
-        # Number of values that this process updated in the last step, and number of values whose
-        # update was lost to rounding.
-        self._updated_count = 0
-        self._lost_count = torch.zeros((), dtype=torch.int64)
+        # Number of lost updates and number of all updates in the last step, int64 [2] on the
+        # parameters' device. They count the values on this process. The update of a value is lost
+        # if the update is not zero, but the stored weight does not change. With `exact`, the stored
+        # weight is the FP32 master. An update is zero if the learning rate is zero, or if the first
+        # moment and weight decay * weight are both zero.
+        self.frozen_counts = torch.zeros(2, dtype=torch.int64)
 
     def materialise(self) -> None:
         """Allocate the state of all parameters before the first step.
@@ -179,22 +181,11 @@ class ExactAdamW(torch.optim.Optimizer):
         def update() -> None:
             for step in steps:
                 step.add_(1)
-            self._updated_count = sum(tensors.weight.numel() for tensors, _ in updates)
-            self._lost_count = update_all()
+            lost = update_all()
+            count = sum(tensors.weight.numel() for tensors, _ in updates)
+            self.frozen_counts = torch.stack([lost, torch.full_like(lost, count)])
 
         return update
-
-    def frozen_counts(self) -> Tensor:
-        """Return the number of lost updates and the number of all updates in the last step.
-
-        The result is int64 of shape [2] on the parameters' device. It counts the values on this
-        process. The update of a value is lost if the update is not zero, but the stored weight does
-        not change. With `exact`, the stored weight is the FP32 master. An update is zero if the
-        learning rate is zero, or if the first moment and weight decay * weight are both zero.
-        """
-        return torch.stack(
-            [self._lost_count, torch.full_like(self._lost_count, self._updated_count)]
-        )
 
 
 # ── The update ──
@@ -404,7 +395,7 @@ def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
 
     `ExactAdamW.frozen_counts` defines lost updates. All ranks must call this function.
     """
-    counts = optimizer.frozen_counts().to(accelerator.device)
+    counts = optimizer.frozen_counts.to(accelerator.device)
     frozen, total = accelerator.reduce(counts, reduction="sum").tolist()
     return frozen / max(total, 1)
 

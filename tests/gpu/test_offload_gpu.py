@@ -50,7 +50,7 @@ def trained(
         # Overwriting the gradients must not disturb an update that is still running.
         for parameter in parameters:
             parameter.grad.fill_(torch.nan)
-        counts.append(optimizer.frozen_counts().tolist())
+        counts.append(optimizer.frozen_counts.tolist())
     state = [
         tensor
         for parameter in parameters

@@ -146,7 +146,7 @@ def test_parameters_without_a_gradient_are_skipped_as_in_torch() -> None:
                 if (step + 1) % (index + 2) == 0:
                     parameter.grad = None
             adamw.step()
-        assert torch.equal(plain.frozen_counts()[1], exact.frozen_counts()[1])
+        assert torch.equal(plain.frozen_counts[1], exact.frozen_counts[1])
     assert equal(fp32, expected)
     assert equal([master(exact, p) for p in bf16], expected)
     for parameter, torch_parameter in zip(fp32, expected, strict=True):
@@ -173,7 +173,7 @@ def approach(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
     for _ in range(300):
         set_gradients([weight], [torch.sign(master(optimizer, weight) - 1.01)])
         optimizer.step()
-        lost, total = optimizer.frozen_counts().tolist()
+        lost, total = optimizer.frozen_counts.tolist()
         frozen.append(lost / total)
     return sum(frozen) / len(frozen), (master(optimizer, weight) - 1.01).abs().max().item()
 
@@ -203,7 +203,7 @@ def test_zero_updates_are_not_lost_and_lost_decay_counts(times: int) -> None:
         )
         set_gradients(optimizer.param_groups[0]["params"], [gradient])
         optimizer.step()
-        assert optimizer.frozen_counts().tolist() == [count * times for count in expected]
+        assert optimizer.frozen_counts.tolist() == [count * times for count in expected]
 
 
 # ── Gradient norm and moments ──
