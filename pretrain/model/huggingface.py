@@ -350,8 +350,7 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     attention.check(model, length)
     if getattr(model.config, "output_router_logits", None):
         routing.check(model)
-    if is_mixture(model):
-        check_experts(model)
+    check_experts(model)
     check_loss(model.config, loss)
 
 

@@ -25,7 +25,7 @@ from foundation.timeline import START
 from pretrain.model.experts import GroupedExperts, group_experts
 from pretrain.model.fused.arithmetic import Arithmetic, Implementation
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
-from pretrain.model.huggingface import decoder_layers, is_mixture
+from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.routing import forget_logits
@@ -130,8 +130,7 @@ def convert(
     fused layers have their own Gemms.
     """
     engine: Any = context.backend
-    if is_mixture(hf):
-        group_experts(hf, context)
+    group_experts(hf, context)
     fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
     quantized = {name for name, decision in decisions.items() if decision.reason is None}
     for name, module in list(hf.named_modules()):
