@@ -212,9 +212,7 @@ class LinearState:
             differentiable=torch.is_grad_enabled(),
             ends=ends,
         )
-        weight = with_main_grad_of(weight, weight.to(dtype))
-        bias = None if bias is None else bias.to(dtype)
-        return LinearFunction.apply(x.to(dtype), weight, bias, linear_pass)
+        return LinearFunction.apply(x.to(dtype), *in_dtype(dtype, weight, bias), linear_pass)
 
 
 class LinearPass:
@@ -454,6 +452,17 @@ def with_main_grad_of(parameter: Tensor, copy: Any, *, transposed: bool = False)
     return copy
 
 
+def in_dtype(
+    dtype: torch.dtype, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias in `dtype`, the dtype of the layer's matrix products.
+
+    A parameter with a different dtype is copied in each call. The copy of the weight has the
+    `main_grad` of the weight.
+    """
+    return with_main_grad_of(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
+
+
 class LowPrecisionLinear(nn.Module):
     """Replacement for an nn.Linear, or for a transformers Conv1D with a weight [in, out].
 
@@ -478,7 +487,6 @@ class LowPrecisionLinear(nn.Module):
         if self.transposed:
             weight = with_main_grad_of(weight, weight.t(), transposed=True)
         if self.state.low is None and self.state.context.quantizing:
-            bias = None if self.bias is None else self.bias.to(x.dtype)
             with watched(self.state.members, "forward"):
-                return F.linear(x, weight.to(x.dtype), bias)
+                return F.linear(x, *in_dtype(x.dtype, weight, self.bias))
         return self.state(x.reshape(-1, x.shape[-1]), weight, self.bias).view(*x.shape[:-1], -1)

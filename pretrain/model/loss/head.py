@@ -39,7 +39,7 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.precision.gemm import Gemm
-from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, with_main_grad_of
+from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, in_dtype
 from pretrain.precision.searched import add_product_, linear
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 from pretrain.settings.recipe import LossSettings, PenaltyKind
@@ -388,17 +388,6 @@ def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[
         block = math.gcd(tokens, 128)
         size = math.ceil(size / block) * block
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
-
-
-def in_dtype(
-    dtype: torch.dtype, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias in `dtype`, the dtype of the head's matrix products.
-
-    A parameter with a different dtype is copied in each call. The copy of the weight has the
-    `main_grad` of the weight.
-    """
-    return with_main_grad_of(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
