@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
+from pretrain.model.gradients import clear_main_gradients, gathered, gradient_of, local_part
 from pretrain.optimizer.exact_weights import master_of, split
 from pretrain.optimizer.offload import (
     MOMENTS,
@@ -364,12 +363,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    full_norms = [norm for norm in norms if not isinstance(norm, DTensor)]
-    sharded_norms: list[Tensor] = [norm for norm in norms if isinstance(norm, DTensor)]
-    if sharded_norms:
-        # The sharded norms are stacked, so that a single all-reduce is sufficient.
-        full_norms.append(torch.linalg.vector_norm(torch.stack(sharded_norms)).full_tensor())
-    return torch.linalg.vector_norm(torch.stack(full_norms))
+    # Either all gradients are sharded or none is. The sharded norms are stacked before they are
+    # gathered, so that a single all-reduce is sufficient.
+    return gathered(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
