@@ -208,7 +208,6 @@ class LinearState:
         linear_pass = LinearPass(
             gemm,
             context,
-            refresh=context.first_microbatch,
             differentiable=torch.is_grad_enabled(),
             ends=ends,
         )
@@ -228,19 +227,20 @@ class LinearPass:
         gemm: Gemm,
         context: PrecisionContext,
         *,
-        refresh: bool,
         differentiable: bool,
+        first: bool = True,
         ends: Tensor | None = None,
     ) -> None:
         """Create a pass.
 
-        refresh: quantize the weight even if a quantized weight is cached.
         differentiable: True if a backward can follow.
+        first: True in the first pass of the layer in a microbatch. In the first microbatch of a
+            step, this pass quantizes the weight even if a quantized weight is cached.
         ends: the end of each expert's rows, int32 [experts]. None if the products are not grouped.
         """
         self.gemm = gemm
         self.context = context
-        self.refresh = refresh
+        self.refresh = first and context.first_microbatch
         self.differentiable = differentiable
         self.ends = ends
         self.observed = context if gemm.quantizes else UNOBSERVED

@@ -155,7 +155,6 @@ class StackedPass(LinearPass):
         super().__init__(
             stack.low or stack.plain,
             stack.context,
-            refresh=stack.context.first_microbatch,
             differentiable=stack.arithmetic.differentiable,
         )
         self.stack = stack

@@ -49,7 +49,7 @@ def fused_head(
         """Return the unquantized weight in BF16."""
         return weight.detach().to(_BF16)
 
-    head_pass = LinearPass(gemm, context, refresh=context.first_microbatch, differentiable=True)
+    head_pass = LinearPass(gemm, context, differentiable=True)
     # Transformer Engine reads only the dtype and the device of this input.
     gemm.begin(torch.empty(0, dtype=_BF16, device=weight.device))
     try:

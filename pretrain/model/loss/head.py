@@ -330,8 +330,7 @@ def _differentiating(
             first: True to overwrite the buffer of the weight's gradient instead of adding to it.
         """
         if low:
-            refresh = context.first_microbatch and first
-            linear_pass = LinearPass(low, context, refresh=refresh, differentiable=True)
+            linear_pass = LinearPass(low, context, differentiable=True, first=first)
             logits, saved = linear_pass.forward(hidden.to(weight.dtype), weight, bias)
         else:
             logits = linear(hidden, weight, bias)
