@@ -80,9 +80,7 @@ class OperandWatch(Observer):
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Measure the operands of the microbatch that runs in the caller's `with` statement."""
         context = self.precision.context
-        self._statistics = OperandStatistics(
-            self.precision.current.active, context.state(), context.groups
-        )
+        self._statistics = OperandStatistics(self.precision.current.active, context.state())
         with overridden(context, observers=[*context.observers, self._statistics]):
             yield
 
@@ -143,18 +141,11 @@ class OperandStatistics:
     explains the keys of `records`.
     """
 
-    def __init__(
-        self,
-        active: ActivePrecision,
-        state: Mapping[str, Tensor],
-        groups: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, active: ActivePrecision, state: Mapping[str, Tensor]) -> None:
         """Create empty statistics before the microbatch runs.
 
         active: the precision of the microbatch, which must be quantized.
         state: `PrecisionContext.state()`: the histories and scales of delayed scaling, or {}.
-        groups: `PrecisionContext.groups`: map the name of each linear with experts to the ends of
-            the experts' rows.
         """
         self.precision = active.quantized_precision.with_options(
             active.settings.model_copy(update={"disable_stochastic_rounding": True})
@@ -163,15 +154,15 @@ class OperandStatistics:
         # operands are measured with these scales again. By then the engine has replaced its own
         # scales by the scales of the next microbatch.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
-        # Do not copy `groups`, because each forward stores the ends of its experts' rows there.
-        self._groups = {} if groups is None else groups
         self._figures: dict[tuple[str, Role], list[Tensor]] = defaultdict(list)
         self._of_experts: dict[tuple[str, Role], Tensor] = {}
         self._generator = generators(0)
 
     @torch.no_grad()
-    def __call__(self, name: str, role: Role, x: Tensor) -> None:
+    def __call__(self, name: str, role: Role, x: Tensor, ends: Tensor | None) -> None:
         """Measure the operand x [rows, features] of the linear `name`.
+
+        ends: the ends of the rows of its experts, int32 [experts]. None if it has no experts.
 
         The LM head computes in chunks of tokens, so there are several calls for each of its
         operands. The figures of these calls are added up.
@@ -190,7 +181,6 @@ class OperandStatistics:
             amaxes = amax
         quantized = self.precision.along_features(role)(rows, scale, amaxes)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
-        ends = self._groups.get(name)
         if ends is None:
             return
         if role == "weight":

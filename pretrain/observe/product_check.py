@@ -164,7 +164,6 @@ class _ProductCheck:
         self.products: dict[tuple[str, str], Callable[[], Compared | None]] = {}
         self._precision = active.quantized_precision
         self._settings = active.settings
-        self._groups = packed.context.groups
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         # The name of the LM head, whose products run once for each chunk of tokens.
         self._head = packed.hf.get_output_embeddings().state.name
@@ -174,7 +173,7 @@ class _ProductCheck:
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
 
     @torch.no_grad()
-    def see_operand(self, name: str, role: Role, tensor: Tensor) -> None:
+    def see_operand(self, name: str, role: Role, tensor: Tensor, ends: Tensor | None) -> None:
         """Sample an operand [rows, features] before it is quantized."""
         is_repeated = (name, role, "features") in self._samples
         if role != "input" and name != self._head and is_repeated:
@@ -187,7 +186,7 @@ class _ProductCheck:
         # The infinity norm is the largest magnitude. It makes no copy of the tensor.
         amax = torch.linalg.vector_norm(tensor, math.inf).float()
         is_weight = role == "weight"
-        part = _of_largest_expert(tensor, self._groups.get(name), is_weight=is_weight)
+        part = _of_largest_expert(tensor, ends, is_weight=is_weight)
         rows = _sampled(name, len(part)) if is_weight else _token_rows(part)
         columns = _sampled(name, part.shape[1])
         # Copy the rows and columns, because a view would keep the whole operand in memory.
@@ -210,7 +209,9 @@ class _ProductCheck:
         self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax, columns)
 
     @torch.no_grad()
-    def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
+    def see_result(
+        self, name: str, gemm: str, result: Tensor, bias: Tensor | None, ends: Tensor | None
+    ) -> None:
         """Compute the errors of a sample of a product's result, and of the plain result.
 
         If `bias` is not None, `result` includes the bias.
@@ -221,9 +222,7 @@ class _ProductCheck:
         if is_repeated or not self._samples.keys() >= {*keys}:
             return
         operands = {key[1]: self._samples[key] for key in keys}
-        result = _of_largest_expert(
-            result.flatten(0, -2), self._groups.get(name), is_weight=gemm == "wgrad"
-        )
+        result = _of_largest_expert(result.flatten(0, -2), ends, is_weight=gemm == "wgrad")
         rows, columns = (operand.rows for operand in operands.values())
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         exact, plain = self._references(name, gemm, operands, added, result.dtype)
@@ -383,7 +382,7 @@ def watching_histories(context: PrecisionContext, active: ActivePrecision) -> It
         return
     amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
 
-    def see_operand(name: str, role: Role, tensor: Tensor) -> None:
+    def see_operand(name: str, role: Role, tensor: Tensor, ends: Tensor | None) -> None:
         # The infinity norm is the largest magnitude. It makes no copy of the tensor.
         amax = torch.linalg.vector_norm(tensor, math.inf).float()
         amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))

@@ -57,20 +57,21 @@ class PrecisionContext:
     low_precision: bool = False
     # True during the first microbatch of a step.
     first_microbatch: bool = True
-    # Functions that are called with the layer's name, the role of an operand, and the operand
-    # before it is quantized.
-    observers: list[Callable[[str, Role, Tensor], None]] = field(default_factory=list)
-    # Functions that are called with a Gemm, its quantized weight, and its unquantized weight.
-    weight_observers: list[Callable[[Gemm, Operand, Tensor], None]] = field(default_factory=list)
-    # Functions that are called with the layer's name, the kind of product, its result and the bias.
-    result_observers: list[Callable[[str, GemmKind, Tensor, Tensor | None], None]] = field(
+    # Functions that are called with the layer's name, the role of an operand, the operand before it
+    # is quantized, and the ends of each expert's rows. The ends are None if a layer has no experts.
+    observers: list[Callable[[str, Role, Tensor, Tensor | None], None]] = field(
         default_factory=list
     )
+    # Functions that are called with a Gemm, its quantized weight, and its unquantized weight.
+    weight_observers: list[Callable[[Gemm, Operand, Tensor], None]] = field(default_factory=list)
+    # Functions that are called with the layer's name, the kind of product, the result, the bias,
+    # and the ends of each expert's rows.
+    result_observers: list[
+        Callable[[str, GemmKind, Tensor, Tensor | None, Tensor | None], None]
+    ] = field(default_factory=list)
     # False while the parity check or the measurement of `log.gap` runs the model without
     # quantization.
     quantizing: bool = True
-    # Map a layer's name to the indices at which the rows of its experts end in the latest products.
-    groups: dict[str, Tensor] = field(default_factory=dict)
     # The engines of all precisions of the run.
     backends: Sequence[GemmEngine] = ()
 
@@ -264,8 +265,6 @@ class LinearPass:
         `fp8_config.backward_override`, an input can be used only in the forward product, and the
         gradient is returned unquantized.
         """
-        if self.ends is not None:
-            self.context.groups[self.gemm.name] = self.ends
         is_plain = role == "grad_output" and self.override
         # A gradient that stays unquantized is passed to the observers only while products are
         # checked. Only this check sets `result_observers`.
@@ -306,7 +305,7 @@ class LinearPass:
             "forward", x, weight, dtype, bias, None if observers else residual, ends=self.ends
         )
         for observer in observers:
-            observer(gemm.name, "forward", y.detach(), bias)
+            observer(gemm.name, "forward", y.detach(), bias, self.ends)
         self.gemm.end()
         # Result observers must receive the product without the residual, so it is added afterwards.
         return y.add_(residual) if observers and residual is not None else y
@@ -322,7 +321,7 @@ class LinearPass:
         dtype = dtype or self.context.compute_dtype
         gradient = self.backward_gemm.matmul(kind, left, right, dtype, ends=self.ends)
         for observer in self.observed.result_observers:
-            observer(self.gemm.name, kind, gradient.detach(), None)
+            observer(self.gemm.name, kind, gradient.detach(), None, self.ends)
         return gradient
 
     def weight_gradient(
@@ -349,7 +348,7 @@ class LinearPass:
         `tensor` [..., features] is passed to them as a matrix [rows, features].
         """
         for observer in self.observed.observers:
-            observer(self.gemm.name, role, tensor.detach().flatten(0, -2))
+            observer(self.gemm.name, role, tensor.detach().flatten(0, -2), self.ends)
 
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
         """Call the weight observers with the quantized `weight` and with the unquantized weight.

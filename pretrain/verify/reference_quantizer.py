@@ -64,7 +64,7 @@ def watching_quantizers(
     before = {name: tensor.clone() for name, tensor in context.state().items()}
     compared: list[Compared] = []
 
-    def see_operand(name: str, role: Role, tensor: Tensor) -> None:
+    def see_operand(name: str, role: Role, tensor: Tensor, ends: Tensor | None) -> None:
         part = tensor[-ROWS:, :COLUMNS]
         if role == "grad_output" and active.quantized_precision.plain_backward:
             return

@@ -270,7 +270,9 @@ def test_gemms_add_residuals_unless_results_are_observed(
     loss = packed(**batch)
     assert sum(residuals) == 2 * len(packed.fused.layers)
     observed: set[str] = set()
-    packed.context.result_observers.append(lambda name, gemm, result, bias: observed.add(name))
+    packed.context.result_observers.append(
+        lambda name, gemm, result, bias, ends: observed.add(name)
+    )
     residuals.clear()
     assert packed(**batch).item() == pytest.approx(loss.item(), rel=2e-3)
     assert not any(residuals)

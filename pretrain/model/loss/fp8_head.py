@@ -98,7 +98,7 @@ def chunk_loss(
         """Pass the result of a product to the observers, if this is the first chunk."""
         if first:
             for observer in head_pass.observed.result_observers:
-                observer(gemm.name, kind, result.detach(), None)
+                observer(gemm.name, kind, result.detach(), None, None)
 
     x = head_pass.quantize("input", hidden.to(_BF16))
     logits = gemm.matmul("forward", x, weight, _BF16)

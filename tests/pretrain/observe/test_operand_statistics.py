@@ -76,7 +76,7 @@ def record_of(
     }
     statistics = OperandStatistics(active_in(recipe, **options), scales)
     for part in x.chunk(parts):
-        statistics("l", role, part)
+        statistics("l", role, part, None)
     (record,) = statistics.records()
     return {key: value for key, value in record.items() if key not in ("layer", "operand")}
 
@@ -109,10 +109,8 @@ def test_underflow_is_reported_per_expert(role):
     """
     x = torch.ones(64, 256)
     x[:16, 128:], x[32:48] = 1e-9, 0 if role == "weight" else 1e-9
-    statistics = OperandStatistics(
-        active_in("current"), {}, {"l": torch.tensor([16, 32, 32, 64], dtype=torch.int32)}
-    )
-    statistics("l", role, x)
+    statistics = OperandStatistics(active_in("current"), {})
+    statistics("l", role, x, torch.tensor([16, 32, 32, 64], dtype=torch.int32))
     assert statistics.records()[0]["underflow_of_experts"] == (
         [0.5, 0, None, 0] if role == "weight" else [0.5, 0, None, 0.5]
     )

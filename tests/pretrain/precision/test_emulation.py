@@ -241,7 +241,7 @@ def test_recomputing_a_layer_changes_no_bit_of_gradients_or_state(
 def test_recomputation_uses_the_weights_quantized_in_forward() -> None:
     run = SmallModel("current")
     roles = Counter()
-    with overridden(run.context, observers=[lambda name, role, x: roles.update([role])]):
+    with overridden(run.context, observers=[lambda name, role, x, ends: roles.update([role])]):
         run.x.requires_grad_()
         run.step(recompute=True)
     assert roles == {"input": 2 * 2, "weight": 2, "grad_output": 2}
