@@ -25,23 +25,6 @@ from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
 
-def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
-    """Return the runs of the cells, the run with the lowest loss first.
-
-    Finished runs come before unfinished runs, and runs with a held-out loss before runs without.
-    Runs are then sorted by their held-out loss, or by their training loss if they have no held-out
-    loss. A run without a step is omitted.
-    """
-    runs = [run for cell in cells if (run := cell.record())]
-
-    def rank(run: RunRecord) -> tuple[bool, bool, float]:
-        training_loss = run.summary.get(LOSS_KEY, math.inf)
-        loss = run.summary.get("held_out_loss", training_loss)
-        return not run.is_finished, "held_out_loss" not in run.summary, loss
-
-    return sorted(runs, key=rank)
-
-
 def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
 
@@ -49,25 +32,33 @@ def write_report(matrix: Matrix) -> str:
     follow, the best cell first. If a halted cell were omitted, the mean over the other seeds with
     the same settings would look better than it is.
     """
-    finished = [cell for cell in matrix.cells if cell.is_finished()]
+    records = [(cell, run) for cell in matrix.cells if (run := cell.record())]
+    finished = [cell for cell, run in records if run.is_finished]
     if not finished:
         return "No cell is finished, so there is no report yet."
-    # Finished cells with the baseline's settings and any seed.
-    like_baseline = [cell for cell in finished if cell.but_for_seed == matrix.baseline.but_for_seed]
     # If the baseline is not finished, use a finished cell that differs from it only in the seed. If
     # there is no such cell, use the first finished cell.
-    baseline = matrix.baseline if matrix.baseline in finished else (like_baseline or finished)[0]
-    runs = [run for run in ranked(matrix.cells) if run.is_finished or "halted" in run.summary]
+    settings = matrix.baseline.but_for_seed
+    baseline = min(
+        finished, key=lambda cell: (cell is not matrix.baseline, cell.but_for_seed != settings)
+    )
+
+    def place(run: RunRecord) -> tuple[bool, bool, bool, float]:
+        """Return the sort key of a run. The training loss is used without a held-out loss."""
+        training_loss = run.summary.get(LOSS_KEY, math.inf)
+        loss = run.summary.get("held_out_loss", training_loss)
+        has_held_out = "held_out_loss" in run.summary
+        return run.path != baseline.run_dir, not run.is_finished, not has_held_out, loss
+
+    runs = [run for cell, run in records if cell in finished or "halted" in run.summary]
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
     # data, so the fingerprint of the data may differ too.
     vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
-    report = Report.over(
-        sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary, "data.fingerprint"]
-    )
+    report = Report.over(sorted(runs, key=place), [*vary, "data.fingerprint"])
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
-    if not like_baseline:
+    if baseline.but_for_seed != settings:
         parts.append(
             f"The baseline {matrix.baseline.name} is not finished, so this report uses "
             f"{baseline.name} as the baseline."
