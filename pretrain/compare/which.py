@@ -37,7 +37,7 @@ from packing.stream import order_of
 from pretrain.compare.columns import signed
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENT, WITHIN_MARGIN, fewest_seeds
 from pretrain.compare.fairness import in_words
-from pretrain.compare.matrix_file import CELL, Cell, Matrix, as_overrides
+from pretrain.compare.matrix_file import CELL, Matrix, as_overrides
 from pretrain.compare.matrix_run import launch_command, say
 from pretrain.compare.verdicts import MOST_SEEDS, NO_GAIN, USE, Protocol, Rounds, Verdict
 from pretrain.compare.which_trainings import (
@@ -49,7 +49,7 @@ from pretrain.compare.which_trainings import (
     train,
 )
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, read_run
+from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.commands import ON_CPU, ON_GPU
@@ -244,8 +244,7 @@ def new_protocol(
         # on the deleted trial, because no protocol has been written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
-    cells = train(matrix, stop, may_fail=True)
-    runs = distinct_runs(cells)
+    runs = distinct_runs(train(matrix, stop, may_fail=True))
     if len(runs) < 2:
         raise InputError(
             "there is nothing to compare: every other precision failed in its trial, or computed "
@@ -258,9 +257,7 @@ def new_protocol(
     }
     # Seconds that each trial took in addition to its steps. The lower median is used, because a
     # trial that compiles kernels for all later runs takes longer.
-    overheads = [
-        seconds_of(cells[name]) - TRIAL_STEPS * per_step for name, per_step in seconds.items()
-    ]
+    overheads = [seconds_of(run) - TRIAL_STEPS * seconds[name] for name, run in runs.items()]
     start = max(0.0, statistics.median_low(overheads))
     protocol = fit(
         replace(protocol, seconds=seconds, start=start),
@@ -270,16 +267,15 @@ def new_protocol(
     return protocol
 
 
-def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
-    """Return the runs of the finished trials by name.
+def distinct_runs(trials: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
+    """Return the finished runs among `trials`, which maps names to the runs of the trials.
 
     A trial is omitted if an earlier trial has the same precision in every matrix product. For
     example, "mxfp8+head" is omitted after "mxfp8" if the head stays in BF16 in both trials.
     """
     by_products: dict[str, tuple[str, RunRecord]] = {}
-    for name, cell in cells.items():
-        if cell.is_finished():
-            run = read_run(cell.run_dir)
+    for name, run in trials.items():
+        if run.is_finished:
             products = str([(part["name"], part["effective"]) for part in run.audit["products"]])
             by_products.setdefault(products, (name, run))
     return dict(by_products.values())
@@ -476,9 +472,9 @@ def train_round(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
     """Train the cells of `matrix`, which form a round, and add their runs to `rounds`."""
     _, *candidates = (cell.values[CELL] for cell in matrix.cells)
     say(f"\nround {len(rounds.runs) + 1}, about {duration(rounds.seconds(candidates))}")
-    cells = train(matrix, stop, may_fail=False)
-    rounds.runs.append({name: read_run(cell.run_dir) for name, cell in cells.items()})
-    rounds.took |= {name: seconds_of(cell) for name, cell in cells.items() if cell.is_finished()}
+    runs = train(matrix, stop, may_fail=False)
+    rounds.runs.append(runs)
+    rounds.took |= {name: seconds_of(run) for name, run in runs.items() if run.is_finished}
     # Delete the checkpoints, because no later run branches from them.
     for cell in matrix.cells:
         shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)

@@ -23,8 +23,8 @@ from pretrain.compare.matrix_file import (
 )
 from pretrain.compare.matrix_run import DEVICES, report_stop, run_all, say, wait_for_earlier_start
 from pretrain.compare.verdicts import Protocol
-from pretrain.metrics.run_folder import SUMMARY_FILE
-from pretrain.metrics.run_record import read_run
+from pretrain.metrics.run_folder import MATRIX_FILE, SUMMARY_FILE
+from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
@@ -179,14 +179,14 @@ class Question:
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 
 
-def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cell]:
-    """Train the cells of a matrix that have not ended. Return all cells by name.
+def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, RunRecord]:
+    """Train the cells of a matrix that have not ended. Return the runs of all cells by name.
 
-    The cells are trained one after another, or all in one call of `run_all` if several cells can
-    run at the same time. If a signal stops a training, end the process. If the baseline fails or
-    halts, raise InputError at once. If a candidate fails and `may_fail` is false, also raise
-    InputError at once. If a candidate halts, continue with the next cell, because the halt is a
-    valid result.
+    A cell that failed before its first step has no run. The cells are trained one after another, or
+    all in one call of `run_all` if several cells can run at the same time. If a signal stops a
+    training, end the process. If the baseline fails or halts, raise InputError at once. If a
+    candidate fails and `may_fail` is false, also raise InputError at once. If a candidate halts,
+    continue with the next cell, because the halt is a valid result.
     """
     wait_for_earlier_start(matrix.cells, stop)
     waiting = [cell for cell in matrix.cells if not has_ended(matrix, cell)]
@@ -205,7 +205,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cel
                     "log says that the checkpoint to branch from is missing, remove all folders of "
                     f"this seed in {cell.run_dir.parent}, and the command trains the seed again"
                 )
-    return {cell.values[CELL]: cell for cell in matrix.cells}
+    return {cell.values[CELL]: run for cell in matrix.cells if (run := cell.record())}
 
 
 def has_ended(matrix: Matrix, cell: Cell) -> bool:
@@ -248,14 +248,13 @@ def check_gpu_is_free(matrix: Matrix) -> None:
             )
 
 
-def seconds_of(cell: Cell) -> float:
-    """Return the number of seconds that the run of a finished cell took.
+def seconds_of(run: RunRecord) -> float:
+    """Return the number of seconds that a finished run took.
 
-    matrix.json is written whenever the cell is started, and summary.json is written last when its
+    matrix.json is written whenever the run is started, and summary.json is written last when the
     run finishes. So the difference between the times of these two files is the duration since the
-    cell was last started. If the run was interrupted and continued, this duration is too short. In
+    run was last started. If the run was interrupted and continued, this duration is too short. In
     this case, return the total time of its steps, which is longer.
     """
-    summary_time = (cell.run_dir / SUMMARY_FILE).stat().st_mtime
-    since_last_start = summary_time - cell.mark.stat().st_mtime
-    return max(since_last_start, 3600 * read_run(cell.run_dir).summary["hours"])
+    finished, started = ((run.path / name).stat().st_mtime for name in (SUMMARY_FILE, MATRIX_FILE))
+    return max(finished - started, 3600 * run.summary["hours"])
