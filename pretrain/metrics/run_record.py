@@ -51,11 +51,12 @@ MEDIANS = (
     "frozen_updates",
 )
 
-# Keys of an evaluation that identify the held-out packs.
-HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")
+# Keys of an evaluation that identify the held-out packs and their labels. With another value of
+# `data.mask_boundaries`, the same packs have another number of labels, `held_out_tokens`.
+HELD_OUT_LABELS = ("held_out_fingerprint", "held_out_packs", "held_out_tokens")
 # Keys of an evaluation that identify how its loss was measured. The losses of two evaluations may
 # be compared only if the evaluations have equal values of these keys.
-MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")
+MEASURE = (*HELD_OUT_LABELS, "held_out_precision")
 
 # A line of metrics.jsonl.
 Record = Mapping[str, Any]
@@ -161,7 +162,7 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return the evaluations on the same held-out packs as the last evaluation.
+        """Return the evaluations on the same held-out packs and labels as the last evaluation.
 
         The held-out packs may have changed when the run was resumed.
         """
@@ -169,7 +170,7 @@ class RunRecord:
         return [
             record
             for record in self.metrics
-            if kind(record) == "evaluation" and same_measure(record, last, HELD_OUT_PACKS)
+            if kind(record) == "evaluation" and same_measure(record, last, HELD_OUT_LABELS)
         ]
 
     @property

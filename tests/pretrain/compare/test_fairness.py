@@ -119,10 +119,13 @@ def test_only_runs_that_see_the_same_data_in_each_step_are_paired(tmp_path):
 
 
 def test_held_out_losses_are_compared_only_on_the_same_packs(tmp_path):
-    def evaluated_on(name: str, fingerprint: str, held_out: str, packs: int = 4) -> RunRecord:
+    def evaluated_on(
+        name: str, fingerprint: str, held_out: str, packs: int = 4, labels: int = 900
+    ) -> RunRecord:
         path = make_run(tmp_path / name, fingerprint=fingerprint, held_out=False)
         evaluation = {"step": 4, "event": "evaluation", "held_out_loss": 2.0}
         evaluation |= {"held_out_fingerprint": held_out, "held_out_packs": packs}
+        evaluation["held_out_tokens"] = labels
         with (path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(evaluation) + "\n")
         return read_run(path)
@@ -132,6 +135,7 @@ def test_held_out_losses_are_compared_only_on_the_same_packs(tmp_path):
     assert same_held_out(base, other_training), "training data may differ"
     assert not same_held_out(base, evaluated_on("unlike", "ab12", "gh78"))
     assert not same_held_out(base, evaluated_on("part", "ab12", "ef56", packs=1))
+    assert not same_held_out(base, evaluated_on("boundaries", "ab12", "ef56", labels=910))
 
 
 def test_the_difference_covers_common_steps_with_finite_losses(tmp_path):
