@@ -39,11 +39,9 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     finite value.
 
     Args:
-        values: Values of a curve, float64 [step].
+        values: Values of a curve, at least one, float64 [step].
         window: Number of values in the window, odd. The value itself is in the centre.
     """
-    if not len(values):
-        return values
     finite = np.isfinite(values)
     centre = slice(window // 2, window // 2 + len(values))
     ones = np.ones(window)

@@ -208,7 +208,6 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
     in_tokens = len({compared.run.tokens_per_step for compared in compared_runs}) > 1
     curves = [curves_of(compared) for compared in compared_runs]
     panels = [panel for panel in PANELS if any(panel in by_panel for by_panel in curves)]
-    panels = panels or ["training loss"]
     figure = make_subplots(
         rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=panels
     )

@@ -184,9 +184,7 @@ class Console:
         includes the time between steps. It excludes the first step of this process, because that
         step compiles the model.
         """
-        if self._first_end is None:
-            return "…"
-        first, ended = self._first_end
+        first, ended = self._first_end or (step, math.nan)
         if step <= first:
             return "…"
         seconds_per_step = (time.monotonic() - ended) / (step - first)

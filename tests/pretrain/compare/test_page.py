@@ -47,7 +47,7 @@ def shows(colour: str, picture: bytes) -> bool:
 
 
 @given(
-    losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50),
+    losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), min_size=1, max_size=50),
     half=st.integers(0, 30),
 )
 def test_the_moving_mean_covers_the_finite_values_of_its_window(losses, half):
