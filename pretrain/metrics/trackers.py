@@ -130,7 +130,7 @@ class Trackers:
         Raises InputError if a tracker does not start.
         """
         self.file.start()
-        names = [name for name in self._log.trackers if name != "jsonl"]
+        names = [name for name in dict.fromkeys(self._log.trackers) if name != "jsonl"]
         if not names or not self.file.main_process:
             return
         run_id = self._run_id()

@@ -261,11 +261,6 @@ class LogSettings(Settings):
     # null: never measure the gap.
     gap: PositiveCount | None = None
 
-    @field_validator("trackers")
-    @classmethod
-    def _metrics_file_is_always_written(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(["jsonl", *names]))
-
 
 class HealthSettings(Settings):
     # Reaction to a loss or a gradient norm that is not finite. stop: stop the training before the
