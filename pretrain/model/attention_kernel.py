@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# For each kernel: number of tokens of a program's block, number of tokens that the program loads in
+# For each kernel: size of a program's block in tokens, number of tokens that the program loads in
 # a step of its loop, number of warps, and number of steps whose loads overlap. These values were
 # the fastest on an H100 for heads of 64 and 128 values.
-FORWARD = {"block": 64, "step": 32, "num_warps": 4, "stages": 3}
-QUERY_GRADIENT = {"block": 64, "step": 32, "num_warps": 4, "stages": 3}
-KEY_VALUE_GRADIENT = {"block": 64, "step": 32, "num_warps": 4, "stages": 1}
+FORWARD = {"size": 64, "step": 32, "num_warps": 4, "stages": 3}
+QUERY_GRADIENT = {"size": 64, "step": 32, "num_warps": 4, "stages": 3}
+KEY_VALUE_GRADIENT = {"size": 64, "step": 32, "num_warps": 4, "stages": 1}
 # Number of tokens of a program of `_document_bounds`, and number of offsets that it loads at once.
 _BOUNDS_BLOCK = 64
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -46,14 +46,14 @@ def _document_bounds(
     ends,  # int32 [tokens], written: end of the document of each token
     tokens,
     count,
-    block: tl.constexpr,
+    size: tl.constexpr,
 ):
-    """Write the bounds of the documents of `block` tokens."""
-    token = tl.program_id(0) * block + tl.arange(0, block)
-    start = tl.zeros([block], tl.int32)
-    end = tl.zeros([block], tl.int32) + tokens
-    for first in range(0, count, block):
-        index = first + tl.arange(0, block)
+    """Write the bounds of the documents of `size` tokens."""
+    token = tl.program_id(0) * size + tl.arange(0, size)
+    start = tl.zeros([size], tl.int32)
+    end = tl.zeros([size], tl.int32) + tokens
+    for first in range(0, count, size):
+        index = first + tl.arange(0, size)
         offset = tl.load(cu_seqlens + index, mask=index < count, other=_LAST_INT32)[None, :]
         is_before = offset <= token[:, None]
         start = tl.maximum(start, tl.max(tl.where(is_before, offset, 0), axis=1))
@@ -135,21 +135,21 @@ def _attend(
     heads: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
-    block: tl.constexpr,
+    size: tl.constexpr,
     step: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Compute the output of `block` queries of one head. `group` query heads share a key head."""
-    first = tl.program_id(0) * block
+    """Compute the output of `size` queries of one head. `group` query heads share a key head."""
+    first = tl.program_id(0) * size
     head = tl.program_id(1)
-    query = first + tl.arange(0, block)
+    query = first + tl.arange(0, size)
     start = tl.load(starts + query, mask=query < tokens, other=0)[:, None]
     kv_head = head // group
     queries = _load(q, head, query, tokens, q_token, q_head, dim)
-    maximum = tl.full([block], _MASKED, tl.float32)
-    total = tl.zeros([block], tl.float32)
-    accumulator = tl.zeros([block, dim], tl.float32)
-    end = tl.minimum(first + block, tokens)
+    maximum = tl.full([size], _MASKED, tl.float32)
+    total = tl.zeros([size], tl.float32)
+    accumulator = tl.zeros([size, dim], tl.float32)
+    end = tl.minimum(first + size, tokens)
     for first_key in tl.range(tl.load(starts + first), end, step, num_stages=stages):
         key = first_key + tl.arange(0, step)
         keys = _load(k, kv_head, key, end, k_token, k_head, dim)
@@ -191,14 +191,14 @@ def _differentiate_queries(
     heads: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
-    block: tl.constexpr,
+    size: tl.constexpr,
     step: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Compute the gradient of `block` queries of one head."""
-    first = tl.program_id(0) * block
+    """Compute the gradient of `size` queries of one head."""
+    first = tl.program_id(0) * size
     head = tl.program_id(1)
-    query = first + tl.arange(0, block)
+    query = first + tl.arange(0, size)
     start = tl.load(starts + query, mask=query < tokens, other=0)[:, None]
     kv_head = head // group
     queries = _load(q, head, query, tokens, q_token, q_head, dim)
@@ -207,8 +207,8 @@ def _differentiate_queries(
     dot = tl.sum(outputs.to(tl.float32) * d_outputs.to(tl.float32), axis=1)
     _store_row(dots, dot, head, query, tokens)
     log2_sum = _load_row(log_sums, head, query, tokens, tokens) * _LOG2_E
-    gradient = tl.zeros([block, dim], tl.float32)
-    end = tl.minimum(first + block, tokens)
+    gradient = tl.zeros([size, dim], tl.float32)
+    end = tl.minimum(first + size, tokens)
     for first_key in tl.range(tl.load(starts + first), end, step, num_stages=stages):
         key = first_key + tl.arange(0, step)
         keys = _load(k, kv_head, key, end, k_token, k_head, dim)
@@ -245,23 +245,23 @@ def _differentiate_keys_and_values(
     heads: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
-    block: tl.constexpr,
+    size: tl.constexpr,
     step: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Compute the gradients of `block` keys and values of one KV head.
+    """Compute the gradients of `size` keys and values of one KV head.
 
     Matrices of scores have a row for each key and a column for each query.
     """
-    first = tl.program_id(0) * block
+    first = tl.program_id(0) * size
     kv_head = tl.program_id(1)
-    key = first + tl.arange(0, block)
+    key = first + tl.arange(0, size)
     keys = _load(k, kv_head, key, tokens, k_token, k_head, dim)
     values = _load(v, kv_head, key, tokens, v_token, v_head, dim)
-    d_keys = tl.zeros([block, dim], tl.float32)
-    d_values = tl.zeros([block, dim], tl.float32)
+    d_keys = tl.zeros([size, dim], tl.float32)
+    d_values = tl.zeros([size, dim], tl.float32)
     # Queries after the document of the last key see none of the keys.
-    end = tl.load(ends + tl.minimum(first + block, tokens) - 1)
+    end = tl.load(ends + tl.minimum(first + size, tokens) - 1)
     for member in range(group):
         head = kv_head * group + member
         for first_query in tl.range(first, end, step, num_stages=stages):
@@ -297,7 +297,7 @@ def attend(
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = q.new_empty(heads, tokens, dtype=torch.float32)
     starts, _ = document_bounds(cu_seqlens, tokens)
-    grid = (triton.cdiv(tokens, FORWARD["block"]), heads)
+    grid = (triton.cdiv(tokens, FORWARD["size"]), heads)
     sizes = (*_strides(q, k, v), scale, tokens, heads, heads // k.shape[1], dim)
     _attend[grid](q, k, v, starts, output, log_sums, *sizes, **FORWARD)
     return output, log_sums
@@ -325,10 +325,10 @@ def attend_backward(
     dots = torch.empty_like(log_sums)
     starts, ends = document_bounds(cu_seqlens, tokens)
     sizes = (*_strides(q, k, v), scale, tokens, heads, heads // kv, dim)
-    _differentiate_queries[(triton.cdiv(tokens, QUERY_GRADIENT["block"]), heads)](
+    _differentiate_queries[(triton.cdiv(tokens, QUERY_GRADIENT["size"]), heads)](
         d_output, q, k, v, output, log_sums, starts, dq, dots, *sizes, **QUERY_GRADIENT
     )
-    _differentiate_keys_and_values[(triton.cdiv(tokens, KEY_VALUE_GRADIENT["block"]), kv)](
+    _differentiate_keys_and_values[(triton.cdiv(tokens, KEY_VALUE_GRADIENT["size"]), kv)](
         *(d_output, q, k, v, log_sums, dots, starts, ends, dk, dv), *sizes, **KEY_VALUE_GRADIENT
     )
     return dq, dk, dv
