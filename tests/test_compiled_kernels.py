@@ -147,7 +147,7 @@ def norm(kernel: Any) -> None:
 
 def attention(kernel: Any) -> None:
     offsets = torch.tensor([0, TOKENS], dtype=torch.int32)
-    for heads in (Heads(12, 12, 64), Heads(16, 8, 128)):
+    for heads in (Heads(12, 12, 64), Heads(14, 2, 64), Heads(4, 1, 16)):
         q, k, v = (bf16(TOKENS, n, heads.dim) for n in (heads.query, heads.kv, heads.kv))
         output, log_sums = kernel.attend(q, k, v, offsets, 1.0)
         kernel.attend_backward(q, q, k, v, output, log_sums, offsets, 1.0)

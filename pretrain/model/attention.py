@@ -62,13 +62,13 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_a
 # that contain "flash". `varlen` is torch's version of FlashAttention-2.
 FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
 # Head sizes of our Triton kernels.
-TRITON_HEAD_DIMS = (16, 32, 64, 128)
+TRITON_HEAD_DIMS = (16, 32, 64)
 # With `auto`, our kernels are used on Hopper, for heads of 64 values, if the mean document length
 # is at most SHORT. The mean is weighted: it is the mean over all tokens of the length of the
 # token's document. On an H100, our kernels were faster than the others at 545 tokens, and 9 %
 # slower than FlashAttention-4 at 913 tokens. SHORT is about where the times cross if they grow
-# linearly. With heads of 128 values, training steps did not become faster
-# (benchmarks/results/kernels/h100_short_documents.json).
+# linearly. With heads of 128 values, training steps did not become faster, so these heads are not
+# supported (benchmarks/results/kernels/h100_short_documents.json).
 SHORT = 768
 MAX_FLASH_HEAD_DIM = 256
 # Head sizes for which FlashAttention-4 is used. Smaller heads have not been measured.
@@ -164,7 +164,7 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
     if kind == "triton":
         if head_dim in TRITON_HEAD_DIMS:
             return None
-        return f"needs heads of 16, 32, 64 or 128 values, and the model's heads have {head_dim}"
+        return f"needs heads of 16, 32 or 64 values, and the model's heads have {head_dim}"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
         return (
             f"needs a head dimension that is a multiple of 8 and at most {MAX_FLASH_HEAD_DIM}, and "

@@ -43,7 +43,7 @@ class ModelSettings(Settings):
     # from scratch, vocab_size and the ids of eos, bos and pad need not be set, because the
     # tokenizer determines them. null: use the configuration of `source` unchanged.
     config: dict[str, Any] | None = None
-    # Attention kernel. triton: our kernel, for heads of 16, 32, 64 or 128 values. flash_attn:
+    # Attention kernel. triton: our kernel, for heads of 16, 32 or 64 values. flash_attn:
     # FlashAttention-4. varlen: FlashAttention-2 in torch. documents: call the kernel once for each
     # document. sdpa: scaled_dot_product_attention with a mask. auto: on a GPU, flash_attn on Hopper
     # or Blackwell if its package is installed, else varlen. On Hopper, auto prefers triton if heads

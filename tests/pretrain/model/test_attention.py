@@ -148,8 +148,8 @@ def test_auto_takes_our_kernels_where_they_were_measured(on_an_h200: pytest.Monk
     assert chosen(dim=32, mean_length=300.0) == "varlen"
     assert chosen(dim=64, mean_length=1000.0) == "fa4"
     assert chosen(dim=64, dtype=torch.float32, mean_length=300.0) == "sdpa"
-    assert {chosen("triton", dim=dim) for dim in (16, 32, 64, 128)} == {"triton"}
-    with pytest.raises(InputError, match=r"model.attention: triton.*heads of 16, 32, 64 or 128"):
+    assert {chosen("triton", dim=dim) for dim in (16, 32, 64)} == {"triton"}
+    with pytest.raises(InputError, match=r"model.attention: triton.*heads of 16, 32 or 64"):
         chosen("triton", dim=100)
     on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert chosen(dim=64, mean_length=300.0) == "fa4"

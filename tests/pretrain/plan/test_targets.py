@@ -26,7 +26,9 @@ def shapes() -> PreTrainedModel:
 def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
     """Return a function that plans a billion tokens of Qwen3-1.7B on a target."""
 
-    def make(target: Target, precision: str = "bf16", **changes: Any) -> Plan:
+    def make(
+        target: Target, precision: str = "bf16", trained: PreTrainedModel = shapes, **changes: Any
+    ) -> Plan:
         settings = LowPrecisionSettings(on_unsupported="emulate", **changes.get("fp8_config", {}))
         active = select_precision(precision, settings, missing_on("cpu"))
         resolved = recipe(
@@ -36,10 +38,10 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
             resolved,
             schedule_of(resolved, active),
             Devices(),
-            flops_of(shapes),
+            flops_of(trained),
             745.0,
         )
-        return target.plan(plan, shapes)
+        return target.plan(plan, trained)
 
     return make
 
@@ -97,9 +99,11 @@ def test_an_unsharded_device_keeps_gradients_for_the_gap(plan_on: Callable) -> N
 
 def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callable) -> None:
     """Both keep rotated queries and keys only if memory suffices."""
+    config = QWEN3 | {"head_dim": 64}
     layers = {}
     for attention in ("flash_attn", "triton", "varlen"):
-        plan = plan_on(Target("H200"), model={"config": QWEN3, "attention": attention})
+        settings = {"config": config, "attention": attention}
+        plan = plan_on(Target("H200"), trained=on_meta(config), model=settings)
         layers[attention] = plan.layers["bf16"][0]
     assert layers["triton"] == layers["flash_attn"]
     assert layers["triton"].rotated > layers["varlen"].rotated == 0
