@@ -74,11 +74,8 @@ class StepBatches:
     # Sum of squared document lengths over all ranks, from which the FLOPs of attention follow.
     # Padding is excluded, because attention over padding is not useful work.
     sum_squared_lengths: int
-    # Number of epochs after this step, such as 1.25.
-    epoch: float
-    # Metrics after this step (`Order.figures`). If there are several sources, these are the epochs
-    # and the share of each source. A stream also has the number of each source's current part.
-    sources: dict[str, float] = field(default_factory=dict)
+    # Metrics after this step (`Order.figures`), such as `epoch`.
+    figures: dict[str, float] = field(default_factory=dict)
     # Indices of the step's packs in the endless stream of packs (see `Order`), over all ranks.
     places: range = range(0)
 
@@ -319,8 +316,7 @@ class BatchStream(Batching):
                 for pack in packs
             ),
             sum_squared_lengths=sum(squares),
-            epoch=self.order.epoch_of(number + 1),
-            sources=self.order.figures(number + 1),
+            figures=self.order.figures(number + 1),
             places=self.order.places_of_step(number),
         )
 

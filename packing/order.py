@@ -159,28 +159,24 @@ class Order:
     def stop_waiting(self) -> None:
         """Do nothing, because all packs exist and no thread waits. `StreamOrder` overrides this."""
 
-    def epoch_of(self, step: int) -> float:
-        """Return the number of packs before `step`, divided by the number of packs in all sources.
-
-        With several sources, each source has its own number of epochs; see `epochs`.
-        """
-        return self.places_of_step(step).start / sum(self.mixture.counts)
-
     def epochs(self, step: int) -> dict[str, float]:
         """Map the name of each source to the number of its epochs before `step`."""
         return self.mixture.epochs(self.places_of_step(step).start)
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return the metrics of the sources after `step` steps, by name.
+        """Return the metrics of the order after `step` steps, by name.
 
-        The metrics are the number of epochs and the share of tokens of each source. If there is
-        only one source, the dict is empty.
+        The metric `epoch` is the number of packs before `step`, divided by the number of packs in
+        all sources. If there are several sources, the dict also has the number of epochs and the
+        share of tokens of each source.
         """
-        if self.mixture.names == ("",):
-            return {}
-        figures = {f"epoch/{name}": epoch for name, epoch in self.epochs(step).items()}
-        shares = self.mixture.shares(self.places_of_step(step).start)
-        return figures | {f"share/{name}": share for name, share in shares.items()}
+        place = self.places_of_step(step).start
+        figures = {"epoch": place / sum(self.mixture.counts)}
+        if self.mixture.names != ("",):
+            shares = self.mixture.shares(place)
+            figures |= {f"epoch/{name}": epoch for name, epoch in self.epochs(step).items()}
+            figures |= {f"share/{name}": share for name, share in shares.items()}
+        return figures
 
 
 class MixedPacks(JoinedPacks):

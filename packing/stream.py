@@ -437,20 +437,16 @@ class StreamOrder(Order):
         """Map each source's name to the number of times that the source has ended before `step`."""
         return {name: float(part.after.epoch) for name, part in self._parts_before(step).items()}
 
-    def epoch_of(self, step: int) -> float:
-        """Return the smallest number of completed epochs of a source before `step`."""
-        return min(self.epochs(step).values())
-
     def figures(self, step: int) -> dict[str, float]:
-        """Map names of metrics to values after `step` steps.
+        """Return the metrics of the order after `step` steps, by name.
 
-        The metrics are the current part of each source, and for several sources also their epochs
-        and their shares of the tokens.
+        The metric `epoch` is the smallest number of completed epochs of a source. The dict also has
+        the number of each source's current part.
         """
-        figures: dict[str, float] = {}
+        figures = super().figures(step) | {"epoch": min(self.epochs(step).values())}
         for name, part in self._parts_before(step).items():
             figures[f"part/{name}" if name else "part"] = part.start.number
-        return figures | super().figures(step)
+        return figures
 
     def _parts_before(self, step: int) -> dict[str, Part]:
         """Map each source's name to the part that has the source's last pack before `step`.

@@ -201,7 +201,6 @@ class Run:
             "step": state.step,
             "tokens": state.tokens,
             "trained_tokens": state.valid_tokens if self.job.data.has_masks else None,
-            "epoch": batches.epoch,
             "precision": self.precision.current.name if self.precision.schedule.changes else None,
             "unlabelled": True if not is_labelled and math.isfinite(loss) else None,
             "halted": decision.reason if decision.action == "stop" else None,
@@ -214,7 +213,7 @@ class Run:
             reported["loss"] = loss
         return {
             **record,
-            **batches.sources,
+            **batches.figures,
             **reported,
             **figures,
             "frozen_updates": frozen,

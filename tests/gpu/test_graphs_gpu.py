@@ -70,7 +70,7 @@ def step_of(number: int, length: int) -> StepBatches:
             packs.append(Pack(draw.integers(256, size=length).astype(np.uint32), lengths))
         microbatches.append(build_microbatch(packs, mask_boundaries=True, pin_memory=True))
     valid_tokens = sum(microbatch.valid_tokens for microbatch in microbatches)
-    return StepBatches(microbatches, 4 * PACKS * length, valid_tokens, 0, 1.0)
+    return StepBatches(microbatches, 4 * PACKS * length, valid_tokens, 0)
 
 
 def train_model(

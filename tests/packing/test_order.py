@@ -157,8 +157,8 @@ def test_steps_of_another_size_continue_at_the_same_place(counts, before, now, s
     first = steps * before
     assert packs == [one.packs_of_step(place)[0] for place in range(first, first + 3 * now)]
     assert (
-        shifted.epoch_of(steps)
-        == Order(mixture, before, seed).epoch_of(steps)
+        shifted.figures(steps)["epoch"]
+        == Order(mixture, before, seed).figures(steps)["epoch"]
         == first / sum(counts)
     )
 

@@ -212,7 +212,7 @@ def test_held_out_documents_are_not_trained_on_in_later_epochs(
         for step in itertools.count():
             packs.advance_to(order.places_of_step(step))
             pack = packs[int(order.packs_of_step(step)[0])]
-            epoch = int(order.epoch_of(step + 1))
+            epoch = int(order.figures(step + 1)["epoch"])
             if epoch == len(epochs):
                 break
             epochs[epoch].append(pack.input_ids.tobytes())

@@ -124,7 +124,7 @@ def batches_of(documents: list[int], seed: int) -> StepBatches:
         pack = Pack(draw.integers(VOCABULARY, size=LENGTH).astype(np.uint32), lengths)
         microbatches.append(build_microbatch([pack], mask_boundaries=True))
     valid_tokens = sum(microbatch.valid_tokens for microbatch in microbatches)
-    return StepBatches(microbatches, LENGTH * len(documents), valid_tokens, 0, 1.0)
+    return StepBatches(microbatches, LENGTH * len(documents), valid_tokens, 0)
 
 
 def trained(

@@ -190,7 +190,7 @@ def test_a_step_equals_one_plain_batch_for_any_microbatches(
     packs = [pack for part in parts for pack in part]
     built = [build_microbatch(part, mask_boundaries=True) for part in parts]
     valid_tokens = sum(microbatch.valid_tokens for microbatch in built)
-    step = StepBatches(built, SHORT * len(packs), valid_tokens, 0, 1.0)
+    step = StepBatches(built, SHORT * len(packs), valid_tokens, 0)
     packed = build_model()
     loss = forward_backward(packed, step, accelerator)
 

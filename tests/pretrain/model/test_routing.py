@@ -105,7 +105,7 @@ def test_a_step_reports_cross_entropy_and_router_loss_separately(
     packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"]).train()
     packs = random_packs([[32], [9]], 32)
     step = StepBatches(
-        [build_microbatch([pack], mask_boundaries=True) for pack in packs], 64, 31 + 8, 0, 0.0
+        [build_microbatch([pack], mask_boundaries=True) for pack in packs], 64, 31 + 8, 0
     )
     trained = forward_backward(packed, step, accelerator)
     losses = packed.mean_losses(accelerator, step.valid_tokens, trained)
@@ -126,7 +126,7 @@ def test_starved_experts_are_counted_and_reported(
     with torch.no_grad():
         packed.hf.model.layers[0].mlp.gate.weight.zero_()
     step = StepBatches(
-        [build_microbatch(random_packs([[32]], 32), mask_boundaries=True)], 32, 31, 0, 0.0
+        [build_microbatch(random_packs([[32]], 32), mask_boundaries=True)], 32, 31, 0
     )
     for _ in range(2):  # the figures of a step do not include the step before
         losses = packed.mean_losses(accelerator, 31, forward_backward(packed, step, accelerator))

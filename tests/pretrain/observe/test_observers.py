@@ -16,7 +16,7 @@ from pretrain.observe.observers import Observer, Observers, Step, StepWatch, is_
 from pretrain.precision.schedule import PrecisionSchedule
 from tests.pretrain.conftest import active_in
 
-BATCHES = StepBatches([], 0, 0, 0, 0.0)
+BATCHES = StepBatches([], 0, 0, 0)
 UPDATE = StepDecision()
 
 

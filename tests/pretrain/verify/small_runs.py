@@ -333,5 +333,4 @@ def step_of(
         sum(len(pack.input_ids) for pack in packs),
         valid_tokens,
         squares,
-        1.0,
     )
