@@ -127,24 +127,18 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
 
     All ranks must call this function. Raises TrainingHalted if a weight is not finite. Raises
     InputError if a checkpoint could not be written. If a rank could not read packs, the checkpoint
-    is saved first. Then this rank raises the exception, and the other ranks raise InputError.
+    is saved first. Then this rank raises `batches.failure`, and the other ranks raise InputError.
     """
     # `wait` raises InputError if a save in the background has failed.
     run.checkpoints.wait()
     decision = check_weights(run)
     if not decision.proceed:
         raise training_halted(run, decision)
-    has_trained = run.state.step > run.resumed_step
-    if has_trained:
+    if run.state.step > run.resumed_step:
         save(run)
     if code != FAILED:
         return report_stop(run, code)
-    failure = batches.failure
-    if failure is not None and not isinstance(failure, InputError):
-        raise failure
-    reason = failure or "another process has no more packs; see its message"
-    saved = f". Step {run.state.step} is saved" if has_trained else ""
-    raise InputError(f"{reason}{saved}")
+    raise batches.failure or InputError("another process has no more packs; see its message")
 
 
 def report_stop(run: Run, signal_number: int) -> int:
