@@ -56,9 +56,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foundation.errors import InputError
-from foundation.files import FileRecord, by_umask, fsync, hash_file, hash_of, write_file
-from foundation.reading import as_input_error, load_object
+from foundation.files import (
+    FileRecord,
+    by_umask,
+    fsync,
+    hash_file,
+    hash_of,
+    load_hashed,
+    write_file,
+)
+from foundation.reading import as_input_error
 from pretrain.model.gradients import local_part
 
 FORMAT = 1
@@ -232,15 +239,11 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises InputError if the manifest is missing or damaged.
     """
-    path = folder / MANIFEST
-    content = load_object(
-        path,
+    content = load_hashed(
+        folder / MANIFEST,
+        "sha256",
         "this is no complete checkpoint; choose a step-* folder in the `checkpoints` of a run",
     )
-    if content.pop("sha256", None) != hash_of(content):
-        raise InputError(
-            f"{path}: the file is damaged, because its content does not match its SHA-256"
-        )
     return TypeAdapter(Manifest).validate_python(content)
 
 
