@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import signal
 import sys
 from contextlib import closing
 from functools import partial
@@ -26,12 +25,13 @@ from typing import Any
 from foundation.command import end_after_error, end_process, run_command
 from foundation.files import replace_file, write_json
 from foundation.fork_server import SERVE, serve
+from foundation.signals import StopRequest, end_on_ctrl_c
 from pretrain.settings import config
 
 if __name__ == "__main__":
     # The imports below take seconds. Until the training loop can save a checkpoint, Ctrl-C ends the
     # process without a traceback, and without multiprocessing's warning about semaphores.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_on_ctrl_c()
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     # Turn off garbage collection during the imports. Imports create no garbage, but garbage
     # collection took a fifth of the time of the imports.
@@ -57,7 +57,6 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from foundation.signals import StopRequest
 from foundation.timeline import START
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import require_shared
