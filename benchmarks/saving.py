@@ -68,7 +68,7 @@ def main() -> None:
         "processes": world_size,
         # A value above the number of cores means that other processes were running.
         "load_average": os.getloadavg()[0],
-        "gb": bytes_needed(model, optimizer) / 1e9,
+        "gb": bytes_needed(model | optimizer) / 1e9,
         **measured,
     }
     write_json(arguments.out, report)

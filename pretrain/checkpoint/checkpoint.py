@@ -22,7 +22,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -370,9 +370,7 @@ class Checkpoints:
         self._require_intact(path)
         return load_object(path / on_disk.STATE, "resume from another checkpoint")
 
-    def load(
-        self, path: Path, model: Tensors, optimizer: Tensors, *, left_out: Collection[str] = ()
-    ) -> None:
+    def load(self, path: Path, tensors: Tensors, *, optional: tuple[str, ...] = ()) -> None:
         """Copy the checkpoint at `path` into the given tensors.
 
         The tensors may be sharded in another way than the tensors that were saved. Each file is
@@ -381,31 +379,27 @@ class Checkpoints:
 
         Args:
             path: Folder of the checkpoint.
-            model: Tensors of the model that are filled, by name.
-            optimizer: Tensors of the optimizer that are filled, by name.
-            left_out: Names of optimizer tensors in the checkpoint that are not loaded.
+            tensors: Tensors of the model and the optimizer that are filled, by name.
+            optional: Prefixes of names. A tensor of the checkpoint whose name has one of these
+                prefixes is not loaded if `tensors` lacks the name.
 
         Raises:
             InputError: A file is damaged, or the names, shapes or integer dtypes of the tensors
                 differ from those in the checkpoint. No tensor has been changed.
         """
         self._require_intact(path)
-        manifest = read_manifest(path)
-        optimizer_index = {
-            name: entry for name, entry in manifest.optimizer.items() if name not in left_out
+        index = {
+            name: entry
+            for name, entry in read_manifest(path).tensors.items()
+            if name in tensors or not name.startswith(optional)
         }
-        problems = [
-            *on_disk.mismatches(manifest.model, model),
-            *on_disk.mismatches(optimizer_index, optimizer),
-        ]
-        if problems:
+        if problems := on_disk.mismatches(index, tensors):
             raise InputError(
                 f"{path}: the checkpoint does not fit this run: {'; '.join(problems[:5])}. Either "
                 "use the recipe that this checkpoint was saved with, or choose another checkpoint, "
                 "or set another `run_dir` to start from the beginning"
             )
-        on_disk.load_tensors(path, manifest.model, model)
-        on_disk.load_tensors(path, optimizer_index, optimizer)
+        on_disk.load_tensors(path, index, tensors)
         self._complete = path
 
     def _require_intact(self, path: Path) -> None:
@@ -579,14 +573,13 @@ def sum_of_bits(tensor: Tensor) -> int:
 # ── The disk ──
 
 
-def bytes_needed(model: Tensors, optimizer: Tensors) -> int:
-    """Return the number of bytes of one checkpoint on the disk, over all ranks.
+def bytes_needed(tensors: Tensors) -> int:
+    """Return the number of bytes of a checkpoint with these tensors on the disk, over all ranks.
 
     The size of a DTensor is that of the full tensor. A replicated tensor is included once. Headers
     and manifest are estimated as 1 MiB.
     """
-    tensors = (*model.values(), *optimizer.values())
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 2**20
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + 2**20
 
 
 def check_space(folder: Path, needed: int) -> None:

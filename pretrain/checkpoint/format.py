@@ -233,6 +233,11 @@ class Manifest:
     # Map the names of the optimizer's tensors to their entries.
     optimizer: dict[str, TensorEntry]
 
+    @property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """Map the names of all tensors to their entries."""
+        return self.model | self.optimizer
+
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint at `folder`.

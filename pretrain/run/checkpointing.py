@@ -67,7 +67,7 @@ def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -
     if source is not None and source.in_run_folder:
         new_checkpoints = int(source.step < job.plan.steps)
     model_tensors, optimizer_tensors = tensors_to_save(assembly)
-    check_space(job.run_dir, new_checkpoints * bytes_needed(model_tensors, optimizer_tensors))
+    check_space(job.run_dir, new_checkpoints * bytes_needed(model_tensors | optimizer_tensors))
 
 
 def save(run: Run, *, in_background: bool = False) -> None:
@@ -247,12 +247,9 @@ def load_weights(
                 f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
                 for name, p in parameters.items()
             }
-    not_loaded = {
-        name
-        for name in read_manifest(source.path).optimizer.keys() - targets.keys()
-        if name.startswith((PREFIX, "remainder/"))
-    }
-    checkpoints.load(source.path, assembly.tensors | stored, targets, left_out=not_loaded)
+    checkpoints.load(
+        source.path, assembly.tensors | stored | targets, optional=(PREFIX, "remainder/")
+    )
     if saved == mode:
         return []
     for name, parameter in parameters.items():
@@ -279,8 +276,7 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
     are compared. Tensors that were converted to another dtype are not compared. Checkpoints of
     earlier versions have no checksums and are not compared.
     """
-    manifest = read_manifest(source.path)
-    saved = manifest.model | manifest.optimizer
+    saved = read_manifest(source.path).tensors
     live = {
         **assembly.tensors,
         **named_state(assembly.optimizer, assembly.hf),

@@ -49,6 +49,11 @@ def tensors_of(
     return model, optimizer
 
 
+def all_tensors_of(step: int) -> dict[str, torch.Tensor]:
+    model, optimizer = tensors_of(step)
+    return model | optimizer
+
+
 def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, 7) for name, tensor in tensors.items()}
 
@@ -63,7 +68,7 @@ def assert_holds(path: Path, step: int, rows: int = 40) -> None:
     loaded_model = blank(model)
     loaded_optimizer = blank(optimizer)
     checkpoints = Checkpoints(path.parent, keep=1)
-    checkpoints.load(path, loaded_model, loaded_optimizer)
+    checkpoints.load(path, loaded_model | loaded_optimizer)
     assert checkpoints.read_state(path) == {"step": step}
     assert all(torch.equal(loaded_model[name], model[name]) for name in model)
     assert all(torch.equal(loaded_optimizer[name], optimizer[name]) for name in optimizer)
@@ -95,7 +100,7 @@ def test_mismatches_are_named_and_nothing_is_copied(tmp_path):
     targets["scale"] = torch.tensor(7)
     before = {name: tensor.clone() for name, tensor in targets.items()}
     with pytest.raises(InputError) as error:
-        Checkpoints(tmp_path, keep=1).load(path, targets, blank(optimizer))
+        Checkpoints(tmp_path, keep=1).load(path, targets | blank(optimizer))
     for part in (
         str(path),
         "lacks lm_head.weight",
@@ -128,7 +133,7 @@ def test_a_damaged_checkpoint_is_kept_and_the_one_before_it_used(tmp_path, caplo
     assert checkpoints.damaged == {newest}
     assert f"{newest} is DAMAGED" in caplog.text
     with pytest.raises(InputError, match="step-00000003"):
-        checkpoints.load(newest, *map(blank, tensors_of(3)))
+        checkpoints.load(newest, blank(all_tensors_of(3)))
 
     save(checkpoints, 4)  # keeps two intact ones beside the damaged one
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
@@ -206,8 +211,8 @@ def test_bytes_needed_are_those_that_a_checkpoint_takes(tmp_path):
     model, optimizer = tensors_of(1, rows=20_000)
     path = save(Checkpoints(tmp_path, keep=1), 1, rows=20_000)
     actual = sum(file.stat().st_size for file in path.iterdir())
-    assert 0 <= bytes_needed(model, optimizer) - actual <= 2**20
-    check_space(tmp_path / "not" / "there" / "yet", bytes_needed(model, optimizer))
+    assert 0 <= bytes_needed(model | optimizer) - actual <= 2**20
+    check_space(tmp_path / "not" / "there" / "yet", bytes_needed(model | optimizer))
     with pytest.raises(InputError, match=r"not/there/yet: checkpoints need .* are free"):
         check_space(tmp_path / "not" / "there" / "yet", 2**60)
 
@@ -216,7 +221,7 @@ def test_a_step_that_was_just_saved_or_loaded_is_not_saved_again(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     path = save(checkpoints, 4)
     resumed = Checkpoints(tmp_path, keep=1)
-    resumed.load(resumed.newest(), *map(blank, tensors_of(4)))
+    resumed.load(resumed.newest(), blank(all_tensors_of(4)))
     for unchanged in (checkpoints, resumed):
         assert save(unchanged, 4) == path
     assert names(tmp_path) == ["step-00000004"]
