@@ -64,10 +64,8 @@ class ResumePoint:
         A branch starts with all counters at zero. It only takes over the recent losses, which are
         needed to find spikes.
         """
-        values = dict(self.record["health"])
-        if self.is_branch:
-            values |= {"skipped_steps": 0, "rollbacks": 0, "switched_after": None, "usual_gap": {}}
-        return HealthState(**values)
+        saved = self.record["health"]
+        return HealthState(losses=saved["losses"]) if self.is_branch else HealthState(**saved)
 
     def is_of_another_stream(self, job: Job) -> bool:
         """Return True if the run streams its packs and the checkpoint belongs to other packs.
