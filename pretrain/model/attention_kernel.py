@@ -72,6 +72,14 @@ def _load(states, head, token, end, token_stride, head_stride, dim: tl.constexpr
 
 
 @triton.jit
+def _store(states, values, head, token, tokens, heads: tl.constexpr, dim: tl.constexpr):
+    """Store the values [n, dim] of a head for n tokens in `states` [tokens, heads, dim]."""
+    rows = states + (token[:, None].to(tl.int64) * heads + head) * dim
+    values = values.to(states.dtype.element_ty)
+    tl.store(rows + tl.arange(0, dim)[None, :], values, mask=token[:, None] < tokens)
+
+
+@triton.jit
 def _load_row(rows, head, token, end, tokens):
     """Load one value of each token from `rows` [heads, tokens]. Values from `end` on are 0."""
     row = rows + tl.cast(head, tl.int64) * tokens
@@ -83,14 +91,6 @@ def _store_row(rows, values, head, token, tokens):
     """Store one value of each token in `rows` [heads, tokens]."""
     row = rows + tl.cast(head, tl.int64) * tokens
     tl.store(row + token, values, mask=token < tokens)
-
-
-@triton.jit
-def _store(states, values, head, token, tokens, heads: tl.constexpr, dim: tl.constexpr):
-    """Store the values [n, dim] of a head for n tokens in `states` [tokens, heads, dim]."""
-    rows = states + (token[:, None].to(tl.int64) * heads + head) * dim
-    values = values.to(states.dtype.element_ty)
-    tl.store(rows + tl.arange(0, dim)[None, :], values, mask=token[:, None] < tokens)
 
 
 @triton.jit
