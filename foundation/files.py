@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from foundation.errors import InputError
-from foundation.reading import as_input_error, load_object
+from foundation.reading import as_input_error
 
 # Error numbers that a file system returns for a call that it does not implement.
 NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
@@ -161,20 +161,6 @@ class FileRecord:
 def hash_of(content: Any) -> str:
     """Return the SHA-256 of a JSON-able value as hex digits. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def load_hashed(path: Path, key: str, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file without its key `key`, which has the hash of the other keys.
-
-    Raises InputError, with `remedy`, if the file cannot be read or the hash differs (`hash_of`).
-    """
-    content = load_object(path, remedy)
-    if content.pop(key, None) != hash_of(content):
-        raise InputError(
-            f"{path}: the file is damaged or edited, because its content does not match its "
-            f"`{key}`; {remedy}"
-        )
-    return content
 
 
 def hash_file(path: Path, algorithm: str = "sha256") -> str:

@@ -27,14 +27,9 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from foundation.files import (
-    FileRecord,
-    check_files,
-    hash_file,
-    hash_of,
-    load_hashed,
-    new_folder,
-)
+from foundation.errors import InputError
+from foundation.files import FileRecord, check_files, hash_file, hash_of, new_folder
+from foundation.reading import load_object
 
 Split = Literal["train", "held_out"]
 
@@ -125,7 +120,13 @@ def checked_index(index: int, count: int) -> int:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the content of packs.json in the folder `path`. Raise InputError if it is damaged."""
-    return load_hashed(path / MANIFEST, "checksum", _REMEDY)
+    file = path / MANIFEST
+    manifest = load_object(file, _REMEDY)
+    if manifest.pop("checksum", None) != hash_of(manifest):
+        raise InputError(
+            f"{file}: this file is damaged, edited, or not a manifest of packs; {_REMEDY}"
+        )
+    return manifest
 
 
 def write_packs(

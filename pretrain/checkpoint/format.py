@@ -56,16 +56,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foundation.files import (
-    FileRecord,
-    by_umask,
-    fsync,
-    hash_file,
-    hash_of,
-    load_hashed,
-    write_file,
-)
-from foundation.reading import as_input_error
+from foundation.errors import InputError
+from foundation.files import FileRecord, by_umask, fsync, hash_file, hash_of, write_file
+from foundation.reading import as_input_error, load_object
 from pretrain.model.gradients import local_part
 
 FORMAT = 1
@@ -244,11 +237,15 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises InputError if the manifest is missing or damaged.
     """
-    content = load_hashed(
-        folder / MANIFEST,
-        "sha256",
+    path = folder / MANIFEST
+    content = load_object(
+        path,
         "this is no complete checkpoint; choose a step-* folder in the `checkpoints` of a run",
     )
+    if content.pop("sha256", None) != hash_of(content):
+        raise InputError(
+            f"{path}: the file is damaged, because its content does not match its SHA-256"
+        )
     return TypeAdapter(Manifest).validate_python(content)
 
 

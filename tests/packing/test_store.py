@@ -212,7 +212,7 @@ def test_a_damaged_manifest_is_named(tmp_path, damage):
     write(tmp_path / "packs", some_packs(4))
     file = tmp_path / "packs" / "packs.json"
     file.write_text(damage(file.read_text()))
-    with pytest.raises(InputError, match=r"packs\.json: (the file is damaged|cannot be read)"):
+    with pytest.raises(InputError, match=r"packs\.json: (this file is damaged|cannot be read)"):
         open_packs(data_settings(tmp_path / "packs"), "train")
 
 
