@@ -129,7 +129,7 @@ def choose(
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
         if obstacle is None:
             return Choice(f"packed_{kind}", "; ".join(reasons))
-        reasons.append(f"{kind} {obstacle}")
+        reasons.append(f"{'flash_attn' if kind == 'fa4' else kind} {obstacle}")
     raise InputError(
         f"model.attention: {requested} cannot be used here: {'; '.join(reasons[1:])}; "
         "set model.attention: auto"

@@ -205,7 +205,7 @@ def prepare_job(
     shapes = build_on_meta(model_config)
     flops = _check_model(recipe, shapes, phases)
     # Before packs are prepared, report an attention that cannot run here.
-    _choose_attention(recipe, accelerator, flops, first, mean_length=0.0)
+    _choose_attention(recipe, accelerator, flops, first, 0.0, is_elsewhere=is_elsewhere)
     tokenizer = None if is_elsewhere else _load_tokenizer(recipe, data, model_config)
     if opens_last:
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
@@ -233,7 +233,9 @@ def prepare_job(
         packs=packs,
         mixture=data.train.mixture if data and isinstance(data.train, MixedPacks) else None,
     )
-    chosen = _choose_attention(recipe, accelerator, flops, first, plan.mean_squared)
+    chosen = _choose_attention(
+        recipe, accelerator, flops, first, plan.mean_squared, is_elsewhere=is_elsewhere
+    )
     layers = {
         active.precision.name: layers_of(
             shapes,
@@ -292,10 +294,16 @@ def _choose_attention(
     flops: ModelFlops,
     precision: Precision,
     mean_length: float,
+    *,
+    is_elsewhere: bool,
 ) -> attention.Choice:
-    """Return the attention of the run, see `attention.choose`."""
+    """Return the attention of the run, see `attention.choose`.
+
+    If the run is planned for other devices (`is_elsewhere`), it may request an attention that this
+    device cannot run.
+    """
     return attention.choose(
-        recipe.model.attention,
+        "auto" if is_elsewhere else recipe.model.attention,
         accelerator.device.type,
         flops.shape.head_dim,
         getattr(torch, precision.compute_dtype),

@@ -55,6 +55,12 @@ def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: RunPlan) -> Non
     assert " = 1.00 epochs" in plan("train={epochs: 1}")[1]
 
 
+@pytest.mark.parametrize("attention", ["flash_attn", "triton"])
+def test_a_plan_may_request_an_attention_that_needs_a_gpu(plan: RunPlan, attention: str) -> None:
+    status, out, err = plan(f"model.attention={attention}", "--on", "H100")
+    assert (status, err) == (0, "") and row(out, "1 x H100")["needs"]
+
+
 @pytest.mark.parametrize(
     ("on", "settings", "fits"),
     [
