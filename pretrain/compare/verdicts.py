@@ -345,7 +345,7 @@ class Rounds:
                 "",
                 lambda verdict: self._loss(verdict, verdict.served),
             ),
-            Column("as trained", "", lambda verdict: self._loss(verdict, verdict.trained)),
+            Column("training loss", "", lambda verdict: self._loss(verdict, verdict.trained)),
             Column("tokens/s", "", lambda verdict: verdict.tokens_per_second, "{:,.0f}".format),
             Column("speed", "", lambda verdict: verdict.speedup, "{:.2f} ×".format),
             Column("tokens for equal loss", "", lambda verdict: verdict.tokens, "{:.2f} ×".format),
