@@ -2,7 +2,7 @@
 
 A part is a folder of packs, made from consecutive documents of a source. Its content depends only
 on the settings, the source, and the place in the source where the part starts. It does not depend
-on when, how often or by which process the part is made. So parts that the run has read may be
+on the time, the number of repetitions, or the process. So parts that the run has read may be
 deleted. If the run returns to an earlier step, or continues on another machine, these parts are
 made again. The checkpoint of the run stores the place where they begin. A file is opened at
 this place, a compressed file is decompressed up to this place, and a dataset of the Hugging Face

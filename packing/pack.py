@@ -175,10 +175,9 @@ def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Return the pack index of each piece, and the number of packs.
 
-    Pieces of equal size are placed together. The fullest pack in which a piece fits remains the
-    fullest one until no further piece of this size fits. So this pack, and every other pack with
-    the same room, gets as many of these pieces as fit. The result is the same as if the pieces were
-    placed one by one.
+    Each piece is placed in the fullest pack with enough room, from the largest piece to the
+    smallest. The function places pieces of equal size together. This has the same result, because
+    the fullest pack stays the fullest one until it has no room for another piece of this size.
     """
     open_packs = _OpenPacks()
     pack_of = np.arange(len(sizes))

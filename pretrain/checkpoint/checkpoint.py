@@ -384,8 +384,8 @@ class Checkpoints:
                 prefixes is not loaded if `tensors` lacks the name.
 
         Raises:
-            InputError: A file is damaged, or the names, shapes or integer dtypes of the tensors
-                differ from those in the checkpoint. No tensor has been changed.
+            InputError: A file is damaged, or the tensors have other names, shapes or integer dtypes
+                than the checkpoint. No tensor has been changed.
         """
         self._require_intact(path)
         index = {

@@ -204,8 +204,9 @@ def prepare_job(
     check_sizes(recipe, model_config)
     shapes = build_on_meta(model_config)
     flops = _check_model(recipe, shapes, phases)
-    # Before packs are prepared, report an attention that cannot run here.
-    _choose_attention(recipe, accelerator, flops, first, 0.0, is_elsewhere=is_elsewhere)
+    # Before packs are prepared, report an attention that cannot run here. The lengths of documents
+    # do not matter for this.
+    _choose_attention(recipe, accelerator, flops, first, mean_length=0, is_elsewhere=is_elsewhere)
     tokenizer = None if is_elsewhere else _load_tokenizer(recipe, data, model_config)
     if opens_last:
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
