@@ -27,6 +27,7 @@ from pretrain.compare.differences import (
     FEWEST_SEEDS,
     WORSE,
     SeedDifference,
+    fewest_seeds,
 )
 from pretrain.compare.fairness import recipe_of
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
@@ -157,20 +158,43 @@ class Rounds:
     # Number of trainings that run at the same time, on different GPUs.
     at_once: int = 1
 
-    def seconds(self, candidates: Sequence[str]) -> float:
-        """Return the estimated seconds of a round with the baseline and `candidates`.
+    @property
+    def together(self) -> int:
+        """Number of rounds to train next, on several GPUs together if the time suffices.
 
-        The first GPU trains the baseline. The other GPUs can train candidates as soon as the
-        baseline has saved their starting checkpoint.
+        No verdict is possible before `fewest_seeds` rounds, so these rounds can share the GPUs. On
+        one GPU, training rounds together would not save time, and the first table would be late.
+        """
+        missing = fewest_seeds(self.protocol.error) - len(self.runs)
+        return max(1, missing) if self.at_once > 1 else 1
+
+    def planned_seconds(self) -> float:
+        """Return the estimated seconds of all planned rounds. No round has been trained yet."""
+        candidates = self.protocol.candidates
+        later_rounds = self.protocol.seeds - self.together
+        return self.seconds(candidates, self.together) + later_rounds * self.seconds(candidates)
+
+    def seconds(self, candidates: Sequence[str], rounds: int = 1) -> float:
+        """Return the estimated seconds of rounds with the baseline and `candidates`.
+
+        A candidate can be trained as soon as the baseline has saved its starting checkpoint.
         """
         protocol = self.protocol
         baseline = self._seconds_of(protocol.base)
         waits = 0.0 if protocol.begin_with else baseline * protocol.trunk / protocol.steps
-        # For each GPU, the seconds from the start of the round until the GPU is free. The next
-        # candidate is trained on the GPU that is free first.
-        busy = [baseline, *[waits] * (self.at_once - 1)]
+        # For each GPU, the seconds from the start of the rounds until the GPU is free. The next run
+        # is trained on the GPU that is free first.
+        busy = [0.0] * self.at_once
+        # For each round, the seconds until its candidates can start.
+        ready = []
+        for _ in range(rounds):
+            gpu = busy.index(min(busy))
+            ready.append(busy[gpu] + waits)
+            busy[gpu] += baseline
         for name in candidates:
-            busy[busy.index(min(busy))] += self._seconds_of(name)
+            for seconds in ready:
+                gpu = busy.index(min(busy))
+                busy[gpu] = max(busy[gpu], seconds) + self._seconds_of(name)
         return max(busy)
 
     def _seconds_of(self, name: str) -> float:

@@ -45,6 +45,8 @@ from pretrain.compare.which_trainings import (
     TRIAL_STEPS,
     Question,
     has_ended,
+    is_candidate,
+    runs_of,
     seconds_of,
     train,
 )
@@ -100,8 +102,8 @@ def main(options: argparse.Namespace) -> int:
         rounds = Rounds(protocol, at_once=question.trial([protocol.base]).slots or 1)
         announce(rounds, options.hours)
         verdicts = rounds.verdicts()
-        while matrix := next_round(question, rounds, verdicts, deadline - time.monotonic()):
-            train_round(rounds, matrix, stop)
+        while matrix := next_rounds(question, rounds, verdicts, deadline - time.monotonic()):
+            train_rounds(rounds, matrix, stop)
             verdicts = rounds.verdicts()
             say(f"\n{write_answer(question, rounds, verdicts)}")
     say(f"\nWritten: {folder / VERDICT_FILE}")
@@ -224,7 +226,7 @@ def new_protocol(
         steps=0,
         trunk=0,
     )
-    trials = len(matrix.cells) * (start + TRIAL_STEPS * per_step)
+    trials = math.ceil(len(matrix.cells) / matrix.at_once) * (start + TRIAL_STEPS * per_step)
     fit = partial(
         fit_steps,
         options=options,
@@ -244,7 +246,8 @@ def new_protocol(
         # on the deleted trial, because no protocol has been written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
-    runs = distinct_runs(train(matrix, stop, may_fail=True))
+    train(matrix, stop, may_fail=True)
+    runs = distinct_runs(runs_of(matrix.cells))
     if len(runs) < 2:
         raise InputError(
             "there is nothing to compare: every other precision failed in its trial, or computed "
@@ -343,8 +346,7 @@ def fit_steps(
         return replace(protocol, steps=steps, trunk=branch_step)
 
     def seconds_of_rounds(steps: int) -> float:
-        rounds = Rounds(with_steps(steps), at_once=at_once)
-        return protocol.seeds * rounds.seconds(protocol.candidates)
+        return Rounds(with_steps(steps), at_once=at_once).planned_seconds()
 
     if options.steps:
         return with_steps(options.steps)
@@ -423,25 +425,26 @@ def announce(rounds: Rounds, hours: float) -> None:
             f"{', '.join(skipped)}. To try them again, use another --run_dir."
         )
     trunk = f"from {protocol.begin_with}" if protocol.begin_with else f"in {protocol.base}"
-    seconds = rounds.seconds(protocol.candidates)
+    together = f", the first {rounds.together} of them together" if rounds.together > 1 else ""
     say(
         f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
         f"fixed at {100 * protocol.margin:g} % of the loss.\n"
-        f"Each round has one seed and takes about {duration(seconds)}. Each run has "
-        f"{protocol.steps:,} steps. The first {protocol.trunk:,} steps are {trunk}.\n"
-        f"{protocol.seeds} rounds are planned. They take about "
-        f"{duration(protocol.seeds * seconds)}, and the limit is {hours:g} hours."
+        "Each round has one seed and takes about "
+        f"{duration(rounds.seconds(protocol.candidates))}. Each run has {protocol.steps:,} steps. "
+        f"The first {protocol.trunk:,} steps are {trunk}.\n"
+        f"{protocol.seeds} rounds are planned{together}. They take about "
+        f"{duration(rounds.planned_seconds())}, and the limit is {hours:g} hours."
     )
 
 
-def next_round(
+def next_rounds(
     question: Question, rounds: Rounds, verdicts: Sequence[Verdict], seconds_left: float
 ) -> Matrix | None:
-    """Return the runs of the next round, as a matrix.
+    """Return the runs of the next round, or of the next rounds on several GPUs, as a matrix.
 
-    The round has the next seed, the baseline, and all candidates whose verdict is open. Return None
-    if there is no such candidate, or if MOST_SEEDS rounds are trained. If the round would not end
-    within the time limit, print this and return None. The time limit is ignored for the first
+    A round has the next seed, the baseline, and all candidates whose verdict is open. Return None
+    if there is no such candidate, or if MOST_SEEDS rounds are trained. If the next round would not
+    end within the time limit, print this and return None. The time limit is ignored for the first
     round, and for a round whose runs had all ended before the command was started again.
 
     Args:
@@ -454,11 +457,20 @@ def next_round(
     if not open_names or len(rounds.runs) >= MOST_SEEDS:
         return None
     seed = question.recipe.seed + len(rounds.runs)
-    matrix = question.round(rounds.protocol, seed, open_names)
-    seconds = rounds.seconds(open_names)
-    is_short = seconds <= seconds_left
-    if is_short or not rounds.runs or all(has_ended(matrix, cell) for cell in matrix.cells):
+    matrix = question.rounds(rounds.protocol, [seed], open_names)
+    if all(has_ended(matrix, cell) for cell in matrix.cells):
         return matrix
+    # The largest number of rounds that ends within the time limit.
+    number = bisect_right(
+        range(1, rounds.together + 1),
+        seconds_left,
+        key=lambda number: rounds.seconds(open_names, number),
+    )
+    if number > 1:
+        return question.rounds(rounds.protocol, range(seed, seed + number), open_names)
+    if number == 1 or not rounds.runs:
+        return matrix
+    seconds = rounds.seconds(open_names)
     say(
         f"\nThe next round takes about {duration(seconds)}, but only "
         f"{duration(max(seconds_left, 0))} of --hours are left. To train it, run the same command "
@@ -468,13 +480,19 @@ def next_round(
     return None
 
 
-def train_round(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
-    """Train the cells of `matrix`, which form a round, and add their runs to `rounds`."""
-    _, *candidates = (cell.values[CELL] for cell in matrix.cells)
-    say(f"\nround {len(rounds.runs) + 1}, about {duration(rounds.seconds(candidates))}")
-    runs = train(matrix, stop, may_fail=False)
-    rounds.runs.append(runs)
-    rounds.took |= {name: seconds_of(run) for name, run in runs.items() if run.is_finished}
+def train_rounds(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
+    """Train the cells of `matrix`, which are one or more rounds. Add their runs to `rounds`."""
+    seeds = sorted({cell.recipe.seed for cell in matrix.cells})
+    candidates = {cell.values[CELL] for cell in matrix.cells if is_candidate(matrix, cell)}
+    first = len(rounds.runs) + 1
+    last = len(rounds.runs) + len(seeds)
+    numbers = f"round {first}" if first == last else f"rounds {first} to {last}"
+    say(f"\n{numbers}, about {duration(rounds.seconds(list(candidates), len(seeds)))}")
+    train(matrix, stop, may_fail=False)
+    for seed in seeds:
+        runs = runs_of(cell for cell in matrix.cells if cell.recipe.seed == seed)
+        rounds.runs.append(runs)
+        rounds.took |= {name: seconds_of(run) for name, run in runs.items() if run.is_finished}
     # Delete the checkpoints, because no later run branches from them.
     for cell in matrix.cells:
         shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)

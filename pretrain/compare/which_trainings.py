@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,9 +93,7 @@ class Question:
         for name in names:
             extended = cells | {name: self.values_of(name)}
             try:
-                # Run the trials one after another, even if there are several GPUs, so that no trial
-                # slows down another trial.
-                matrix = self._matrix("trial", short, extended, at_once=1)
+                matrix = self._matrix("trial", short, extended)
             except InputError as error:
                 if not cells:
                     raise
@@ -104,8 +102,8 @@ class Question:
                 cells = extended
         return matrix
 
-    def round(self, protocol: Protocol, seed: int, candidates: Sequence[str]) -> Matrix:
-        """Return the runs of the baseline and of `candidates` with one seed, as a matrix."""
+    def rounds(self, protocol: Protocol, seeds: Sequence[int], candidates: Sequence[str]) -> Matrix:
+        """Return the runs of the baseline and of `candidates` with each of `seeds`, as a matrix."""
         base = protocol.base
         # Path of the checkpoint from which the candidates branch. It contains "{seed}", which each
         # run replaces by its seed. So the setting has the same value for all seeds, and reports can
@@ -132,7 +130,7 @@ class Question:
             # `schedule.decay` is a share of all steps, but the runs only train the steps after the
             # checkpoint. Reduce it, so that the recipe's value is the share of the trained steps.
             common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
-        return self._matrix("rounds", common, cells, seed=[seed])
+        return self._matrix("rounds", common, cells, seed=list(seeds))
 
     def values_of(self, name: str) -> Values:
         """Return the settings of the precision `name`, such as "delayed" or "delayed+head".
@@ -153,16 +151,14 @@ class Question:
         name: str,
         common: Values,
         cells: Mapping[str, Values],
-        at_once: int | None = None,
         **axes: list[int],
     ) -> Matrix:
-        """Return the matrix of the trials or of a round.
+        """Return the matrix of the trials or of rounds. On several GPUs, each GPU runs one cell.
 
         Args:
             name: Name of the matrix, which is also the folder that contains its run folders.
             common: Settings of all cells. They replace settings in DEFAULT_SETTINGS.
             cells: Settings of each cell by its name. They replace settings in `common`.
-            at_once: Maximum number of cells that run at the same time. None: one cell per GPU.
             axes: Keys and their values. Each cell is trained with every combination of the values.
         """
         merged = {cell: DEFAULT_SETTINGS | common | values for cell, values in cells.items()}
@@ -173,20 +169,19 @@ class Question:
             # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
             gpus=self.gpus,
-            at_once=at_once,
             groups=[MatrixGroup(axes=axes, cells=merged)],
         )
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 
 
-def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, RunRecord]:
-    """Train the cells of a matrix that have not ended. Return the runs of all cells by name.
+def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> None:
+    """Train the cells of a matrix that have not ended.
 
-    A cell that failed before its first step has no run. The cells are trained one after another, or
-    all in one call of `run_all` if several cells can run at the same time. If a signal stops a
-    training, end the process. If the baseline fails or halts, raise InputError at once. If a
-    candidate fails and `may_fail` is false, also raise InputError at once. If a candidate halts,
-    continue with the next cell, because the halt is a valid result.
+    The cells are trained one after another, or all in one call of `run_all` if several cells can
+    run at the same time. If a signal stops a training, end the process. If the baseline fails or
+    halts, raise InputError at once. If a candidate fails and `may_fail` is false, also raise
+    InputError at once. If a candidate halts, continue with the next cell, because the halt is a
+    valid result.
     """
     wait_for_earlier_start(matrix.cells, stop)
     waiting = [cell for cell in matrix.cells if not has_ended(matrix, cell)]
@@ -196,7 +191,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Run
             cell = outcome.cell
             if stop.requested:
                 raise SystemExit(report_stop(stop.requested))
-            is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
+            is_allowed = is_candidate(matrix, cell) and (may_fail or outcome.status == "halted")
             if not outcome.is_finished and not is_allowed:
                 raise InputError(
                     f"{cell.log}: this training has {outcome.status}, and there is no result "
@@ -205,7 +200,16 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Run
                     "log says that the checkpoint to branch from is missing, remove all folders of "
                     f"this seed in {cell.run_dir.parent}, and the command trains the seed again"
                 )
-    return {cell.values[CELL]: run for cell in matrix.cells if (run := cell.record())}
+
+
+def runs_of(cells: Iterable[Cell]) -> dict[str, RunRecord]:
+    """Map the names of `cells` to their runs. A cell that failed before its first step has none."""
+    return {cell.values[CELL]: run for cell in cells if (run := cell.record())}
+
+
+def is_candidate(matrix: Matrix, cell: Cell) -> bool:
+    """Return True if the cell trains a candidate, and False if it trains the baseline."""
+    return cell.values[CELL] != matrix.baseline.values[CELL]
 
 
 def has_ended(matrix: Matrix, cell: Cell) -> bool:
@@ -214,7 +218,7 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
     This is the case if the cell is finished, or if it is a candidate that was halted.
     """
     run = cell.record()
-    may_halt = cell is not matrix.baseline
+    may_halt = is_candidate(matrix, cell)
     return run is not None and (run.is_finished or (may_halt and "halted" in run.summary))
 
 

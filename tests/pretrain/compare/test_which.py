@@ -273,7 +273,7 @@ class TrainedQuestion:
         draw = np.random.default_rng(0)
         self.rounds.runs.clear()
         for seed in range(5):
-            matrix = self.question.round(PROTOCOL, 42 + seed, list(CANDIDATES))
+            matrix = self.question.rounds(PROTOCOL, [42 + seed], list(CANDIDATES))
             runs = {}
             for cell in matrix.cells:
                 name = cell.values["cell"]
@@ -314,6 +314,31 @@ def trained_question(small_recipe: dict[str, Any], tmp_path: Path) -> TrainedQue
     trained = TrainedQuestion(file, folder, question, Rounds(PROTOCOL))
     trained.write_rounds(slope=-0.2)
     return trained
+
+
+def test_rounds_before_the_first_verdict_share_the_gpus(trained_question: TrainedQuestion) -> None:
+    """Ended rounds are read one at a time. Then as many rounds are trained as fit into the time."""
+    question = trained_question.question
+    rounds = Rounds(PROTOCOL, at_once=4)
+    names = PROTOCOL.candidates
+
+    def seeds_within(seconds: float) -> list[int]:
+        matrix = which.next_rounds(question, rounds, rounds.verdicts(), seconds)
+        assert matrix is not None
+        baselines = [cell for cell in matrix.cells if cell.values["cell"] == "bf16"]
+        assert len(matrix.cells) == (1 + len(names)) * len(baselines)
+        return [cell.recipe.seed for cell in baselines]
+
+    assert seeds_within(1e6) == [42], "the round has ended"
+    shutil.rmtree(trained_question.folder / "rounds")
+    assert seeds_within(1e6) == [42, 43, 44, 45], "four rounds are needed with five candidates"
+    assert rounds.seconds(names, 3) < rounds.seconds(names, 4) < 4 * rounds.seconds(names)
+    assert seeds_within(rounds.seconds(names, 4) - 1) == [42, 43, 44]
+    assert seeds_within(0) == [42], "the first round ignores the time limit"
+    rounds.runs = [{}, {}]
+    assert seeds_within(1e6) == [44, 45]
+    rounds.runs = [{}] * 4
+    assert seeds_within(1e6) == [46]
 
 
 def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
@@ -467,7 +492,7 @@ def test_a_candidate_has_the_options_that_its_precision_accepts(
     common = {(fp8_config.on_unsupported, fp8_config.scope) for fp8_config in settings}
     assert common == {("emulate", "linear")}, "the command's values precede the overrides"
     protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
-    checkpoint = question.round(protocol, 42, ["current"]).cells[0].recipe.checkpoint
+    checkpoint = question.rounds(protocol, [42], ["current"]).cells[0].recipe.checkpoint
     assert checkpoint.every == 80 and checkpoint.keep == 400, (
         "checkpoints of interrupted runs must not displace the trunk's checkpoint"
     )

@@ -52,8 +52,10 @@ def test_trainings_are_as_long_as_hours_and_data_allow(
     assert fit(8) == (1000, 200), "one epoch is the limit"
     assert fit(1, steps=80) == (80, 16)
     assert fit(0.25, begin_with=checkpoint) == (436, 300), "136 more steps of each"
-    assert fit(1, gpus=2) == (890, 178), "delayed trains beside bf16, and ends before it"
-    assert fit(0.25, begin_with=checkpoint, gpus=2) == (515, 300), "215 steps of bf16"
+    # With n steps, three rounds together take about 40 + 2.2 n seconds, and another round 10 + n.
+    assert fit(0.9, gpus=2) == (997, 200)
+    # With n more steps, three rounds together take 30 + 2.5 n seconds, and another round 10 + n.
+    assert fit(0.25, begin_with=checkpoint, gpus=2) == (545, 300)
     seconds["delayed"] = 0.45  # 80 steps take 0.143 hours
     with pytest.raises(InputError, match="80 steps, which is the minimum") as refused:
         fit(0.1)
@@ -139,16 +141,19 @@ def test_an_epoch_ends_when_one_source_is_used_up(
     assert steps == 160 and order.figures(steps)["epoch/code"] == 1
 
 
-def test_rounds_use_several_gpus_and_trials_only_one(
-    small_recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     file = write_recipe(small_recipe, tmp_path)
     question = Question(load_recipe(file), file, (), commands.ON_GPU, tmp_path / "which", gpus=2)
-    assert question.trial(["fp32", "bf16"]).at_once == 1
+    assert question.trial(["fp32", "bf16"]).at_once == 2
     protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
-    assert question.round(protocol, 42, ["bf16"]).at_once == 2
+    assert question.rounds(protocol, [42], ["bf16"]).at_once == 2
     rounds = Rounds(protocol, at_once=2)
     assert rounds.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
     assert rounds.seconds(["bf16", "bf16"]) == 405 + 325
+    assert rounds.together == 3, "no verdict is possible before three rounds"
+    # The GPUs train fp32 and fp32, then fp32 and bf16, then bf16 and bf16.
+    assert rounds.seconds(["bf16"], 3) == 405 + 405 + 325
+    assert rounds.planned_seconds() == 405 + 405 + 325 + 2 * (81 + 325)
+    assert Rounds(protocol, at_once=1).together == 1
     with pytest.raises(InputError, match="--gpus"):
         which.main(commands.read("which", [str(file), "--gpus", "0"]))
