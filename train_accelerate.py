@@ -8,7 +8,7 @@ of the recipe, with dots between the names of nested keys (`train.steps=100`). `
 setting and prints the plan of the run without training. `--profile` records the time of each kernel
 in one step. If you start the same command again, the run resumes from its newest checkpoint.
 With `-` as the last argument, the script forks a training for each request on its stdin. The
-commands `matrix`, `phases` and `which` use this. `python -m pretrain` lists all other commands.
+commands `matrix` and `which` use this. `python -m pretrain` lists all other commands.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ at the top of each file has the command that starts the training, and the source
 """
 SUBFOLDERS = {
     "matrices": "Comparisons: `python -m pretrain matrix FILE`",
-    "phases": "Searches in phases: `python -m pretrain phases FILE`",
     "sweeps": "Sweeps of W&B: `wandb sweep FILE`",
 }
 

@@ -61,10 +61,6 @@ RUNS = {
         "pretrain.compare.which",
         "find the fastest precision at equal loss for your model and data",
     ),
-    "phases": (
-        "pretrain.compare.phases",
-        "search for a fast and stable configuration, one group of settings at a time",
-    ),
 }
 # Map each command of `python -m packing` to its module and its description. The `main` of that
 # module expects the name of the command as its first argument.

@@ -64,7 +64,6 @@ def test_an_unknown_option_is_answered_with_ours(
         ("which my.yaml --hours 0", "--hours: 0 is not a number above 0; "),
         ("which my.yaml --margin x", "--margin: x is not a number above 0; "),
         ("matrix", "required: matrix; "),
-        ("phases", "required: phases; "),
         ("sample", "required: FOLDER, PROMPT; "),
     ],
 )

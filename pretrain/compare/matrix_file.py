@@ -30,7 +30,6 @@ from foundation.settings import (
     FilePath,
     PathText,
     PositiveCount,
-    S,
     Settings,
     parse,
     value_from_text,
@@ -88,8 +87,8 @@ class MatrixGroup(Settings):
     cells: Annotated[dict[str, Values], Field(min_length=1)]
 
 
-class LaunchSettings(Settings):
-    """Settings that a matrix file and a phases file have in common."""
+class MatrixSettings(Settings):
+    """Content of a matrix file."""
 
     # Name of the experiment, for paths and reports.
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -105,20 +104,10 @@ class LaunchSettings(Settings):
     gpus: PositiveCount | None = None
     # Number of processes of each run. null: the number in the Accelerate configuration.
     processes: PositiveCount | None = None
-
-
-class CellSettings(Settings):
-    """The cells to train. A matrix file and each phase of a phases file have these settings."""
-
     # Map keys of a recipe to the list of their values. Every combination of the values is a cell.
     axes: Axes = Field(default_factory=dict)
     # Cells in addition to the combinations of `axes`. Each element has the settings of one cell.
     cells: list[Values] = Field(default_factory=list)
-
-
-class MatrixSettings(LaunchSettings, CellSettings):
-    """Content of a matrix file."""
-
     # Groups of named cells. In a group, each cell is trained with every combination of the group's
     # axes.
     groups: list[MatrixGroup] = Field(default_factory=list)
@@ -301,17 +290,9 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
         changes: Map keys of the matrix file to values that replace the values in the file. A None
             is ignored.
     """
-    return make_matrix(str(path), read_settings(MatrixSettings, path, changes), overrides)
-
-
-def read_settings(cls: type[S], path: str | Path, changes: Mapping[str, Any]) -> S:
-    """Read the YAML file at `path` and return its content as an object of `cls`.
-
-    `changes` maps keys of the file to values that replace the values in the file. A None is
-    ignored. Raises InputError for a mistake. The message names the file and the key.
-    """
     replaced = {key: value for key, value in changes.items() if value is not None}
-    return parse(cls, load_yaml(path) | replaced, str(path))
+    settings = parse(MatrixSettings, load_yaml(path) | replaced, str(path))
+    return make_matrix(str(path), settings, overrides)
 
 
 def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = ()) -> Matrix:

@@ -274,17 +274,6 @@ def flops(add: Callable) -> None:
     )
 
 
-def add_overrides_of_cells(add: Callable) -> None:
-    """Add the argument `overrides` of the commands that run cells."""
-    add(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="settings that override the recipe in every cell",
-    )
-
-
 def matrix(add: Callable) -> None:
     """Run all cells of an experiment and compare them.
 
@@ -295,7 +284,13 @@ def matrix(add: Callable) -> None:
         type=Path,
         help="YAML file that describes the experiment; examples are in recipes/matrices/",
     )
-    add_overrides_of_cells(add)
+    add(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings that override the recipe in every cell",
+    )
     add(
         "--only",
         action="append",
@@ -418,43 +413,6 @@ def which(add: Callable) -> None:
     )
 
 
-def phases(add: Callable) -> None:
-    """Search for a fast and stable configuration in phases.
-
-    A phase is a small matrix: each of its cells is a short run with other values of a few
-    settings. All cells of a phase also have the settings of the fastest cells of the earlier
-    phases. So three phases of four cells need 12 runs, while all combinations would need 64.
-
-    A cell is stable if it has finished, has a finite loss at every step, and has neither
-    skipped nor rolled back a step. The search ends early after a phase without a stable cell,
-    and after a phase whose fastest cell is not at least `least_gain` (1 %) faster than the
-    fastest cell of the earlier phases. The result is the fastest cell, with the command that
-    trains with its settings. To continue an interrupted search, run the same command again.
-    Finished runs are not repeated.
-
-    Exit status: 0 if the search has a result, 1 if no cell of the first phase is stable, 2 for
-    invalid input, and 130, 138 or 143 if a signal stopped the command.
-    """
-    add(
-        "phases",
-        type=Path,
-        help="YAML file that describes the phases in order; examples are in recipes/phases/",
-    )
-    add_overrides_of_cells(add)
-    add(
-        "--gpus",
-        type=count,
-        metavar="N",
-        help="number of GPUs of this machine over which the cells of a phase are distributed",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print the commands that run the cells of all phases, and exit; each phase is based "
-        "on the first cells of the earlier phases, because the fastest cells are not known",
-    )
-
-
 def report(add: Callable) -> None:
     """Compare runs. Print tables, and optionally write an HTML page with curves.
 
@@ -513,6 +471,5 @@ COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
     "flops": (CommandParser, flops),
     "matrix": (CommandParser, matrix),
     "which": (LaunchParser, which),
-    "phases": (CommandParser, phases),
     "report": (CommandParser, report),
 }

@@ -160,7 +160,7 @@ TEXTS = [
 COMMANDS = {
     **{
         f"{command} nowhere.yaml": "nowhere.yaml"
-        for command in ("matrix", "phases", "flops", "plan", "prepare")
+        for command in ("matrix", "flops", "plan", "prepare")
     },
     "export": "RUN_OR_CHECKPOINT",
     "evaluate {here}": "{here}: this folder is not a run folder",

@@ -1,7 +1,7 @@
 """Commands that the docs and comments print are accepted as they stand.
 
 A command that trains is parsed, and its recipe is checked for the configuration and the number of
-processes in the command. Matrices and phases print their commands (--dry-run). Other commands are
+processes in the command. Matrices print their commands (--dry-run). Other commands are
 parsed. Files that a page tells the user to write have small stand-ins.
 """
 
@@ -43,8 +43,7 @@ TEMPLATE = re.compile(r"\.\.\.|key=value|(?<![\w=/.\"])[A-Z_]{2,}(?![\w=.])|\bN\
 # Files that a page tells the user to write, and files that are like them.
 STAND_INS = {
     "my_matrix.yaml": "recipes/matrices/smoke.yaml",
-    "phases.yaml": "recipes/phases/smoke.yaml",
-    "tune.yaml": "recipes/phases/smoke.yaml",
+    "tune.yaml": "recipes/matrices/smoke.yaml",
 }
 
 
@@ -163,7 +162,7 @@ def check_module(package: str, *arguments: str) -> None:
         options = packing._parser().parse_args(arguments)
         if "recipe" in options:
             packing._data_settings(options.recipe)
-    elif name in ("matrix", "phases"):
+    elif name == "matrix":
         assert pretrain([*arguments, *({"--dry-run"} - {*arguments})]) == 0, arguments
     elif name:
         options = commands.read(name, arguments[1:])
