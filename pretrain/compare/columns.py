@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from foundation.units import UNKNOWN, count, markdown, memory, percent
-from pretrain.compare.comparison import ComparedRun, hardware_speed
+from pretrain.compare.comparison import TOLERANCE, ComparedRun, hardware_speed
 from pretrain.compare.differences import CONFIDENCE, TOO_FEW_STEPS
 from pretrain.compare.fairness import distinguishing_keys, option
 from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord, as_text
@@ -267,7 +267,7 @@ def differences_of(baseline: ComparedRun) -> list[Column]:
         Column(
             "verdict",
             "within: the interval lies within ± "
-            f"{baseline.tolerance:g} nats around the baseline. Above or below: the interval, "
+            f"{TOLERANCE:g} nats around the baseline. Above or below: the interval, "
             "widened for the number of rows (Bonferroni), lies completely above or below that "
             f"range. {TOO_FEW_STEPS.capitalize()}: there is no interval",
             lambda compared: compared.verdict,

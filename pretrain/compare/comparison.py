@@ -25,7 +25,7 @@ COLOURS = (
     "#17BECF",
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
-# Loss difference in nats per token within which two runs count as equal, unless `--gate` is set.
+# Loss difference in nats per token within which two runs count as equal.
 TOLERANCE = 0.01
 
 
@@ -42,8 +42,6 @@ class ComparedRun:
     colour: str
     # Dash of the curves of `run`, an element of DASHES.
     dash: str
-    # Loss difference within which `run` counts as equal to the baseline, in nats per token.
-    tolerance: float
     # Number of runs that are compared with the same baseline. `run` is one of them.
     comparisons: int
 
@@ -95,7 +93,7 @@ class ComparedRun:
         if self.run.broke_off:
             return self.run.broke_off
         if self.gap:
-            return self.gap.verdict(self.tolerance, self.comparisons)
+            return self.gap.verdict(TOLERANCE, self.comparisons)
         return "baseline" if self.is_baseline else "not paired"
 
     @property
@@ -127,11 +125,10 @@ class ComparedRun:
         return speed_ratio(self.base, self.run)
 
 
-def compare(runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> list[ComparedRun]:
+def compare(runs: Sequence[RunRecord]) -> list[ComparedRun]:
     """Compare each of `runs` with the first run, which is the baseline.
 
-    Call `check_comparable` first. `tolerance` is the loss difference within which a run counts as
-    equal to the first run, in nats per token.
+    Call `check_comparable` first.
     """
     labels = unique_names([run.name for run in runs], runs)
     return [
@@ -141,7 +138,6 @@ def compare(runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> list[Com
             label=label,
             colour=COLOURS[index % len(COLOURS)],
             dash=DASHES[index // len(COLOURS) % len(DASHES)],
-            tolerance=tolerance,
             comparisons=len(runs) - 1,
         )
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))
@@ -157,7 +153,7 @@ def answer_of(compared_runs: Sequence[ComparedRun]) -> str:
     if not candidates:
         return base.label
     verdicts = by_verdict({compared.label: compared.verdict for compared in candidates})
-    return f"Against {base.label}, tolerance ± {base.tolerance:g} nats: {verdicts}."
+    return f"Against {base.label}, tolerance ± {TOLERANCE:g} nats: {verdicts}."
 
 
 def notes_on(compared_runs: Sequence[ComparedRun], *, over_seeds: bool) -> list[str]:

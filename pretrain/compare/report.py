@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from foundation.units import plural
-from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of
-from pretrain.compare.comparison import TOLERANCE, ComparedRun, answer_of, compare, notes_on
-from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
+from pretrain.compare.columns import differences_of, figures_of, meanings, table_of
+from pretrain.compare.comparison import ComparedRun, answer_of, compare, notes_on
+from pretrain.compare.differences import MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import check_replaceable, render
 from pretrain.compare.seed_groups import SeedComparison, grouped
@@ -41,7 +40,6 @@ class Report:
         runs: Sequence[RunRecord],
         vary: Sequence[str] = (),
         *,
-        tolerance: float = TOLERANCE,
         margin: float = MARGIN,
     ) -> Report:
         """Compare each of `runs` with the first run, which is the baseline.
@@ -52,8 +50,6 @@ class Report:
             runs: The runs, the baseline first.
             vary: Keys and sections in which the runs may differ, because they are the subject of
                 the comparison. `seed` need not be listed if the baseline has several seeds.
-            tolerance: Loss difference within which a run counts as equal to the baseline, in nats
-                per token.
             margin: Largest difference that counts as equivalent over seeds, as a share of the
                 baseline's loss.
         """
@@ -61,7 +57,7 @@ class Report:
         over_seeds = len(base_group) > 1 and bool(other_groups)
         check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
         seeds = SeedComparison.over(runs, margin) if over_seeds else None
-        return cls(compare(runs, tolerance), seeds)
+        return cls(compare(runs), seeds)
 
     @property
     def answer(self) -> str:
@@ -99,89 +95,6 @@ class Report:
         """
         replace_file(page, render(self.compared_runs, self.seeds, self.answer, self.notes, every))
 
-    def judge(self) -> list[str]:
-        """Return the reasons why the gate fails: one line for each failed run or group of runs.
-
-        The list is empty if the gate passes. Raises InputError if the gate cannot be computed, for
-        example because the baseline is not finished.
-        """
-        if self.seeds:
-            return list(_failed_groups(self.seeds, self.compared_runs[0].tolerance))
-        return list(_failed_runs(self.compared_runs))
-
-
-def _failed_runs(compared_runs: Sequence[ComparedRun]) -> Iterator[str]:
-    """Yield one reason for each run that fails the gate.
-
-    A run passes if it has finished, and if the upper end of the interval of its loss difference is
-    at most `ComparedRun.tolerance`. Raises InputError if the baseline has not finished, or if a run
-    cannot be compared with it.
-    """
-    base, *candidates = compared_runs
-    if not candidates:
-        raise InputError(
-            f"--gate: {base.label} is the only run; add at least one run to compare with it"
-        )
-    if base.run.broke_off or base.run.is_unfinished:
-        raise InputError(
-            f"--gate: the baseline {base.label} has not finished; put a finished run first"
-        )
-    for compared in candidates:
-        gap = compared.gap
-        if compared.run.broke_off:
-            yield f"{compared.label} {compared.run.broke_off}"
-        elif gap is None:
-            raise InputError(
-                f"--gate: {compared.label} cannot be compared with {base.label}: "
-                f"{compared.not_paired}; remove one of the two runs from the command line"
-            )
-        elif compared.run.is_unfinished:
-            steps = plural(compared.run.summary["steps"], "step")
-            yield f"{compared.label} is not finished: it has {steps}"
-        # If there are too few steps for an interval, compare the mean difference.
-        elif gap.mean + (gap.half_width() or 0.0) > base.tolerance:
-            half_width = gap.half_width()
-            half = "" if half_width is None else f" ± {half_width:.5f}"
-            yield (
-                f"{compared.label}: its loss minus {base.label}'s loss is {signed(gap.mean, 5)}"
-                f"{half} nats over the last {len(gap.by_step)} steps; {base.tolerance:g} nats are "
-                "allowed"
-            )
-
-
-def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
-    """Yield one reason for each group of runs that fails the gate.
-
-    A group passes if all runs of the group have finished, and if the upper end of the interval of
-    its loss difference is at most `tolerance`, in nats per token. Raises InputError if a run of the
-    baseline's group has not finished.
-    """
-    base, *candidates = seeds.results
-    if len(base.losses) < len(base.runs):
-        raise InputError(
-            f"--gate: a run of the baseline {base.name} has not finished or is excluded; either "
-            "finish all runs of the baseline, or put a run of another group first"
-        )
-    for group in candidates:
-        difference = group.difference
-        half_width = difference.half_width() if difference else None
-        if missing := len(group.runs) - len(group.losses):
-            yield (
-                f"{group.name}: {plural(missing, 'run')} of {len(group.runs)} have not finished or "
-                "are excluded"
-            )
-        elif difference is None or half_width is None:
-            yield (
-                f"{group.name} has too few seeds in common with {base.name}; at least "
-                f"{FEWEST_SEEDS} are needed for an interval"
-            )
-        elif difference.mean + half_width > tolerance:
-            yield (
-                f"{group.name}: its loss minus {base.name}'s loss is {signed(difference.mean)} ± "
-                f"{half_width:.4f} nats over {len(difference.by_seed)} seeds; {tolerance:g} nats "
-                "are allowed"
-            )
-
 
 def _bullets(notes: Iterable[str]) -> str:
     """Return a Markdown list with one item for each note."""
@@ -189,10 +102,7 @@ def _bullets(notes: Iterable[str]) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status, which is 1 if the gate fails and 0 otherwise.
-
-    Raises InputError for a mistake in the arguments.
-    """
+    """Run the command and return 0. Raises InputError for a mistake in the arguments."""
     if options.out:
         if options.out.suffix != ".html":
             raise InputError(
@@ -205,21 +115,14 @@ def main(options: argparse.Namespace) -> int:
             raise InputError(
                 "--watch writes a page, but --out is missing; also set --out report.html"
             )
-        report = watch(options)
-    else:
-        report = _report_on(options)
-        print("\n\n".join(report.tables()))
-        if options.out:
-            report.write(options.out)
-            print(f"\nWritten: {options.out}")
-    if options.gate is None:
+        watch(options)
         return 0
-    failures = report.judge() if report else ["at least one run has no step yet"]
-    for failure in failures:
-        print(f"gate: {failure}")
-    result = f"failed ({plural(len(failures), 'failure')})" if failures else "passed"
-    print(f"gate of {options.gate:g} nats: {result}")
-    return 1 if failures else 0
+    report = _report_on(options)
+    print("\n\n".join(report.tables()))
+    if options.out:
+        report.write(options.out)
+        print(f"\nWritten: {options.out}")
+    return 0
 
 
 def _report_on(options: argparse.Namespace) -> Report:
@@ -230,19 +133,13 @@ def _report_on(options: argparse.Namespace) -> Report:
     """
     folders = [path for path in options.runs if not path.is_file()] or options.runs
     runs = list({path.resolve(): read_run(path) for path in folders}.values())
-    return Report.over(
-        runs,
-        options.vary,
-        tolerance=TOLERANCE if options.gate is None else options.gate,
-        margin=options.margin / 100,
-    )
+    return Report.over(runs, options.vary, margin=options.margin / 100)
 
 
-def watch(options: argparse.Namespace) -> Report | None:
+def watch(options: argparse.Namespace) -> None:
     """Write the page repeatedly, until all runs have ended or Ctrl-C is pressed.
 
-    No page is written until every run has a step. Return the last report. Return None if Ctrl-C is
-    pressed while a run still has no step, because there is no report then.
+    No page is written until every run has a step.
     """
     report = None
     names = ", ".join(map(str, options.runs))
@@ -265,4 +162,3 @@ def watch(options: argparse.Namespace) -> Report | None:
     if report:
         report.write(options.out)
         print(f"{report.answer}\n\nPage: {options.out}")
-    return report

@@ -81,7 +81,7 @@ def at_the_end(steps: np.ndarray) -> np.ndarray:
     numbers continue the numbers of the earlier run, so its end has the same length as the end of a
     run that is not a branch.
 
-    Summaries, tables, plots and gates use this definition.
+    Summaries, tables and plots use this definition.
     """
     length = max(math.ceil(steps[-1] * LAST_SHARE), FEWEST_STEPS)
     return steps > steps[-1] - length

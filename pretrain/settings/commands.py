@@ -434,13 +434,6 @@ def report(add: Callable) -> None:
         help="key or section in which the runs may differ; may be repeated",
     )
     add(
-        "--gate",
-        type=float,
-        metavar="NATS",
-        help="exit with status 1 if a run's loss at the end exceeds the baseline's loss by more "
-        "than this, in nats per token",
-    )
-    add(
         "--watch",
         nargs="?",
         type=positive,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import time
-
-import pytest
 
 from pretrain.__main__ import main
 from pretrain.compare.report import Report
 from pretrain.metrics.run_record import read_run
-from tests.pretrain.compare.made_runs import make_run, noisy, note, rows_of, trained
+from tests.pretrain.compare.made_runs import make_run, rows_of, trained
 
 
 def tables(runs: list, *vary: str) -> str:
@@ -62,58 +59,6 @@ def test_the_command_prints_tables_and_writes_only_the_page(tmp_path, capsys):
     log.touch()
     assert main(["report", runs[1], *runs, str(log), "--out", str(page)]) == 0
     assert "minus b" in page.read_text() and "minus b" in capsys.readouterr().out
-
-
-# ── The gate ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_gate_fails_for_a_higher_loss_and_passes_for_a_lower_one(tmp_path, capsys):
-    base = make_run(tmp_path / "base", noisy(3.0, 1))
-    same = make_run(tmp_path / "same", noisy(3.002, 2), "precision=delayed")
-    worse = make_run(tmp_path / "worse", noisy(3.05, 3))
-    better = make_run(tmp_path / "better", noisy(2.9, 4))
-    command = ["report", "--gate", "0.01"]
-    assert main([*command, str(base), str(same), str(better)]) == 0
-    assert capsys.readouterr().out.endswith("gate of 0.01 nats: passed\n")
-    assert main([*command, str(base), str(same), str(worse)]) == 1
-    message = r"gate: worse: its loss minus base's loss is \+0\.05\d+ ± 0\.00\d+ nats"
-    assert re.search(message, capsys.readouterr().out)
-
-
-def test_an_unfinished_run_fails_the_gate_and_is_no_baseline(tmp_path, capsys):
-    base = make_run(tmp_path / "base", noisy(3.0, 1), "train.steps=400")
-    short = make_run(tmp_path / "short", noisy(3.0, 1)[:100], "train.steps=400")
-    halted = make_run(tmp_path / "halted", noisy(3.0, 1)[:2], "train.steps=400")
-    failed = make_run(tmp_path / "failed", [*noisy(3.0, 1)[:399], None], "train.steps=400")
-    note(halted, halted="step 2: the gradient norm is nan")
-    for run in (short, halted, failed):
-        assert main(["report", str(base), str(run), "--gate", "0.01"]) == 1
-        assert f"gate: {run.name} " in capsys.readouterr().out
-        assert main(["report", str(run), str(base), "--gate", "0.01"]) == 2
-        assert run.name in capsys.readouterr().err
-    other = make_run(tmp_path / "other", noisy(3.0, 1), "seed=7", "train.steps=400")
-    assert main(["report", str(base), str(other), "--vary", "seed", "--gate", "0.01"]) == 2
-    assert main(["report", str(base), f"{base}/", "--gate", "0.01"]) == 2, "the same run"
-
-
-@pytest.mark.parametrize(("seeds", "above", "status"), [(3, 0.0, 0), (3, 0.5, 1), (2, 0.0, 1)])
-def test_the_gate_uses_the_interval_over_seeds(seeds, above, status, tmp_path, capsys):
-    paths = [
-        make_run(
-            tmp_path / f"{name}-seed{seed}",
-            noisy(3.0 + difference + seed / 1e4, seed),
-            *settings,
-            f"seed={seed}",
-            held_out=False,
-        )
-        for name, difference, settings in (
-            ("base", 0.0, ()),
-            ("low", above, ("precision=delayed",)),
-        )
-        for seed in range(seeds)
-    ]
-    assert main(["report", *map(str, paths), "--gate", "0.01"]) == status
-    assert status == 0 or "gate: low" in capsys.readouterr().out
 
 
 # ── Watching ──────────────────────────────────────────────────────────────────────────────────────
