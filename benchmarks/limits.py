@@ -112,6 +112,8 @@ def stacked_products(flops: ModelFlops) -> list[Product]:
     Raises InputError for other models.
     """
     shape = flops.shape
+    # A gated MLP has three matrices instead of two.
+    is_gated = flops.mlp_weights > 2.5 * shape.layers * shape.hidden * shape.feed_forward
     products = [
         Product(
             "qkv",
@@ -121,9 +123,9 @@ def stacked_products(flops: ModelFlops) -> list[Product]:
         ),
         Product("o", shape.query_width, shape.hidden, shape.layers),
         Product(
-            "gate+up" if flops.gated else "up",
+            "gate+up" if is_gated else "up",
             shape.hidden,
-            (1 + flops.gated) * shape.feed_forward,
+            (1 + is_gated) * shape.feed_forward,
             shape.layers,
         ),
         Product("down", shape.feed_forward, shape.hidden, shape.layers),

@@ -49,10 +49,6 @@ RUNS = {
         "pretrain.run.sampling",
         "generate text with a finished run or an exported model",
     ),
-    "flops": (
-        "pretrain.run.flops_table",
-        "list a model's FLOPs per token by each definition of MFU",
-    ),
     "matrix": (
         "pretrain.compare.matrix",
         "run all cells of an experiment and compare them",

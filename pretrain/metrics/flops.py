@@ -1,18 +1,16 @@
-"""Exact training FLOPs, and the formulas behind the MFU of other projects.
+"""Exact training FLOPs, and the FLOPs by nanoGPT's formula.
 
 Only matrix products are counted, with two operations per multiply-add. The FLOPs of linear layers
 and experts are computed from the number of their weights. The FLOPs of attention are computed from
 the lengths of the documents in each step. A product that gradient checkpointing computes twice is
 counted once.
 
-The end of this file has the formulas of other projects, so that their MFU can be compared with
-ours. The formulas of other projects treat each sequence as one document of T tokens.
-docs/planning.md derives each formula and lists the differences.
+nanoGPT's formula treats each sequence as one document of T tokens. docs/planning.md derives both
+formulas, and lists those of other projects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -116,8 +114,6 @@ class ModelFlops:
     position_parameters: int
     # True if the LM head is tied to the embedding.
     tied: bool
-    # True if the norms are LayerNorm, False if they are RMSNorm.
-    layer_norm: bool = False
     # For a mixture of experts: number of expert weights that one token is multiplied by, summed
     # over the layers.
     expert_weights: int = 0
@@ -177,7 +173,6 @@ class ModelFlops:
                 size for key, size in embeddings.items() if key != id(token_weight)
             ),
             tied=head is not None and head.weight is token_weight,
-            layer_norm=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
             expert_weights=active,
             idle_weights=sum(map(torch.numel, products)) - active,
             choices=choices if products else 0,
@@ -191,16 +186,6 @@ class ModelFlops:
             "the FLOPs are incomplete, because the FLOPs of these weights cannot be computed from "
             f"their shape: {self.uncounted[0]}{more}"
         )
-
-    @property
-    def gated(self) -> bool:
-        """Return True if the MLP has three matrices (SwiGLU) instead of two.
-
-        The number of weights shows the difference. The number of tensors does not, because some
-        architectures stack two of the three matrices in one tensor.
-        """
-        one_matrix = self.shape.layers * self.shape.hidden * self.shape.feed_forward
-        return self.mlp_weights > 2.5 * one_matrix
 
     @property
     def per_token_matrix(self) -> float:
@@ -253,7 +238,7 @@ def _split_experts(
 
 
 # The formulas below return training FLOPs per token, forward and backward, for sequences of
-# `length` tokens. L: layers, H: heads, Q: head dimension, T: length, N: parameters.
+# `length` tokens.
 
 
 def ours(model: ModelFlops, length: int) -> float:
@@ -264,109 +249,13 @@ def ours(model: ModelFlops, length: int) -> float:
     return model.step(length, length**2) / length
 
 
-def palm(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by the formula of PaLM, 6N + 12LHQT.
-
-    N excludes embeddings, a tied head, and idle experts.
-    """
-    return _square_attention(model, length, excluded=model.embedding_parameters)
-
-
 def nanogpt(model: ModelFlops, length: int) -> float:
     """Return the FLOPs by the formula of nanoGPT, 6N + 12LHQT.
 
-    N excludes learned positions and idle experts. N includes an untied input embedding, although
-    no matrix product uses it.
+    N is the number of parameters without learned positions and idle experts. N includes an untied
+    input embedding, although no matrix product uses it. The term 12LHQT counts the scores and the
+    weighted sum of the values for all pairs of tokens, including masked pairs. L: layers, H: heads,
+    Q: head dimension, T: length.
     """
-    return _square_attention(model, length, excluded=model.position_parameters)
-
-
-def combined_formula(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by the formula in version 2 of the project llm_TII (docs/planning.md).
-
-    The formula for the attention of S tokens is 2 S H^2 (2 + 2/G) + 4 S^2 H, with the hidden size H
-    and G query heads per KV head. If the model has no learned positions, the FLOPs of the rotary
-    embedding of queries and keys are added.
-    """
-    return _components(model, length, 0 if model.position_parameters else 4 * model.shape.hidden)
-
-
-def component_summation_v2025(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by the formula in version 3 of the project llm_TII (docs/planning.md).
-
-    This formula sums the FLOPs of all products, without the rotary embedding.
-    """
-    return _components(model, length)
-
-
-def megatron(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by `num_floating_point_operations` of Megatron-LM.
-
-    Some versions of this function halve the FLOPs of attention, because attention is causal. This
-    formula is from a version that does not halve them.
-    """
-    shape = model.shape
-    hidden = shape.hidden
-    kv_share = shape.kv_heads / shape.heads
-    attention = (1 + kv_share + length / hidden) * shape.query_width / hidden
-    mlp = shape.feed_forward / hidden * (1.5 if model.gated else 1)
-    head = shape.vocabulary / (2 * shape.layers * hidden)
-    return 12.0 * shape.layers * hidden**2 * (attention + mlp + head)
-
-
-# Map the name of each formula to its function.
-FORMULAS: dict[str, Callable[[ModelFlops, int], float]] = {
-    formula.__name__: formula
-    for formula in (ours, palm, nanogpt, combined_formula, component_summation_v2025, megatron)
-}
-
-
-def attention_to_ffn_ratio(model: ModelFlops, length: int) -> float:
-    """Return attention FLOPs divided by MLP FLOPs, both by the formula in version 3 of llm_TII.
-
-    Attention includes the projections of queries, keys, values and output.
-    """
-    return _attention(model, length) / _feed_forward(model)
-
-
-def _square_attention(model: ModelFlops, length: int, excluded: int) -> float:
-    """Return 6N + 12LHQT.
-
-    N is the number of parameters minus the weights of idle experts and minus `excluded`. The term
-    12LHQT counts the scores and the weighted sum of the values for all pairs of tokens, including
-    masked pairs.
-    """
-    counted = model.parameters - model.idle_weights - excluded
+    counted = model.parameters - model.idle_weights - model.position_parameters
     return 6.0 * counted + 12.0 * model.shape.layers * model.shape.query_width * length
-
-
-def _attention(model: ModelFlops, length: int) -> float:
-    """Return the forward FLOPs per token of one layer's attention, including its projections.
-
-    As in llm_TII, the width of all heads together is assumed to equal the hidden size.
-    """
-    hidden = model.shape.hidden
-    query = 2 * hidden**2
-    key = query / (model.shape.heads / model.shape.kv_heads)
-    # The projections of queries and output have equal FLOPs, and the projections of keys and values
-    # have equal FLOPs.
-    return query + 2 * key + query + 4 * length * hidden
-
-
-def _feed_forward(model: ModelFlops) -> float:
-    """Return the forward FLOPs per token of one layer's MLP."""
-    return (6 if model.gated else 4) * model.shape.hidden * model.shape.feed_forward
-
-
-def _components(model: ModelFlops, length: int, rotation: int = 0) -> float:
-    """Return the FLOPs per token of layers, norms and head as llm_TII counts them.
-
-    The result covers forward and backward. A norm takes 1.5 operations per value for RMSNorm, and
-    2 for LayerNorm. `rotation` is the number of forward FLOPs of the rotary embedding per token and
-    layer.
-    """
-    shape = model.shape
-    norm = (2.0 if model.layer_norm else 1.5) * shape.hidden
-    layer = _attention(model, length) + _feed_forward(model) + rotation + 2 * norm
-    head = 2 * shape.hidden * shape.vocabulary
-    return 3 * (shape.layers * layer + norm + head)

@@ -254,26 +254,6 @@ def sample(add: Callable) -> None:
     )
 
 
-def flops(add: Callable) -> None:
-    """List the FLOPs per token of a model in training, by each common definition of MFU.
-
-    MODEL is a recipe, a model folder or a name on the Hugging Face hub. The weights of the model
-    are not read. docs/planning.md derives each definition.
-    """
-    add(
-        "model",
-        metavar="MODEL",
-        help="a recipe (.yaml), a model folder, or a name on the Hugging Face hub",
-    )
-    add(
-        "--length",
-        type=count,
-        nargs="+",
-        metavar="T",
-        help="sequence lengths in tokens; default: `data.length` of the recipe",
-    )
-
-
 def matrix(add: Callable) -> None:
     """Run all cells of an experiment and compare them.
 
@@ -461,7 +441,6 @@ COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
     "doctor": (CommandParser, doctor),
     "export": (CommandParser, export),
     "sample": (CommandParser, sample),
-    "flops": (CommandParser, flops),
     "matrix": (CommandParser, matrix),
     "which": (LaunchParser, which),
     "report": (CommandParser, report),

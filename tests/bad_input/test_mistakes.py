@@ -158,10 +158,7 @@ TEXTS = [
 
 # Commands other than the launcher, and words of the expected message.
 COMMANDS = {
-    **{
-        f"{command} nowhere.yaml": "nowhere.yaml"
-        for command in ("matrix", "flops", "plan", "prepare")
-    },
+    **{f"{command} nowhere.yaml": "nowhere.yaml" for command in ("matrix", "plan", "prepare")},
     "export": "RUN_OR_CHECKPOINT",
     "evaluate {here}": "{here}: this folder is not a run folder",
     **dict.fromkeys(
@@ -179,10 +176,10 @@ COMMANDS = {
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
     "matrix {here}/matrix.yaml": "recipe",
-    "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
+    "plan {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
     "generate": "unknown command 'generate'",
-    "flops {here}/fodler.yaml": "fodler.yaml: no such file",
+    "plan {here}/fodler.yaml": "fodler.yaml: no such file",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": (
         "empty.txt: the source contains no text"
