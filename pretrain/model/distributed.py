@@ -46,7 +46,7 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     with _explaining_accelerate():
         # Mixed precision is off, because this project converts the linear layers itself.
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
-    complete_topology(accelerator, launch.replicas, gathers_as_fits=launch.gathers_as_fits)
+    complete_topology(accelerator, launch.replicas)
     return accelerator, launch.notices
 
 
@@ -68,17 +68,13 @@ def compute_in_a_fixed_order() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def complete_topology(
-    accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False
-) -> None:
+def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
     """Set up FSDP2 on CPUs, and HSDP. Accelerate does not set up either of them.
 
     Args:
         accelerator: The run's Accelerator, changed in place.
         replicas: Number of copies of the parameters under FSDP2. Each copy is sharded over the
             processes of one replica (HSDP).
-        gathers_as_fits: True if the plan chooses, depending on the memory, whether FSDP2 gathers
-            the parameters once a step or for each use.
 
     Raises:
         InputError: Several processes were launched but do not form a process group. Accelerate
@@ -107,8 +103,6 @@ def complete_topology(
             dp_replicate_size=replicas, dp_shard_size=count // replicas
         )
         state.device_mesh = state.parallelism_config.get_device_mesh(accelerator.device.type)
-    if accelerator.is_fsdp2 and gathers_as_fits:
-        state.fsdp_plugin.reshard_after_forward = None
 
 
 def end_processes(accelerator: Accelerator) -> None:
@@ -125,15 +119,9 @@ def end_processes(accelerator: Accelerator) -> None:
     accelerator.end_training()
 
 
-def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
-    """Return True if FSDP2 is configured to gather parameters once a step, and False otherwise.
-
-    Return None if the plan chooses this setting depending on the memory.
-    """
-    if not accelerator.is_fsdp2:
-        return False
-    reshards = accelerator.state.fsdp_plugin.reshard_after_forward
-    return None if reshards is None else not reshards
+def gathers_once_a_step(accelerator: Accelerator) -> bool:
+    """Return True if FSDP2 is configured to gather parameters once a step, and False otherwise."""
+    return accelerator.is_fsdp2 and not accelerator.state.fsdp_plugin.reshard_after_forward
 
 
 def replicas_of(accelerator: Accelerator) -> int:

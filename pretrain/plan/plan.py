@@ -336,34 +336,26 @@ LOGITS = 2**29
 
 
 def fits_gathered(plan: Plan) -> bool:
-    """Return True if `fsdp_reshard_after_forward: auto` gathers weights only once a step.
+    """Return True if the memory suffices to gather sharded weights only once a step.
 
-    Weights are gathered only once a step if they are sharded, and if the memory suffices for all
-    weights and a microbatch. With `batch.microbatch: auto`, the size of the microbatch is assumed
-    to be the smaller of two sizes: the largest size that fits if weights are gathered for each use,
-    and the size of WELL_FILLED tokens.
+    It must suffice for all weights and a microbatch. With `batch.microbatch: auto`, the size of the
+    microbatch is assumed to be the smaller of two sizes: the largest size that fits if weights are
+    gathered for each use, and the size of WELL_FILLED tokens.
     """
-    if not plan.devices.sharded:
-        return False
     gathered = replace(plan, devices=replace(plan.devices, gathered=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
     return _fits(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
 
 
-def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
+def spend_spare_memory(plan: Plan) -> Plan:
     """Return a copy of `plan` that uses free memory to save time.
 
     If the memory of a device suffices, the chunks of the loss are larger in the copy, and layers
     keep rotated queries, keys and values. For CPUs, the chunks have the default size, and layers do
     not keep rotated tensors.
-
-    gathered: True if weights are gathered only once a step. None: `fits_gathered` determines it.
     """
-    if gathered is None:
-        gathered = fits_gathered(plan)
-    devices = replace(plan.devices, gathered=gathered)
-    plan = replace(plan, devices=devices, chunk=None, keeps_rotated=False)
-    if devices.name == "CPU":
+    plan = replace(plan, chunk=None, keeps_rotated=False)
+    if plan.devices.name == "CPU":
         return plan
     most = min(max(1, FULL_SPEED // plan.recipe.data.length), plan.expected_microbatch)
     packs = plan.microbatch or max(

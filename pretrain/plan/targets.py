@@ -13,7 +13,7 @@ from foundation.units import GIB, plural
 from pretrain.metrics.peaks import Peak, entry_of, peak
 from pretrain.model.attention import FA4_HEAD_DIMS, TRITON_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
-from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
+from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import ActivePrecision, configured
 
@@ -63,7 +63,8 @@ class Target:
         """Return a copy of `plan` for this target.
 
         Precisions that are emulated on this machine are computed by the hardware of the target. The
-        model is sharded if it does not fit into one device.
+        model is sharded if it does not fit into one device. Weights are then gathered once a step
+        if they fit.
 
         shapes: the model on the meta device.
         """
@@ -83,7 +84,9 @@ class Target:
         fitted = spend_spare_memory(unsharded)
         if self.count == 1 or fitted.takes(1) <= usable:
             return fitted
-        return spend_spare_memory(replace(unsharded, devices=replace(devices, sharded=True)))
+        sharded = replace(unsharded, devices=replace(devices, sharded=True))
+        gathered = replace(sharded.devices, gathered=fits_gathered(sharded))
+        return spend_spare_memory(replace(sharded, devices=gathered))
 
     def _layers(
         self, plan: Plan, shapes: PreTrainedModel, active: ActivePrecision

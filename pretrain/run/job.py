@@ -249,7 +249,7 @@ def prepare_job(
         )
         for active in plan.precisions
     }
-    plan = spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))
+    plan = spend_spare_memory(replace(plan, layers=layers))
     if not is_elsewhere:
         _check_hardware(plan, shapes, accelerator)
     return Job(
@@ -438,6 +438,7 @@ def _devices_of(accelerator: Accelerator, phases: Sequence[Phase]) -> Devices:
         accelerator.num_processes,
         accelerator.is_fsdp2,
         *device_of(accelerator),
+        gathered=gathers_once_a_step(accelerator),
         replicas=replicas_of(accelerator),
         # The capability is needed only for products of Transformer Engine, because emulation needs
         # the same memory on every device.

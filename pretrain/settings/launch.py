@@ -372,9 +372,6 @@ class Launch:
     replicas: int
     # Texts about the corrections, to be printed.
     notices: tuple[str, ...]
-    # True if `fsdp_reshard_after_forward` is auto. With this value, FSDP2 gathers the weights once
-    # per step if the memory suffices, and for each use of a layer if the memory does not suffice.
-    gathers_as_fits: bool
 
 
 def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
@@ -405,10 +402,6 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         if environ.get(variable, neutral).lower() != neutral.lower():
             environ[variable] = neutral
             ignored.append(text)
-    gathers_as_fits = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
-    if gathers_as_fits:
-        # Accelerate accepts only true and false.
-        environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     replicas = 1
     if is_true(environ, "ACCELERATE_USE_FSDP"):
         on_cpus = not has_gpu or is_true(environ, "ACCELERATE_USE_CPU")
@@ -425,7 +418,7 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
     for variable in list(environ):
         if variable.startswith(_PARALLELISM) or variable == "ACCELERATE_USE_PARALLELISM_CONFIG":
             del environ[variable]
-    return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
+    return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices))
 
 
 def _correct_fsdp(

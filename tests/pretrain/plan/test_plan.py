@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan, spend_spare_memory
+from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -238,12 +238,8 @@ def test_shards_are_gathered_once_a_step_if_memory_allows(
         ]
         assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
         for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
-            assert (
-                spend_spare_memory(
-                    plan(qwen3, settings, Devices(4, sharded=True, memory=int(memory)))
-                ).devices.gathered
-                is fits
-            )
+            devices = Devices(4, sharded=True, memory=int(memory))
+            assert fits_gathered(plan(qwen3, settings, devices)) is fits
 
 
 # ── Use of spare memory ────────────────────────────────────────────────────────────────

@@ -564,15 +564,3 @@ def test_processes_of_a_machine_without_a_gpu_train_on_its_cpu(tmp_path: Path) -
         environ = launch_variables(tmp_path, 4, machines=machines, distributed_type="MULTI_GPU")
         launch = correct(environ, has_gpu=False)
         assert (environ.get("ACCELERATE_USE_CPU") == "true") == on_cpu == bool(launch.notices)
-
-
-@pytest.mark.parametrize(
-    ("reshard", "fits", "left"),
-    [(True, False, "true"), (False, False, "false"), ("auto", True, "true")],
-)
-def test_reshard_auto_is_for_the_plan_and_hidden_from_accelerate(
-    reshard: Any, fits: bool, left: str, tmp_path: Path
-) -> None:
-    environ = launch_variables(tmp_path, 4, **fsdp(fsdp_reshard_after_forward=reshard))
-    launch = correct(environ)
-    assert launch.gathers_as_fits == fits and environ["FSDP_RESHARD_AFTER_FORWARD"].lower() == left
