@@ -115,9 +115,9 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
     served = Endpoint.of({name: Scale.read(name) for name in names}, served_loss)
     rows = readmes_answers()
     for row, scale, cell in (
-        (4, "111m", "delayed_branch"),
-        (6, "14m", "mxfp8_branch"),
-        (7, "14m", "nvfp4_kept_branch"),
+        (5, "111m", "delayed_branch"),
+        (7, "14m", "mxfp8_branch"),
+        (8, "14m", "nvfp4_kept_branch"),
     ):
         difference = served.differences[scale, cell]
         percent = 100 / difference.baseline
@@ -126,7 +126,7 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
         loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
         loss = loss.replace("-0.0", "0").replace("-", "−")
         assert rows[row][3].startswith(loss), (rows[row], loss)
-    assert rows[5][3] == "FP8: no measurable difference"
+    assert rows[6][3] == "FP8: no measurable difference"
     assert served.verdict("14m", "delayed_branch") == EQUIVALENT
 
 
@@ -160,9 +160,9 @@ def test_readmes_speeds_are_those_of_the_result_files(monkeypatch: pytest.Monkey
     for run in map(json.loads, lines):
         speeds[run.get("cell")].append(run.get("tokens_per_second"))
     faster = statistics.median(speeds["delayed_branch"]) / statistics.median(speeds["bf16"])
-    assert rows[4][2] == f"{faster:.1f} times"
+    assert rows[5][2] == f"{faster:.1f} times"
     answers = json.loads((RESULTS / "loss/which.json").read_text(encoding="utf-8"))
-    assert rows[5][1:3] == ["BF16", "FP8: 1.0 times"]
+    assert rows[6][1:3] == ["BF16", "FP8: 1.0 times"]
     assert "delayed: equivalent, not worth it" in answers["dense_delayed"]["answer"]
 
 
@@ -233,10 +233,34 @@ def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
     middle = percent * delayed.served.mean
     half = percent * delayed.served.anytime_half_width(protocol.error)
     loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
-    assert readmes_answers()[3][2:] == ["1.2 times", loss.replace("-", "−")]
+    assert readmes_answers()[4][2:] == ["1.2 times", loss.replace("-", "−")]
     low, high = delayed.gain_interval
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"{delayed.gain:.2f} times ({low:.2f} to {high:.2f}) BF16's speed" in readme
+
+
+def test_qwen3_0_6b_has_the_speed_and_loss_of_two_rounds():
+    file = RESULTS / "loss/h100_which_qwen3_0_6b.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    rounds = {
+        (run["precision"], run["seed"]): run for run in content["runs"] if run["part"] == "rounds"
+    }
+    page = (ROOT / "docs/which.md").read_text(encoding="utf-8")
+    for name, label in (("delayed", "FP8 delayed"), ("delayed+head", "FP8 delayed, head in FP8")):
+        pairs = [(rounds["bf16", seed], rounds[name, seed]) for seed in (1, 2)]
+        speedup = statistics.mean(
+            run["tokens_per_second"] / base["tokens_per_second"] for base, run in pairs
+        )
+        cells = [label, f"{speedup:.2f} ×"]
+        for key in ("held_out_loss", "loss_at_end"):
+            cells.append(
+                ", ".join(f"+{100 * (run[key] / base[key] - 1):.2f} %" for base, run in pairs)
+            )
+        assert f"| {' | '.join(cells)} |" in page
+        if name == "delayed":
+            costs = cells[2].replace("+", "").replace(" %, ", " and ")
+            loss = f"{costs} higher with two seeds"
+            assert readmes_answers()[3][2:] == [f"{speedup:.1f} times", loss]
 
 
 def gains_of_fp8(result: dict[str, Any]) -> list[float]:
