@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,17 +115,23 @@ class StartedCell:
         return Outcome(self.cell, status, time.monotonic() - self.started)
 
 
-def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Outcome]:
+def run_all(
+    matrix: Matrix,
+    cells: Sequence[Cell],
+    stop: StopRequest,
+    is_fatal: Callable[[Outcome], bool] = lambda outcome: False,
+) -> list[Outcome]:
     """Run the cells that are not finished, until all cells have ended or a signal arrives.
 
-    Cells are started in order, and at most `matrix.at_once` of them run at the same time. Raise
+    Cells are started in order, and at most `matrix.at_once` of them run at the same time. After a
+    cell with a fatal outcome, no other cell is started. Raise
     InputError before any cell is started if the data of a cell is missing, or if the folder of a
     cell is not writable, contains files that no run has written, or contains a finished run with
     other settings.
 
     Return the result of each cell in `cells`, in the same order.
     """
-    wait_for_earlier_start(cells, stop)
+    wait_for_earlier_start([cell.log for cell in cells], stop)
     outcomes = {
         cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started")
         for cell in cells
@@ -153,6 +159,8 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
                     running.remove(started)
                     outcome = started.outcome(stop_requested=bool(stop.requested))
                     outcomes[started.cell.name] = outcome
+                    if is_fatal(outcome):
+                        waiting.clear()
                     _report_end(started, outcome, list(outcomes.values()))
             time.sleep(POLL_SECONDS)
     finally:
@@ -163,16 +171,16 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     return list(outcomes.values())
 
 
-def wait_for_earlier_start(cells: Sequence[Cell], stop: StopRequest) -> None:
-    """Wait while processes of an earlier, killed command still train some of `cells`.
+def wait_for_earlier_start(logs: Sequence[Path], stop: StopRequest) -> None:
+    """Wait while processes of an earlier, killed command still write some of `logs` of cells.
 
     Return at once if this process receives a signal.
     """
     # A training process locks its log.
-    names = [cell.name for cell in cells if is_locked(cell.log, without_locks=False)]
+    names = [log.stem for log in logs if is_locked(log, without_locks=False)]
     if names:
         say(f"waiting for cells that an earlier command is still training: {', '.join(names)}")
-    while any(is_locked(cell.log, without_locks=False) for cell in cells) and not stop.requested:
+    while any(is_locked(log, without_locks=False) for log in logs) and not stop.requested:
         time.sleep(POLL_SECONDS)
 
 

@@ -159,43 +159,47 @@ class Rounds:
     at_once: int = 1
 
     @property
-    def together(self) -> int:
-        """Number of rounds to train next, on several GPUs together if the time suffices.
+    def before_verdict(self) -> int:
+        """Number of rounds to train together next, if the time suffices.
 
-        No verdict is possible before `fewest_seeds` rounds, so these rounds can share the GPUs. On
-        one GPU, training rounds together would not save time, and the first table would be late.
+        No verdict is possible before `fewest_seeds` rounds, so these rounds can share several GPUs.
+        On one GPU, the rounds are trained one by one: together they would not end earlier, and the
+        first table would be late.
         """
         missing = fewest_seeds(self.protocol.error) - len(self.runs)
         return max(1, missing) if self.at_once > 1 else 1
 
     def planned_seconds(self) -> float:
-        """Return the estimated seconds of all planned rounds. No round has been trained yet."""
+        """Return the estimated seconds of all planned rounds. Call this before the first round."""
         candidates = self.protocol.candidates
-        later_rounds = self.protocol.seeds - self.together
-        return self.seconds(candidates, self.together) + later_rounds * self.seconds(candidates)
+        first_rounds = self.before_verdict
+        later_rounds = self.protocol.seeds - first_rounds
+        return self.seconds(candidates, first_rounds) + later_rounds * self.seconds(candidates)
 
     def seconds(self, candidates: Sequence[str], rounds: int = 1) -> float:
-        """Return the estimated seconds of rounds with the baseline and `candidates`.
+        """Return the estimated seconds of `rounds` that are trained together.
 
-        A candidate can be trained as soon as the baseline has saved its starting checkpoint.
+        The runs start in the order of `Question.rounds`: first all baselines, then the candidates
+        one after another, with all seeds. A candidate waits until the baseline with its seed has
+        saved the starting checkpoint.
         """
         protocol = self.protocol
         baseline = self._seconds_of(protocol.base)
-        waits = 0.0 if protocol.begin_with else baseline * protocol.trunk / protocol.steps
+        trunk = 0.0 if protocol.begin_with else baseline * protocol.trunk / protocol.steps
         # For each GPU, the seconds from the start of the rounds until the GPU is free. The next run
         # is trained on the GPU that is free first.
-        busy = [0.0] * self.at_once
+        gpu_free_at = [0.0] * self.at_once
         # For each round, the seconds until its candidates can start.
-        ready = []
+        candidates_start_at = []
         for _ in range(rounds):
-            gpu = busy.index(min(busy))
-            ready.append(busy[gpu] + waits)
-            busy[gpu] += baseline
+            gpu = gpu_free_at.index(min(gpu_free_at))
+            candidates_start_at.append(gpu_free_at[gpu] + trunk)
+            gpu_free_at[gpu] += baseline
         for name in candidates:
-            for seconds in ready:
-                gpu = busy.index(min(busy))
-                busy[gpu] = max(busy[gpu], seconds) + self._seconds_of(name)
-        return max(busy)
+            for start in candidates_start_at:
+                gpu = gpu_free_at.index(min(gpu_free_at))
+                gpu_free_at[gpu] = max(gpu_free_at[gpu], start) + self._seconds_of(name)
+        return max(gpu_free_at)
 
     def _seconds_of(self, name: str) -> float:
         """Return the estimated seconds of one run of `name`, the baseline or a candidate.
@@ -237,9 +241,9 @@ class Rounds:
         if verdict.is_open:
             if not verdict.more_seconds:
                 return f"{MOST_SEEDS} seeds would not be enough if mean and spread stay the same"
+            more = f"{duration(verdict.more_seconds)} more of --hours"
             has_interval = verdict.served and len(verdict.served.by_seed) >= FEWEST_SEEDS
-            about = "about" if has_interval else "at least"
-            return f"{about} {duration(verdict.more_seconds)} more of --hours should be enough"
+            return f"about {more} should be enough" if has_interval else f"needs at least {more}"
         if verdict.served and verdict.gain is None:
             if verdict.speedup:
                 return (

@@ -17,6 +17,7 @@ import shutil
 import statistics
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -37,15 +38,14 @@ from packing.stream import order_of
 from pretrain.compare.columns import signed
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENT, WITHIN_MARGIN, fewest_seeds
 from pretrain.compare.fairness import in_words
-from pretrain.compare.matrix_file import CELL, Matrix, as_overrides
-from pretrain.compare.matrix_run import launch_command, say
+from pretrain.compare.matrix_file import CELL, Cell, Matrix, as_overrides
+from pretrain.compare.matrix_run import launch_command, say, wait_for_earlier_start
 from pretrain.compare.verdicts import MOST_SEEDS, NO_GAIN, USE, Protocol, Rounds, Verdict
 from pretrain.compare.which_trainings import (
     HEAD,
     TRIAL_STEPS,
     Question,
     has_ended,
-    is_candidate,
     runs_of,
     seconds_of,
     train,
@@ -96,12 +96,15 @@ def main(options: argparse.Namespace) -> int:
     )
     deadline = time.monotonic() + options.hours * 3600
     with RunFolder(folder), StopRequest(passed_on=True) as stop:
+        wait_for_earlier_start(sorted(folder.glob("*/*.log")), stop)
         protocol = load_protocol(question, options)
         if protocol is None:
             protocol = new_protocol(question, options, stop, deadline)
         rounds = Rounds(protocol, at_once=question.trial([protocol.base]).slots or 1)
         announce(rounds, options.hours)
-        verdicts = rounds.verdicts()
+        verdicts = read_ended_rounds(question, rounds)
+        if rounds.runs:
+            say(f"\n{write_answer(question, rounds, verdicts)}")
         while matrix := next_rounds(question, rounds, verdicts, deadline - time.monotonic()):
             train_rounds(rounds, matrix, stop)
             verdicts = rounds.verdicts()
@@ -258,8 +261,8 @@ def new_protocol(
         name: question.recipe.batch.tokens / run.summary["tokens_per_second"]
         for name, run in runs.items()
     }
-    # Seconds that each trial took in addition to its steps. The lower median is used, because a
-    # trial that compiles kernels for all later runs takes longer.
+    # Seconds that each trial took in addition to its steps. The lower median is used, because
+    # trials that compile kernels for all later runs take longer.
     overheads = [seconds_of(run) - TRIAL_STEPS * seconds[name] for name, run in runs.items()]
     start = max(0.0, statistics.median_low(overheads))
     protocol = fit(
@@ -425,7 +428,9 @@ def announce(rounds: Rounds, hours: float) -> None:
             f"{', '.join(skipped)}. To try them again, use another --run_dir."
         )
     trunk = f"from {protocol.begin_with}" if protocol.begin_with else f"in {protocol.base}"
-    together = f", the first {rounds.together} of them together" if rounds.together > 1 else ""
+    together = ""
+    if rounds.before_verdict > 1:
+        together = f", the first {rounds.before_verdict} of them together if the time suffices"
     say(
         f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
         f"fixed at {100 * protocol.margin:g} % of the loss.\n"
@@ -437,15 +442,43 @@ def announce(rounds: Rounds, hours: float) -> None:
     )
 
 
+def read_ended_rounds(question: Question, rounds: Rounds) -> list[Verdict]:
+    """Add the rounds whose runs have all ended in earlier starts of the command to `rounds`.
+
+    Return the verdicts after these rounds.
+    """
+    verdicts = rounds.verdicts()
+    while matrix := open_rounds(question, rounds, verdicts, number=1):
+        if not all(has_ended(matrix, cell) for cell in matrix.cells):
+            break
+        add_runs(rounds, matrix)
+        verdicts = rounds.verdicts()
+    return verdicts
+
+
+def open_rounds(
+    question: Question, rounds: Rounds, verdicts: Sequence[Verdict], number: int
+) -> Matrix | None:
+    """Return the runs of the next `number` rounds, as a matrix.
+
+    A round has the next seed, the baseline, and all candidates whose verdict is open. Return None
+    if there is no such candidate, or if MOST_SEEDS rounds are trained.
+    """
+    open_names = [verdict.name for verdict in verdicts if verdict.is_open]
+    if not open_names or len(rounds.runs) >= MOST_SEEDS:
+        return None
+    seed = question.recipe.seed + len(rounds.runs)
+    return question.rounds(rounds.protocol, range(seed, seed + number), open_names)
+
+
 def next_rounds(
     question: Question, rounds: Rounds, verdicts: Sequence[Verdict], seconds_left: float
 ) -> Matrix | None:
-    """Return the runs of the next round, or of the next rounds on several GPUs, as a matrix.
+    """Return the runs of the rounds to train next, as a matrix.
 
-    A round has the next seed, the baseline, and all candidates whose verdict is open. Return None
-    if there is no such candidate, or if MOST_SEEDS rounds are trained. If the next round would not
-    end within the time limit, print this and return None. The time limit is ignored for the first
-    round, and for a round whose runs had all ended before the command was started again.
+    The matrix has as many rounds as are useful together and end within the time limit. If none of
+    them would end in time, print this and return None. The time limit is ignored for the first
+    round. Also return None if no verdict is open, or if MOST_SEEDS rounds are trained.
 
     Args:
         question: The recipe and the folder of the runs.
@@ -454,23 +487,15 @@ def next_rounds(
         seconds_left: Seconds until the time limit.
     """
     open_names = [verdict.name for verdict in verdicts if verdict.is_open]
-    if not open_names or len(rounds.runs) >= MOST_SEEDS:
-        return None
-    seed = question.recipe.seed + len(rounds.runs)
-    matrix = question.rounds(rounds.protocol, [seed], open_names)
-    if all(has_ended(matrix, cell) for cell in matrix.cells):
-        return matrix
-    # The largest number of rounds that ends within the time limit.
-    number = bisect_right(
-        range(1, rounds.together + 1),
-        seconds_left,
-        key=lambda number: rounds.seconds(open_names, number),
-    )
-    if number > 1:
-        return question.rounds(rounds.protocol, range(seed, seed + number), open_names)
-    if number == 1 or not rounds.runs:
-        return matrix
+    # The plan uses the whole time, and a little of it has passed since then.
+    limit = 1.01 * seconds_left
+    number = rounds.before_verdict
+    while number > 1 and rounds.seconds(open_names, number) > limit:
+        number -= 1
+    matrix = open_rounds(question, rounds, verdicts, number)
     seconds = rounds.seconds(open_names)
+    if matrix is None or not rounds.runs or seconds <= limit:
+        return matrix
     say(
         f"\nThe next round takes about {duration(seconds)}, but only "
         f"{duration(max(seconds_left, 0))} of --hours are left. To train it, run the same command "
@@ -482,20 +507,27 @@ def next_rounds(
 
 def train_rounds(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
     """Train the cells of `matrix`, which are one or more rounds. Add their runs to `rounds`."""
-    seeds = sorted({cell.recipe.seed for cell in matrix.cells})
-    candidates = {cell.values[CELL] for cell in matrix.cells if is_candidate(matrix, cell)}
+    seeds = {cell.recipe.seed for cell in matrix.cells}
+    _, *candidates = dict.fromkeys(cell.values[CELL] for cell in matrix.cells)
     first = len(rounds.runs) + 1
     last = len(rounds.runs) + len(seeds)
-    numbers = f"round {first}" if first == last else f"rounds {first} to {last}"
-    say(f"\n{numbers}, about {duration(rounds.seconds(list(candidates), len(seeds)))}")
+    title = f"round {first}" if first == last else f"rounds {first} to {last}"
+    say(f"\n{title}, about {duration(rounds.seconds(candidates, len(seeds)))}")
     train(matrix, stop, may_fail=False)
-    for seed in seeds:
-        runs = runs_of(cell for cell in matrix.cells if cell.recipe.seed == seed)
+    add_runs(rounds, matrix)
+
+
+def add_runs(rounds: Rounds, matrix: Matrix) -> None:
+    """Add the runs of `matrix`, whose cells have ended, to `rounds`. Delete their checkpoints."""
+    by_seed: dict[int, list[Cell]] = defaultdict(list)
+    for cell in matrix.cells:
+        by_seed[cell.recipe.seed].append(cell)
+        # No later run branches from the checkpoints.
+        shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
+    for cells in by_seed.values():
+        runs = runs_of(cells)
         rounds.runs.append(runs)
         rounds.took |= {name: seconds_of(run) for name, run in runs.items() if run.is_finished}
-    # Delete the checkpoints, because no later run branches from them.
-    for cell in matrix.cells:
-        shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
 
 
 def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]) -> str:

@@ -21,7 +21,7 @@ from pretrain.compare.matrix_file import (
     Values,
     make_matrix,
 )
-from pretrain.compare.matrix_run import DEVICES, report_stop, run_all, say, wait_for_earlier_start
+from pretrain.compare.matrix_run import DEVICES, Outcome, report_stop, run_all, say
 from pretrain.compare.verdicts import Protocol
 from pretrain.metrics.run_folder import MATRIX_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import RunRecord
@@ -70,8 +70,8 @@ class Question:
     accelerate: Path
     # Folder that contains the run folders of all runs.
     folder: Path
-    # Number of GPUs over which the trainings of a round are distributed. If it is None, the
-    # trainings run one after another on the GPUs of the Accelerate configuration.
+    # Number of GPUs over which trainings are distributed. If it is None, the trainings run one
+    # after another on the GPUs of the Accelerate configuration.
     gpus: int | None = None
 
     def trial(self, names: Sequence[str]) -> Matrix:
@@ -103,7 +103,10 @@ class Question:
         return matrix
 
     def rounds(self, protocol: Protocol, seeds: Sequence[int], candidates: Sequence[str]) -> Matrix:
-        """Return the runs of the baseline and of `candidates` with each of `seeds`, as a matrix."""
+        """Return the runs of the baseline and of `candidates` with each of `seeds`, as a matrix.
+
+        The runs of the baseline are the first ones, because the candidates branch from them.
+        """
         base = protocol.base
         # Path of the checkpoint from which the candidates branch. It contains "{seed}", which each
         # run replaces by its seed. So the setting has the same value for all seeds, and reports can
@@ -153,7 +156,7 @@ class Question:
         cells: Mapping[str, Values],
         **axes: list[int],
     ) -> Matrix:
-        """Return the matrix of the trials or of rounds. On several GPUs, each GPU runs one cell.
+        """Return the matrix of the trials or of rounds, with all seeds of a cell side by side.
 
         Args:
             name: Name of the matrix, which is also the folder that contains its run folders.
@@ -161,7 +164,10 @@ class Question:
             cells: Settings of each cell by its name. They replace settings in `common`.
             axes: Keys and their values. Each cell is trained with every combination of the values.
         """
-        merged = {cell: DEFAULT_SETTINGS | common | values for cell, values in cells.items()}
+        groups = [
+            MatrixGroup(axes=axes, cells={cell: DEFAULT_SETTINGS | common | values})
+            for cell, values in cells.items()
+        ]
         settings = MatrixSettings(
             name=name,
             recipe=self.recipe_file,
@@ -169,7 +175,7 @@ class Question:
             # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
             gpus=self.gpus,
-            groups=[MatrixGroup(axes=axes, cells=merged)],
+            groups=groups,
         )
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 
@@ -177,29 +183,32 @@ class Question:
 def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> None:
     """Train the cells of a matrix that have not ended.
 
-    The cells are trained one after another, or all in one call of `run_all` if several cells can
-    run at the same time. If a signal stops a training, end the process. If the baseline fails or
-    halts, raise InputError at once. If a candidate fails and `may_fail` is false, also raise
-    InputError at once. If a candidate halts, continue with the next cell, because the halt is a
-    valid result.
+    If a signal stops the trainings, end the process. If the baseline fails or halts, start no other
+    cell, and raise InputError when the running cells have ended. If a candidate fails and
+    `may_fail` is false, do the same. A candidate that halts is a valid result.
     """
-    wait_for_earlier_start(matrix.cells, stop)
     waiting = [cell for cell in matrix.cells if not has_ended(matrix, cell)]
-    for cells in [waiting] if matrix.at_once > 1 else [[cell] for cell in waiting]:
-        check_gpu_is_free(matrix)
-        for outcome in run_all(matrix, cells, stop):
-            cell = outcome.cell
-            if stop.requested:
-                raise SystemExit(report_stop(stop.requested))
-            is_allowed = is_candidate(matrix, cell) and (may_fail or outcome.status == "halted")
-            if not outcome.is_finished and not is_allowed:
-                raise InputError(
-                    f"{cell.log}: this training has {outcome.status}, and there is no result "
-                    "without it; read the last lines of this log, fix the cause, and run the same "
-                    "command again to continue. To change settings, use another --run_dir. If the "
-                    "log says that the checkpoint to branch from is missing, remove all folders of "
-                    f"this seed in {cell.run_dir.parent}, and the command trains the seed again"
-                )
+    if not waiting:
+        return
+
+    def is_fatal(outcome: Outcome) -> bool:
+        if is_candidate(matrix, outcome.cell) and (may_fail or outcome.status == "halted"):
+            return False
+        return outcome.status in ("failed", "halted")
+
+    check_gpu_is_free(matrix)
+    outcomes = run_all(matrix, waiting, stop, is_fatal)
+    if stop.requested:
+        raise SystemExit(report_stop(stop.requested))
+    for outcome in filter(is_fatal, outcomes):
+        cell = outcome.cell
+        raise InputError(
+            f"{cell.log}: this training has {outcome.status}, and there is no result without it; "
+            "read the last lines of this log, fix the cause, and run the same command again to "
+            "continue. To change settings, use another --run_dir. If the log says that the "
+            "checkpoint to branch from is missing, remove all folders of this seed in "
+            f"{cell.run_dir.parent}, and the command trains the seed again"
+        )
 
 
 def runs_of(cells: Iterable[Cell]) -> dict[str, RunRecord]:

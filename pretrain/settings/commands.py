@@ -369,7 +369,7 @@ def which(add: Callable) -> None:
         "--gpus",
         type=count,
         metavar="N",
-        help="number of GPUs of this machine over which the runs of a round are distributed; "
+        help="number of GPUs of this machine over which the runs are distributed; "
         "default: one run at a time",
     )
     add(

@@ -146,14 +146,16 @@ def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_pa
     question = Question(load_recipe(file), file, (), commands.ON_GPU, tmp_path / "which", gpus=2)
     assert question.trial(["fp32", "bf16"]).at_once == 2
     protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
-    assert question.rounds(protocol, [42], ["bf16"]).at_once == 2
+    matrix = question.rounds(protocol, [42, 43], ["bf16"])
+    assert matrix.at_once == 2
+    assert [cell.values["cell"] for cell in matrix.cells] == ["fp32", "fp32", "bf16", "bf16"]
     rounds = Rounds(protocol, at_once=2)
     assert rounds.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
     assert rounds.seconds(["bf16", "bf16"]) == 405 + 325
-    assert rounds.together == 3, "no verdict is possible before three rounds"
+    assert rounds.before_verdict == 3, "no verdict is possible before three rounds"
     # The GPUs train fp32 and fp32, then fp32 and bf16, then bf16 and bf16.
     assert rounds.seconds(["bf16"], 3) == 405 + 405 + 325
     assert rounds.planned_seconds() == 405 + 405 + 325 + 2 * (81 + 325)
-    assert Rounds(protocol, at_once=1).together == 1
+    assert Rounds(protocol, at_once=1).before_verdict == 1
     with pytest.raises(InputError, match="--gpus"):
         which.main(commands.read("which", [str(file), "--gpus", "0"]))
