@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
-from statistics import mean
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -45,6 +43,13 @@ DRAWS = 3
 # The largest allowed norm of an error, divided by the norm of our quantizer's error. The quotient
 # is 1.4 if a mantissa bit is missing, or if values are truncated instead of rounded.
 LEEWAY = 1.2
+# The same tolerance with stochastic rounding: the largest allowed difference from 1 of the relative
+# squared error of a row, averaged over the rows. See `_judge_draws`. With three draws, this allows
+# norms that are too large or too small by 17 %.
+ROW_LEEWAY = 0.25
+# The largest probability of a false alarm in a product with stochastic rounding, for each of three
+# deviations: a norm that is too large, a norm that is too small, and a wrong direction.
+FALSE_ALARM = 1e-7
 # The largest allowed norm of an error, divided by the bound of the format. The quotient is at most
 # 0.8 for correct products, and 1.5 if a mantissa bit is missing.
 BOUND_LEEWAY = 1.1
@@ -53,11 +58,8 @@ BOUND_LEEWAY = 1.1
 ORDER_OF_SUMS = 2.0**-10
 # The cosine of the run's error and our quantizer's error must reach this value. It is 0.8 or more
 # if both used the same scales, and about zero otherwise. If the quantizer rounds stochastically,
-# the cosine is first divided by the cosine of two errors of our quantizer.
+# the cosine is relative to the cosine of two errors of our quantizer.
 LEAST_LIKENESS = 0.5
-# If the quantizer rounds stochastically, it quantizes the same operands several times. The run's
-# cosine is not judged if the mean cosine of two of these errors is at most this value.
-KNOWN_LIKENESS = 0.1
 # Relative tolerance of an amax. A library may compute it from the output of a normalization before
 # this output is rounded to BF16.
 AMAX_TOLERANCE = 2.0**-6
@@ -90,8 +92,8 @@ def judge_product(
     name: the name of the product, for the message.
     exact: a sample of the exact product.
     error: the run's result minus `exact`, of the same shape.
-    plain: the errors of the plain quantizer, each of the same shape. There are several errors if
-        the quantizer rounds stochastically, otherwise one.
+    plain: the errors of the plain quantizer, each of the same shape. There are DRAWS errors if the
+        quantizer rounds the left operand stochastically, otherwise one.
     bound: the largest norm that the format's rounding error can have, a scalar.
 
     Waits for the device. Returns None if `exact` and `error` are zero.
@@ -99,22 +101,77 @@ def judge_product(
     norm = exact.norm(dtype=torch.float64)
     if norm == 0 and not error.any():
         return None
-    error, *plain = (values.double().flatten() / norm for values in (error, *plain))
+    error, *plain = (values.double() / norm for values in (error, *plain))
     size = error.norm().item()
     sizes = [values.norm().item() for values in plain]
-    allowed = min(LEEWAY * max(sizes), BOUND_LEEWAY * bound.item() / norm.item()) if norm else 0.0
-    excess = size / (allowed + ORDER_OF_SUMS)
+    if not norm:
+        return Compared.of(name, size, size / ORDER_OF_SUMS)
+    excess = size / (BOUND_LEEWAY * bound.item() / norm.item() + ORDER_OF_SUMS)
     # Judge the direction only if quantization errors are much larger than ORDER_OF_SUMS. Otherwise
     # differences in the order of sums make the directions differ.
-    if min(sizes) > 8 * ORDER_OF_SUMS:
-        too_small = (min(sizes) - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf
-        excess = max(excess, too_small)
-        cosine = partial(F.cosine_similarity, dim=0, eps=1e-100)
-        among_draws = mean([cosine(*pair).item() for pair in combinations(plain, 2)] or [1.0])
-        if among_draws > KNOWN_LIKENESS:
-            likeness = mean(cosine(error, values).item() for values in plain) / among_draws
-            excess = max(excess, LEAST_LIKENESS / likeness if likeness > 0 else math.inf)
+    is_precise = min(sizes) > 8 * ORDER_OF_SUMS
+    if len(plain) == 1:
+        excess = max(excess, size / (LEEWAY * sizes[0] + ORDER_OF_SUMS))
+        if is_precise:
+            too_small = (sizes[0] - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf
+            cosine = F.cosine_similarity(error.flatten(), plain[0].flatten(), dim=0, eps=1e-100)
+            too_different = LEAST_LIKENESS / cosine.item() if cosine > 0 else math.inf
+            excess = max(excess, too_small, too_different)
+    elif is_precise:
+        excess = max(excess, _judge_draws(torch.stack([error, *plain])))
     return Compared.of(name, size, excess)
+
+
+def _judge_draws(errors: Tensor) -> float:
+    """Compare an error of stochastic rounding with errors of our quantizer.
+
+    Return the larger excess of two statistics: the squared norm of the run's error, and its inner
+    product with our quantizer's errors.
+
+    A few rows of a gradient may be much larger than all others. Then the norm of the complete error
+    depends on a few roundings, and correct draws differ by more than 20 %. So the errors in each
+    row are divided by their root mean square over all draws, and every row counts equally.
+
+    A deviation is a mismatch if it exceeds a fixed tolerance, and if correct rounding would cause
+    it with a probability of at most FALSE_ALARM (see `_surprise`).
+
+    errors: the run's error, followed by the errors of two or more draws of our quantizer,
+        [1 + draws, rows, columns]. The rows are rows of the operand that is rounded stochastically:
+        tokens in dgrad, and output features in wgrad.
+    """
+    errors = errors[:, errors.square().sum((0, 2)) != 0]
+    errors = errors / errors.square().sum(2, keepdim=True).mean(0, keepdim=True).sqrt()
+    squares = errors.square().sum(2)
+    # Mean inner product of each error with all other errors.
+    inner = (errors * (errors.sum(0) - errors)).sum(2) / (len(errors) - 1)
+    among_plain = (inner.sum() - 2 * inner[0].sum()) / (len(errors) - 2)
+    missing = among_plain - inner[0].sum()
+    allowed = (1 - LEAST_LIKENESS) * among_plain.clamp(min=1e-100)
+    difference = (squares[0].mean() - 1).item()
+    return max(
+        min(abs(difference) / ROW_LEEWAY, _surprise(squares if difference > 0 else -squares)),
+        min((missing / allowed).item(), _surprise(-inner)),
+    )
+
+
+def _surprise(statistic: Tensor) -> float:
+    """Return the improbability that the first draw's sum over rows is as large as it is.
+
+    Rows are rounded independently. If the run rounds correctly, then in each row, its value is a
+    random choice from the values of all draws, because the draws have the same distribution. With
+    s[d, r] for the value of draw d in row r, and any positive rate, Chernoff's inequality bounds
+    the probability of a first sum of this size: it is at most the product over r of the mean over d
+    of exp(rate * (s[d, r] - s[0, r])). So the bound holds for every distribution of the values, and
+    for every number of rows.
+
+    Return the logarithm of the bound with the best rate, divided by the logarithm of FALSE_ALARM.
+
+    statistic: a value for each draw and row, [draws, rows]. Values are of the order of 1.
+    """
+    rates = 2 ** torch.arange(-4, 6, 0.5, device=statistic.device)
+    exponents = rates[:, None, None] * (statistic - statistic[0])
+    bounds = (exponents.logsumexp(1) - math.log(len(statistic))).sum(1)
+    return bounds.min().item() / math.log(FALSE_ALARM)
 
 
 @contextmanager
@@ -288,7 +345,9 @@ class _ProductCheck:
         )
         independent = of_left @ right.t() + left @ of_right.t()
         shares = of_left.sum() / left.sum() + of_right.sum() / right.sum()
-        return torch.maximum(independent.sum(), shares * exact.square().sum()).sqrt()
+        bound = torch.maximum(independent.sum(), shares * exact.square().sum()).sqrt()
+        # Infinity times zero is NaN. An operand with saturated values has no finite bound.
+        return bound.nan_to_num(math.inf, math.inf)
 
     def _rounding_variance(self, role: Role, operand: _Sample, scale: Tensor | None) -> Tensor:
         """Return an upper bound on the mean squared rounding error of each value, [rows, k].

@@ -1,0 +1,77 @@
+"""The comparison of products accepts correct stochastic rounding, and finds wrong errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.observe.product_check import DRAWS, judge_product
+from tests.pretrain.conftest import active_in
+
+FEATURES = 64
+SEEDS = 150
+
+
+@cache
+def errors_of_draws(precision: str, spread: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return an exact product [128, 32], and the errors of 1 + DRAWS draws.
+
+    The norms of the gradient's rows are lognormal. With a spread of 3, a few rows have almost the
+    complete norm. The weights have rank 2, so each row of an error has few independent values.
+    """
+    torch.manual_seed(seed)
+    quantized = active_in(precision).quantized_precision
+    gradient = torch.randn(128, FEATURES) * (spread * torch.randn(128, 1)).exp()
+    weight = torch.randn(32, 2) @ torch.randn(2, FEATURES)
+    rounded_weight = quantized.along_features("weight")(weight, None, None).dequantize()
+    quantize = quantized.along_features("grad_output")
+    exact = gradient @ weight.t()
+    draws = [quantize(gradient, None, None).dequantize() for _ in range(1 + DRAWS)]
+    return exact, torch.stack([draw @ rounded_weight.t() - exact for draw in draws])
+
+
+def excess(exact: Tensor, errors: Tensor) -> float:
+    """Return the excess of the first error, without an absolute bound."""
+    error, *plain = errors
+    compared = judge_product("product", exact, error, plain, torch.tensor(torch.inf))
+    assert compared is not None
+    return compared.excess
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
+def test_correct_errors_in_few_rows_pass(precision: str, spread: float) -> None:
+    """The norms of two correct errors differ by more than 20 %, if a few rows are large."""
+    drawn = [errors_of_draws(precision, spread, seed) for seed in range(SEEDS)]
+    assert max(excess(exact, errors) for exact, errors in drawn) < 0.5
+    if spread == 3.0:
+        norms = torch.stack([errors.square().sum((1, 2)).sqrt() for _, errors in drawn])
+        assert (norms[:, 0] > 1.2 * norms[:, 1:].amax(1)).any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda error: 1.4 * error,
+        lambda error: error / 1.4,
+        lambda error: -error,
+        lambda error: error.roll(1, 1),
+    ],
+    ids=["too large", "too small", "wrong direction", "wrong columns"],
+)
+@pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
+def test_wrong_errors_in_few_rows_are_found(
+    precision: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    for seed in range(SEEDS // 5):
+        exact, errors = errors_of_draws(precision, 3.0, seed)
+        assert excess(exact, torch.stack([change(errors[0]), *errors[1:]])) > 1
+
+
+def test_an_error_that_is_not_a_number_is_found() -> None:
+    exact, errors = errors_of_draws("nvfp4", 0.0, 0)
+    assert excess(exact, torch.stack([errors[0] * torch.nan, *errors[1:]])) == torch.inf
