@@ -504,16 +504,15 @@ fault("a weight's gradient uses every second token, doubled", emulated)(
 
 @fault("output gradients are not quantized", emulated)
 def gradients_unquantized(run: SmallRun, patch: Patch) -> None:
-    prepare = emulation.EmulationEngine.prepare
+    quantize_along = emulation.EmulatedGemm.quantize_along
 
-    def unquantized(
-        engine: Any, role: str, x: Tensor, along: str, scale: Tensor | None = None
-    ) -> tuple[Operand, Tensor | None]:
-        operand, amax = prepare(engine, role, x, along, scale)
-        plain = Operand(x.float() if along == "features" else x.t().float(), None)
-        return plain if role == "grad_output" else operand, amax
+    def unquantized(gemm: Any, role: str, x: Tensor, along: str, scale: Tensor | None) -> Operand:
+        operand = quantize_along(gemm, role, x, along, scale)
+        if role != "grad_output":
+            return operand
+        return Operand(x.float() if along == "features" else x.t().float(), None)
 
-    patch.setattr(emulation.EmulationEngine, "prepare", unquantized)
+    patch.setattr(emulation.EmulatedGemm, "quantize_along", unquantized)
 
 
 def in_quantizers(make: Make) -> Make:
