@@ -197,7 +197,23 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
         command = [*LAUNCH, "--config_file", str(arguments.config), "train_accelerate.py"]
     command += [str(arguments.recipe), *settings]
     environment = {name: str(folder / "caches" / name) for name in CACHES}
-    lines = timed_lines(command, environment, arguments.timeout)
+    return timed_run(command, run_dir, environment, arguments.timeout)
+
+
+def timed_run(
+    command: Sequence[str], run_dir: Path, environment: dict[str, str], timeout: float
+) -> dict[str, Any]:
+    """Run a training, and return its times in seconds since the launch.
+
+    Raises InputError with the end of the output if the training fails.
+
+    Args:
+        command: The command of the training. It must print every step (`log.every=1`).
+        run_dir: The run folder of the training.
+        environment: Environment variables for the training.
+        timeout: Seconds after which the training is killed.
+    """
+    lines = timed_lines(command, environment, timeout)
     status, end = lines.pop()
     if status != "0":
         output = "".join(line for line, _ in lines)
