@@ -17,7 +17,6 @@ import pytest
 from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
 from foundation.fork_server import ForkServer
-from foundation.signals import StopRequest
 from pretrain.compare import which
 from pretrain.compare.differences import (
     BEYOND_MARGIN,
@@ -30,7 +29,7 @@ from pretrain.compare.differences import (
 )
 from pretrain.compare.seed_groups import grouped
 from pretrain.compare.verdicts import NO_GAIN, USE, Protocol, Rounds, Verdict, loss_slope
-from pretrain.compare.which_trainings import Question, train
+from pretrain.compare.which_trainings import Question
 from pretrain.metrics.run_record import RunRecord
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
@@ -338,24 +337,6 @@ def test_rounds_before_the_first_verdict_share_the_gpus(trained_question: Traine
     assert seeds_within(1e6) == [44, 45]
     rounds.runs = [{}] * 4
     assert seeds_within(1e6) == [46]
-
-
-def test_no_training_starts_after_a_baseline_that_failed(
-    small_recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    """The baseline's learning rate is so large that its first loss after an update is NaN."""
-    file = write_recipe(small_recipe, tmp_path)
-    overrides = ("optimizer.learning_rate=1e30", "parity=false")
-    question = Question(
-        load_recipe(file, overrides), file, overrides, commands.ON_CPU, tmp_path / "which"
-    )
-    matrix = question.trial(["fp32", "bf16"])
-    with (
-        StopRequest(passed_on=True) as stop,
-        pytest.raises(InputError, match=r"fp32\.log: this training has halted"),
-    ):
-        train(matrix, stop, may_fail=False)
-    assert [cell.log.exists() for cell in matrix.cells] == [True, False]
 
 
 def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(

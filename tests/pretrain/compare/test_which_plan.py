@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from foundation.errors import InputError
+from foundation.signals import StopRequest
 from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.compare import which
 from pretrain.compare.verdicts import Protocol, Rounds
-from pretrain.compare.which_trainings import Question
+from pretrain.compare.which_trainings import Question, train
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
@@ -159,3 +160,21 @@ def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_pa
     assert Rounds(protocol, at_once=1).before_verdict == 1
     with pytest.raises(InputError, match="--gpus"):
         which.main(commands.read("which", [str(file), "--gpus", "0"]))
+
+
+def test_no_training_starts_after_a_baseline_that_failed(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """The baseline's learning rate is so large that its first loss after an update is NaN."""
+    file = write_recipe(small_recipe, tmp_path)
+    overrides = ("optimizer.learning_rate=1e30", "parity=false")
+    question = Question(
+        load_recipe(file, overrides), file, overrides, commands.ON_CPU, tmp_path / "which"
+    )
+    matrix = question.trial(["fp32", "bf16"])
+    with (
+        StopRequest(passed_on=True) as stop,
+        pytest.raises(InputError, match=r"fp32\.log: this training has halted"),
+    ):
+        train(matrix, stop, may_fail=False)
+    assert [cell.log.exists() for cell in matrix.cells] == [True, False]

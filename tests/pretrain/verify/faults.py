@@ -508,9 +508,8 @@ def gradients_unquantized(run: SmallRun, patch: Patch) -> None:
 
     def unquantized(gemm: Any, role: str, x: Tensor, along: str, scale: Tensor | None) -> Operand:
         operand = quantize_along(gemm, role, x, along, scale)
-        if role != "grad_output":
-            return operand
-        return Operand(x.float() if along == "features" else x.t().float(), None)
+        plain = Operand(x.float() if along == "features" else x.t().float(), None)
+        return plain if role == "grad_output" else operand
 
     patch.setattr(emulation.EmulatedGemm, "quantize_along", unquantized)
 
