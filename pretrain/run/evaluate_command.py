@@ -47,7 +47,8 @@ def main(parsed: argparse.Namespace) -> int:
     if is_run and not path.is_file():
         raise InputError(
             f"{parsed.recipe}: this folder is not a run folder, because it has no config.yaml; "
-            "choose either a run folder, such as runs/NAME, or a recipe"
+            "choose either a run folder, such as runs/NAME, or a recipe; --resume chooses a "
+            "checkpoint of the run"
         )
     datasets = [argument for argument in parsed.overrides if "=" not in argument]
     if len(datasets) > 1:
