@@ -305,14 +305,15 @@ class _ProductCheck:
 
         There are DRAWS errors if a factor is rounded stochastically, otherwise one error.
         """
-        draws = DRAWS if any(map(self._precision.is_stochastic, operands)) else 1
+        is_quantized = self._precision.quantizes_in(gemm)
+        is_stochastic = is_quantized and any(map(self._precision.is_stochastic, operands))
         plain = []
         with overridden(torch.backends.cuda.matmul, fp32_precision="ieee"):
             left, right = (operand.values.float() for operand in operands.values())
             exact = left @ right.t()
             left, right = (operand.to_quantize.float() for operand in operands.values())
-            for _ in range(draws):
-                if self._precision.quantizes_in(gemm):
+            for _ in range(DRAWS if is_stochastic else 1):
+                if is_quantized:
                     left, right = (
                         self._quantize[role](
                             operand.to_quantize, self._scale_of(name, role), operand.amax
