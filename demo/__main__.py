@@ -108,9 +108,21 @@ def steps_of(recipe: Recipe) -> list[Step]:
         Step(
             "Comparison of FP32 with emulated FP8 and FP4",
             REPORT,
-            lambda: run(python("pretrain", "matrix", MATRIX)),
+            lambda: compare(MATRIX, REPORT),
         ),
     ]
+
+
+def compare(matrix: str, report: Path) -> None:
+    """Run a matrix, which writes `report`. If a run fails, delete this incomplete report.
+
+    So the next call continues with the runs that are not finished.
+    """
+    try:
+        run(python("pretrain", "matrix", matrix))
+    except subprocess.CalledProcessError:
+        report.unlink(missing_ok=True)
+        raise
 
 
 def write_text(corpus: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.__main__ import idle_cores, run
+from demo.__main__ import compare, idle_cores, run
 from packing.pack_maker import usable_cores
 
 
@@ -34,3 +34,11 @@ def test_commands_get_a_thread_for_each_idle_core_or_the_users_number(tmp_path: 
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     run([sys.executable, "-c", code, str(tmp_path / "set")])
     assert (tmp_path / "set").read_text() == "99"
+
+
+def test_a_failed_comparison_leaves_no_report_so_it_is_repeated(tmp_path: Path):
+    report = tmp_path / "report.html"
+    report.touch()
+    with pytest.raises(subprocess.CalledProcessError):
+        compare(str(tmp_path / "missing.yaml"), report)
+    assert not report.exists()
