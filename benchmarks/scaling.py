@@ -207,12 +207,11 @@ class Scaling:
             recipe = TINY
             settings += ["precision=delayed", "fp8_config.on_unsupported=emulate"]
             settings += ["batch.microbatch=2"]
-        elif recipe == LLAMA:
-            settings += ["model.gradient_checkpointing=none", "batch.microbatch=1"]
-            settings += [f"batch.tokens={tokens}"]
         else:
             settings += [f"batch.tokens={tokens}"]
-        if recipe != LLAMA:
+        if recipe == LLAMA:
+            settings += ["model.gradient_checkpointing=none", "batch.microbatch=1"]
+        else:
             settings += ["fp8_config.scope=linear+head"]
         loaded = load_recipe(recipe, settings)
         packs = throughput_packs.folder_of(loaded, steps, whole_documents=whole_documents)

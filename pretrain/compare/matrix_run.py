@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -123,13 +122,18 @@ def run_all(
 ) -> list[Outcome]:
     """Run the cells that are not finished, until all cells have ended or a signal arrives.
 
-    Cells are started in order, and at most `matrix.at_once` of them run at the same time. After a
-    cell with a fatal outcome, no other cell is started. Raise
+    Cells are started in order, and at most `matrix.at_once` of them run at the same time. Raise
     InputError before any cell is started if the data of a cell is missing, or if the folder of a
     cell is not writable, contains files that no run has written, or contains a finished run with
     other settings.
 
     Return the result of each cell in `cells`, in the same order.
+
+    Args:
+        matrix: The matrix.
+        cells: The cells to run.
+        stop: Request to stop, by a signal.
+        is_fatal: Function that returns True for a result after which no other cell is started.
     """
     wait_for_earlier_start([cell.log for cell in cells], stop)
     outcomes = {
@@ -172,9 +176,9 @@ def run_all(
 
 
 def wait_for_earlier_start(logs: Sequence[Path], stop: StopRequest) -> None:
-    """Wait while processes of an earlier, killed command still write some of `logs` of cells.
+    """Wait until no process of an earlier, killed command trains a cell any more.
 
-    Return at once if this process receives a signal.
+    `logs` are the logs of the cells. Return at once if this process receives a signal.
     """
     # A training process locks its log.
     names = [log.stem for log in logs if is_locked(log, without_locks=False)]
@@ -306,18 +310,6 @@ def launcher_of(matrix: Matrix) -> list[str]:
         os.path.relpath(LAUNCHER),
         str(matrix.settings.recipe),
     ]
-
-
-def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:
-    """Return the shell command that trains a recipe, for the user to copy.
-
-    Args:
-        accelerate: The Accelerate configuration.
-        recipe: The recipe file.
-        overrides: Settings that override the recipe, as key=value.
-    """
-    launch = ["accelerate", "launch", "--config_file", str(accelerate), "train_accelerate.py"]
-    return shlex.join([*launch, str(recipe), *overrides])
 
 
 def environment_of(matrix: Matrix) -> dict[str, str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import shutil
 import statistics
 import time
@@ -39,7 +40,7 @@ from pretrain.compare.columns import signed
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENT, WITHIN_MARGIN, fewest_seeds
 from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix_file import CELL, Cell, Matrix, as_overrides
-from pretrain.compare.matrix_run import launch_command, say, wait_for_earlier_start
+from pretrain.compare.matrix_run import say, wait_for_earlier_start
 from pretrain.compare.verdicts import MOST_SEEDS, NO_GAIN, USE, Protocol, Rounds, Verdict
 from pretrain.compare.which_trainings import (
     HEAD,
@@ -448,7 +449,8 @@ def read_ended_rounds(question: Question, rounds: Rounds) -> list[Verdict]:
     Return the verdicts after these rounds.
     """
     verdicts = rounds.verdicts()
-    while matrix := open_rounds(question, rounds, verdicts, number=1):
+    while candidates := open_candidates(rounds, verdicts):
+        matrix = matrix_of(question, rounds, candidates, number=1)
         if not all(has_ended(matrix, cell) for cell in matrix.cells):
             break
         add_runs(rounds, matrix)
@@ -456,29 +458,29 @@ def read_ended_rounds(question: Question, rounds: Rounds) -> list[Verdict]:
     return verdicts
 
 
-def open_rounds(
-    question: Question, rounds: Rounds, verdicts: Sequence[Verdict], number: int
-) -> Matrix | None:
-    """Return the runs of the next `number` rounds, as a matrix.
+def open_candidates(rounds: Rounds, verdicts: Sequence[Verdict]) -> list[str]:
+    """Return the candidates that need another round: those whose verdict is open.
 
-    A round has the next seed, the baseline, and all candidates whose verdict is open. Return None
-    if there is no such candidate, or if MOST_SEEDS rounds are trained.
+    The list is empty after MOST_SEEDS rounds.
     """
-    open_names = [verdict.name for verdict in verdicts if verdict.is_open]
-    if not open_names or len(rounds.runs) >= MOST_SEEDS:
-        return None
+    if len(rounds.runs) >= MOST_SEEDS:
+        return []
+    return [verdict.name for verdict in verdicts if verdict.is_open]
+
+
+def matrix_of(question: Question, rounds: Rounds, candidates: Sequence[str], number: int) -> Matrix:
+    """Return the runs of the next `number` rounds with `candidates`, as a matrix."""
     seed = question.recipe.seed + len(rounds.runs)
-    return question.rounds(rounds.protocol, range(seed, seed + number), open_names)
+    return question.rounds(rounds.protocol, range(seed, seed + number), candidates)
 
 
 def next_rounds(
     question: Question, rounds: Rounds, verdicts: Sequence[Verdict], seconds_left: float
 ) -> Matrix | None:
-    """Return the runs of the rounds to train next, as a matrix.
+    """Return the runs of the next round as a matrix, or of several rounds to train together.
 
-    The matrix has as many rounds as are useful together and end within the time limit. If none of
-    them would end in time, print this and return None. The time limit is ignored for the first
-    round. Also return None if no verdict is open, or if MOST_SEEDS rounds are trained.
+    Return None if no candidate needs another round. If the next round would not end within the time
+    limit, print this and return None. The time limit is ignored for the first round.
 
     Args:
         question: The recipe and the folder of the runs.
@@ -486,16 +488,17 @@ def next_rounds(
         verdicts: The verdicts after these rounds.
         seconds_left: Seconds until the time limit.
     """
-    open_names = [verdict.name for verdict in verdicts if verdict.is_open]
+    candidates = open_candidates(rounds, verdicts)
+    if not candidates:
+        return None
     # The plan uses the whole time, and a little of it has passed since then.
     limit = 1.01 * seconds_left
     number = rounds.before_verdict
-    while number > 1 and rounds.seconds(open_names, number) > limit:
+    while number > 1 and rounds.seconds(candidates, number) > limit:
         number -= 1
-    matrix = open_rounds(question, rounds, verdicts, number)
-    seconds = rounds.seconds(open_names)
-    if matrix is None or not rounds.runs or seconds <= limit:
-        return matrix
+    seconds = rounds.seconds(candidates)
+    if seconds <= limit or not rounds.runs:
+        return matrix_of(question, rounds, candidates, number)
     say(
         f"\nThe next round takes about {duration(seconds)}, but only "
         f"{duration(max(seconds_left, 0))} of --hours are left. To train it, run the same command "
@@ -585,6 +588,18 @@ def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) 
     elif all(verdict.advice == NO_GAIN for verdict in verdicts):
         lines.append(f"Stay with {protocol.base}.")
     return "\n".join(lines)
+
+
+def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:
+    """Return the shell command that trains a recipe, for the user to copy.
+
+    Args:
+        accelerate: The Accelerate configuration.
+        recipe: The recipe file.
+        overrides: Settings that override the recipe, as key=value.
+    """
+    launch = ["accelerate", "launch", "--config_file", str(accelerate), "train_accelerate.py"]
+    return shlex.join([*launch, str(recipe), *overrides])
 
 
 def interval_within(protocol: Protocol, verdict: Verdict) -> str:

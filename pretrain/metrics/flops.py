@@ -1,6 +1,6 @@
-"""Exact training FLOPs, and the FLOPs by nanoGPT's formula.
+"""Compute the exact FLOPs of training, and the FLOPs by nanoGPT's formula.
 
-Only matrix products are counted, with two operations per multiply-add. The FLOPs of linear layers
+Only matrix products are counted. A multiply-add is two operations. The FLOPs of linear layers
 and experts are computed from the number of their weights. The FLOPs of attention are computed from
 the lengths of the documents in each step. A product that gradient checkpointing computes twice is
 counted once.
