@@ -10,16 +10,17 @@ The parts are:
   `hsdp.yaml` (two replicas). The table has the speed, its share of the speed of one GPU times the
   number of GPUs, the memory, and the seconds from the launch to full speed. It also has the losses
   of the first steps side by side.
-* `large` trains Llama-3.1-8B with `zero.yaml` and `fsdp2.yaml`. Each pack is one document of 8,192
+* `large` trains Llama-3.1-8B with `fsdp2.yaml` and `zero.yaml`. Each pack is one document of 8,192
   tokens.
 * `launchers` trains as `ddp` in `topologies`, but with two launchers that have half of the GPUs
   each, like two machines.
-* `kill` kills one rank of a deterministic run after its first checkpoint, and measures how long the
-  other processes need to end. Then the run is resumed on all GPUs, and a copy of it on half of
-  them. The result has the differences of their losses from the losses of an uninterrupted run.
+* `kill` kills one rank of a deterministic run after its checkpoint, and measures how long the other
+  processes need to end. Then the run is resumed on all GPUs, and a copy of it on half of them. The
+  result has the differences of their losses from the losses of an uninterrupted run.
 
-All runs are in FP8 with delayed scaling and exact BF16 weights. Except in `large`, the head is in
-FP8 too. The result file is written after every run. A run that the file already has is not
+A step has 131,072 tokens per GPU, and 65,536 in `large`. The run on one GPU has as many tokens per
+step as the others. All runs are in FP8 with delayed scaling and exact BF16 weights. Except in
+`large`, the head is in FP8 too. The result file is written after every run. A run that the file already has is not
 repeated, so a measurement can be divided into several calls. A run that fails is recorded with its
 error. `--tiny` is a dry run with a small model on CPUs, with emulated FP8.
 """
@@ -64,12 +65,12 @@ PARTS = ("topologies", "large", "launchers", "kill")
 QWEN3 = Path("benchmarks/qwen3_1_7b_80gb.yaml")
 LLAMA = Path("benchmarks/llama_3_1_8b.yaml")
 TINY = Path("benchmarks/tiny.yaml")
-# Tokens of a step in all parts but `large`, and in `large`.
-TOKENS = 1_048_576
-TOKENS_LARGE = 524_288
-# Steps of a run, and of a run in `kill`, which saves a checkpoint every third step.
+# Tokens per GPU and step in all parts but `large`, and in `large`.
+TOKENS = 131_072
+TOKENS_LARGE = 65_536
+# Steps of a run, and of a run in `kill`, which saves a checkpoint after its third step.
 STEPS = 6
-STEPS_KILL = 9
+STEPS_KILL = 5
 CHECKPOINT_EVERY = 3
 # Number of losses in the table.
 SHOWN_LOSSES = 3
@@ -109,7 +110,7 @@ class Scaling:
     def large(self) -> None:
         """Train the large model."""
         settings = self.settings(LLAMA, TOKENS_LARGE, STEPS, whole_documents=True)
-        for topology in ("zero", "fsdp2"):
+        for topology in ("fsdp2", "zero"):
             launch = self.launch(f"{topology}_fp8_delayed", self.gpus)
             self.measure(f"large_{topology}", launch, settings)
 
@@ -166,7 +167,10 @@ class Scaling:
         seconds_to_end = time.monotonic() - killed_at
         launcher.wait()
         half = self.folder / "killed_half"
-        shutil.copytree(run_dir, half)
+        shutil.copytree(run_dir, half, ignore=shutil.ignore_patterns("checkpoints"))
+        # A resumed run does not change the files of a checkpoint. Link them, because they are large.
+        checkpoints = run_dir / "checkpoints"
+        shutil.copytree(checkpoints, half / "checkpoints", copy_function=os.link)
         on_half = self.launch("zero_fp8_delayed", self.gpus // 2)
         return {
             "seconds_until_all_processes_ended": seconds_to_end,
@@ -201,14 +205,17 @@ class Scaling:
     def settings(
         self, recipe: Path, tokens: int, steps: int, *, whole_documents: bool = False
     ) -> list[str]:
-        """Return the recipe and the settings of a run. Write the packs if they are missing."""
+        """Return the recipe and the settings of a run. Write the packs if they are missing.
+
+        `tokens` is the number of tokens per GPU and step.
+        """
         settings = ["weights=bf16_exact", "log.every=1", "parity=false", f"train.steps={steps}"]
         if self.tiny:
             recipe = TINY
             settings += ["precision=delayed", "fp8_config.on_unsupported=emulate"]
             settings += ["batch.microbatch=2"]
         else:
-            settings += [f"batch.tokens={tokens}"]
+            settings += [f"batch.tokens={tokens * self.gpus}"]
         if recipe == LLAMA:
             settings += ["model.gradient_checkpointing=none", "batch.microbatch=1"]
         else:
