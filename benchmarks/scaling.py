@@ -20,9 +20,9 @@ The parts are:
 
 A step has 131,072 tokens per GPU, and 65,536 in `large`. The run on one GPU has as many tokens per
 step as the others. All runs are in FP8 with delayed scaling and exact BF16 weights. Except in
-`large`, the head is in FP8 too. The result file is written after every run. A run that the file already has is not
-repeated, so a measurement can be divided into several calls. A run that fails is recorded with its
-error. `--tiny` is a dry run with a small model on CPUs, with emulated FP8.
+`large`, the head is in FP8 too. The result file is written after every run. A run that the file
+already has is not repeated, so a measurement can be divided into several calls. A run that fails is
+recorded with its error. `--tiny` is a dry run with a small model on CPUs, with emulated FP8.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Scaling:
         launcher.wait()
         half = self.folder / "killed_half"
         shutil.copytree(run_dir, half, ignore=shutil.ignore_patterns("checkpoints"))
-        # A resumed run does not change the files of a checkpoint. Link them, because they are large.
+        # Link the files of checkpoints: they are large, and a resumed run does not change them.
         checkpoints = run_dir / "checkpoints"
         shutil.copytree(checkpoints, half / "checkpoints", copy_function=os.link)
         on_half = self.launch("zero_fp8_delayed", self.gpus // 2)
