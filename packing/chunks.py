@@ -69,15 +69,6 @@ def lacking(records: Records, names: Collection[str]) -> str | None:
     )
 
 
-def check_columns(where: str, records: Records, names: Collection[str]) -> None:
-    """Raise InputError if the columns `names` lack a column that `records` requires.
-
-    `where`, the name of the file or dataset, begins the message.
-    """
-    if message := lacking(records, names):
-        raise InputError(f"{where}: {message}")
-
-
 @dataclass(frozen=True)
 class Counts:
     """Numbers of documents and tokens, and of records that were not used."""

@@ -42,9 +42,9 @@ from packing.chunks import (
     COMPRESSION,
     Chunk,
     Place,
-    check_columns,
     column_names,
     decoded,
+    lacking,
     open_stream,
 )
 from packing.records import Records
@@ -305,7 +305,6 @@ class FileSource:
         with open_stream(path) as stream:
             rows = _csv_rows(stream, path)
             names = next(rows, [])
-            check_columns(str(path), self.records, names)
             columns = {*self.records.columns, *self.records.optional} or names
             schema = pa.schema([(name, pa.string()) for name in names if name in columns])
             # Reverse each row, so that `dict` keeps the first of several columns with the same
@@ -316,7 +315,9 @@ class FileSource:
                 )
                 for batch in iter(lambda: list(islice(rows, _ROWS)), [])
             )
-            yield from _table_chunks(batches, names, str(path), place.get("at", 0), 0, size)
+            yield from _table_chunks(
+                batches, names, self.records, str(path), place.get("at", 0), 0, size
+            )
 
     def _parquet_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
         """Yield chunks of rows. Row groups before `place` are not read."""
@@ -325,7 +326,6 @@ class FileSource:
         at = place.get("at", 0)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
-            check_columns(str(path), self.records, names)
             groups = range(file.num_row_groups)
             ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
             first_group = bisect_right(ends, at)
@@ -336,7 +336,7 @@ class FileSource:
                 # Request the optional columns too. pyarrow ignores names that the file lacks.
                 columns=[*self.records.columns, *self.records.optional],
             )
-            yield from _table_chunks(batches, names, str(path), at, row, size)
+            yield from _table_chunks(batches, names, self.records, str(path), at, row, size)
 
 
 class DatasetSource:
@@ -389,18 +389,16 @@ class DatasetSource:
         # Names of all columns, or an empty list if the dataset does not state them.
         names = list(data.features or ())
         if names:
-            check_columns(self.name, self.records, names)
             data = data.select_columns(self._read_columns(names))
         data = data.with_format("arrow")
         try:
             if state is not None:
                 data.load_state_dict(state)
             for table in data.iter(_ROWS):
-                check_columns(self.name, self.records, table.schema.names)
-                names = names or table.schema.names
+                columns = names or table.schema.names
                 tables = [table.select(self._read_columns(table.schema.names))]
                 for chunk in _table_chunks(
-                    tables, names, self.name, row, batch_start, size or CHUNK_BYTES
+                    tables, columns, self.records, self.name, row, batch_start, size or CHUNK_BYTES
                 ):
                     row = chunk.after["at"]
                     yield replace(
@@ -502,6 +500,7 @@ def _csv_rows(stream: pa.NativeFile, path: Path) -> Iterator[list[str]]:
 def _table_chunks(
     tables: Iterable[pa.RecordBatch | pa.Table],
     columns: list[str],
+    records: Records,
     origin: str,
     at: int,
     row: int,
@@ -511,8 +510,11 @@ def _table_chunks(
 
     `columns` are the names of all columns of the source, `origin` is the source's name, and `row`
     is the number of the first table's first row in the source. The place of a chunk (`Chunk.after`)
-    is the number of the next row.
+    is the number of the next row. Raises InputError if `columns` lack a column that `records`
+    requires.
     """
+    if message := lacking(records, columns):
+        raise InputError(f"{origin}: {message}")
     for table in tables:
         unread = table.slice(max(0, at - row))
         row += len(table)
