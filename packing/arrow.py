@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -83,6 +84,15 @@ class Packs:
         when they are used.
         """
         raise NotImplementedError
+
+    @cached_property
+    def by_source(self) -> Mapping[str, Packs]:
+        """Map the name of each source to its packs, which can be read at any time.
+
+        A single source has the name "". For a stream, these are the packs of the part that is not
+        deleted while the run trains.
+        """
+        return {"": self}
 
     def verify(self) -> None:
         """Compare the size and the hash of every file with the recorded values.

@@ -191,7 +191,7 @@ class MixedPacks(JoinedPacks):
         InputError if two sources were made with different tokenizers.
         """
         super().__init__(path, list(parts.values()))
-        self.parts = dict(parts)
+        self.by_source = dict(parts)
         self.weights = {name: weights[name] for name in parts}
         self.length = self.joined[0].length
         # MDS and token .bin files do not record their tokenizer.
@@ -204,7 +204,7 @@ class MixedPacks(JoinedPacks):
         self.tokenizer = recorded[0] if recorded else None
         # Value from which the fingerprint is computed.
         self.content = [
-            [name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()
+            [name, packs.fingerprint, self.weights[name]] for name, packs in self.by_source.items()
         ]
         self.fingerprint = hash_of(self.content)
 
@@ -212,7 +212,7 @@ class MixedPacks(JoinedPacks):
     def mixture(self) -> Mixture:
         """Rule that mixes these sources."""
         return Mixture(
-            names=tuple(self.parts),
+            names=tuple(self.by_source),
             counts=tuple(map(len, self.joined)),
             weights=tuple(self.weights.values()),
             tokens_per_pack=tuple(map(_tokens_of, self.joined)),

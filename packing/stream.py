@@ -322,6 +322,7 @@ class StreamedPacks(Packs):
             {name: source.first_part for name, source in self.sources.items()},
             dict(zip(parts, settings.shares, strict=True)),
         )
+        self.by_source = self.first_parts.by_source
         self.length = self.first_parts.length
         self.tokenizer = self.first_parts.tokenizer
         windows = [part.streamed.window for part in parts.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,10 +28,10 @@ from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
-# Two functions read at most this number of packs from a source. `Data.mean_squared` reads evenly
-# spaced packs to estimate the attention cost. `check_tokens` reads the first packs.
+# `Data.mean_squared` reads at most this number of evenly spaced packs from a source to estimate the
+# attention cost.
 _SAMPLED_PACKS = 1000
-# `check_tokens` also reads at most this number of evenly spaced packs from a source. With 4,096
+# `check_tokens` reads at most this number of evenly spaced packs from a source. With 4,096
 # tokens per pack, these packs have 1 GiB of token ids. Reading the packs takes less than a second,
 # because the files are in the page cache after their hashes were checked.
 _SCANNED_PACKS = 2**16
@@ -65,7 +64,7 @@ class Data:
         the file is missing. The folder of the packs has the file tokenizer.json, and the chat
         template if the documents are chats.
         """
-        files = [packs.path / name for packs in parts_of(self.train).values()]
+        files = [packs.path / name for packs in self.train.by_source.values()]
         return next((file for file in files if file.is_file()), None)
 
     @property
@@ -78,7 +77,7 @@ class Data:
         """
         means = [
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
-            for packs in parts_of(self.train).values()
+            for packs in self.train.by_source.values()
         ]
         readable = self.readable
         weights = readable.mixture.share_of_packs if isinstance(readable, MixedPacks) else None
@@ -87,7 +86,7 @@ class Data:
     @cached_property
     def has_masks(self) -> bool:
         """Return True if at least one source has packs with a mask of the tokens to train on."""
-        return any(packs[0].trained is not None for packs in parts_of(self.train).values())
+        return any(packs[0].trained is not None for packs in self.train.by_source.values())
 
     @property
     def stream(self) -> StreamedPacks | None:
@@ -128,19 +127,6 @@ class Data:
         )
 
 
-def parts_of(packs: Packs | None) -> Mapping[str, Packs]:
-    """Map the name of each source to its packs. A single source has the name "".
-
-    Return {} for None. For a stream, return the part of each source that is not deleted while the
-    run trains.
-    """
-    if isinstance(packs, StreamedPacks):
-        packs = packs.first_parts
-    if isinstance(packs, MixedPacks):
-        return packs.parts
-    return {} if packs is None else {"": packs}
-
-
 @START.part("packs")
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """Open the packs at `data.packs`. Prepare missing packs first if `data` sets their source.
@@ -178,16 +164,16 @@ def check_tokens(
     most: the largest number of tokens in a document, or None if there is no limit.
 
     If the packs record the size of their vocabulary, this size is compared with `vocab_size`. Packs
-    are read only if `most` is set or if the packs do not record this size. Then the first 1,000
-    packs and 65,536 evenly spaced packs of each source are read and checked. All other packs are
-    checked when batches are made from them.
+    are read only if `most` is set or if the packs do not record this size. Then at most 65,536
+    evenly spaced packs of each source are read and checked. All other packs are checked when
+    batches are made from them.
     """
     check_model(data.train, vocab_size, fingerprint)
-    for packs in [*parts_of(data.train).values(), *parts_of(data.held_out).values()]:
-        if most or "vocab_size" not in (packs.tokenizer or {}):
-            first = range(min(len(packs), _SAMPLED_PACKS))
-            for index in sorted({*first, *evenly(len(packs), _SCANNED_PACKS)}):
-                read_pack(packs, index, vocab_size, most)
+    for split in filter(None, (data.train, data.held_out)):
+        for packs in split.by_source.values():
+            if most or "vocab_size" not in (packs.tokenizer or {}):
+                for index in evenly(len(packs), _SCANNED_PACKS):
+                    read_pack(packs, index, vocab_size, most)
 
 
 def evaluated_parts(packs: Packs | None, limit: int | None) -> dict[str, tuple[Packs, int]]:
@@ -198,7 +184,7 @@ def evaluated_parts(packs: Packs | None, limit: int | None) -> dict[str, tuple[P
         (`evaluate.packs`), or None for all packs. The same share of packs is read from every
         source, but at least one pack.
     """
-    parts = parts_of(packs)
+    parts = {} if packs is None else packs.by_source
     # The held-out split may be empty. Then avoid a division by zero below.
     total = sum(map(len, parts.values())) or 1
     evaluated = total if limit is None else limit

@@ -61,21 +61,21 @@ def test_sources_are_prepared_separately_and_mixed_by_weight(
 ) -> None:
     packs = open_packs(data, "train")
     held_out = open_packs(data, "held_out")
-    assert isinstance(packs, MixedPacks) and list(packs.parts) == ["web", "short"] == list(
-        held_out.parts
+    assert isinstance(packs, MixedPacks) and list(packs.by_source) == ["web", "short"] == list(
+        held_out.by_source
     )
-    assert len(packs) == sum(len(part) for part in packs.parts.values())
+    assert len(packs) == sum(len(part) for part in packs.by_source.values())
     assert (
-        packs[len(packs.parts["web"])].input_ids.tolist()
-        == packs.parts["short"][0].input_ids.tolist()
+        packs[len(packs.by_source["web"])].input_ids.tolist()
+        == packs.by_source["short"][0].input_ids.tolist()
     )
     assert read_manifest(data.packs / "web")["settings"]["source"] == values["sources"][0]["source"]
 
     order = order_of(packs, 10, seed=3)
     steps = 3 * len(packs) // 10
-    tokens = {name: 0 for name in packs.parts}
+    tokens = {name: 0 for name in packs.by_source}
     for index in np.concatenate([order.packs_of_step(step) for step in range(steps)]).tolist():
-        tokens["web" if index < len(packs.parts["web"]) else "short"] += int(
+        tokens["web" if index < len(packs.by_source["web"]) else "short"] += int(
             packs[index].lengths.sum()
         )
     assert tokens["web"] / sum(tokens.values()) == pytest.approx(0.7, abs=0.01)
