@@ -101,6 +101,9 @@ class Devices:
     # The CUDA compute capability. If it is None, memory is estimated as for Hopper.
     capability: tuple[int, int] | None = None
 
+    def __str__(self) -> str:
+        return f"{self.count} x {self.name}"
+
     @property
     def shards(self) -> int:
         """Return the number of devices over which one copy of the parameters is distributed."""

@@ -59,12 +59,11 @@ def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
 def _devices_line(plan: Plan) -> str:
     """Return the number and the name of the devices, and how the weights are sharded over them."""
     devices = plan.devices
-    line = f"{devices.count} x {devices.name}"
     if not devices.sharded:
-        return line
+        return str(devices)
     replicas = f"{devices.replicas} replicas of {devices.shards} " if devices.replicas > 1 else ""
     use = "once a step" if devices.gathered else "for each use"
-    return f"{line}, {replicas}shards, gathered {use}"
+    return f"{devices}, {replicas}shards, gathered {use}"
 
 
 def shape_lines(flops: ModelFlops) -> list[str]:

@@ -13,6 +13,7 @@ from foundation import units
 from foundation.errors import InputError
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
 from pretrain.metrics.console import Console
+from pretrain.metrics.peaks import Peak, entry_of
 from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.rendering import (
@@ -24,7 +25,7 @@ from pretrain.plan.rendering import (
     model_lines,
     render,
 )
-from pretrain.plan.targets import Target
+from pretrain.plan.targets import devices_called, obstacle, plan_on
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import where_to_resume
 from pretrain.settings.commands import USUAL
@@ -52,13 +53,13 @@ def main(options: argparse.Namespace) -> int:
         raise InputError(
             "--mfu: the MFU must not be above 1; for 40 % of the peak, write --mfu 0.4"
         )
-    targets = [Target.parse(text) for text in options.on or USUAL]
+    targets = [devices_called(text) for text in options.on or USUAL]
     loaded = load_recipe(options.recipe, options.overrides)
     recipe = _for_other_machines(loaded)
     accelerator, notices = as_launched(recipe)
     job = prepare_job(recipe, accelerator, options.overrides, purpose="elsewhere")
     plan = job.plan
-    plans = [(target, target.plan(plan, job.shapes)) for target in targets]
+    plans = [plan_on(devices, plan, job.shapes) for devices in targets]
 
     print(
         f"{plan.recipe.name}: {plan.schedule.label} compute, {plan.recipe.weights} weights\n"
@@ -74,7 +75,7 @@ def main(options: argparse.Namespace) -> int:
     print(
         markdown(
             ["on", "microbatch", "needs", "available", "tokens/s", "time"],
-            [_row(target, planned, shares) for target, planned in plans],
+            [_row(planned, shares) for planned in plans],
         )
     )
     notes = [
@@ -130,19 +131,19 @@ def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[
     return notes
 
 
-def _reasons(plans: Sequence[tuple[Target, Plan]]) -> list[str]:
-    """Return lines "TARGETS: reason" about targets with restrictions.
+def _reasons(plans: Sequence[Plan]) -> list[str]:
+    """Return lines "DEVICES: reason" about devices with restrictions.
 
-    A reason explains why the targets cannot run the plan, or why experts compute in BF16 on them.
+    A reason explains why the devices cannot run the plan, or why experts compute in BF16 on them.
 
-    plans: the targets and their plans.
+    plans: the plans of the recipe on all devices.
     """
-    targets = defaultdict(list)
-    for target, planned in plans:
-        obstacle = target.obstacle(planned)
-        for reason in [obstacle] if obstacle else planned.experts_in_bf16:
-            targets[reason].append(str(target))
-    return [f"{', '.join(names)}: {reason}" for reason, names in targets.items()]
+    devices = defaultdict(list)
+    for plan in plans:
+        missing = obstacle(plan)
+        for reason in [missing] if missing else plan.experts_in_bf16:
+            devices[reason].append(str(plan.devices))
+    return [f"{', '.join(names)}: {reason}" for reason, names in devices.items()]
 
 
 def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
@@ -162,32 +163,33 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
     return 0
 
 
-def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
-    """Return the row of a target in the table.
+def _row(plan: Plan, shares: Sequence[float]) -> list[str]:
+    """Return the row of the devices of `plan` in the table.
 
-    plan: the plan of the recipe on this target.
     shares: the MFUs of the table's columns, ascending.
     """
-    if target.obstacle(plan):
-        return [str(target), *[UNKNOWN] * 5]
+    devices = plan.devices
+    if obstacle(plan):
+        return [str(devices), *[UNKNOWN] * 5]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes = plan.takes(size)
-    fits = takes <= target.memory
-    # `plan.devices.memory` is the part of the target's memory that a plan should use.
+    # Neither the device nor its peak is None, because `obstacle` has found no obstacle.
+    available = cast(Peak, entry_of(devices.name)).memory
+    peak = cast(float, plan.peak_tflops) * TERA
+    fits = takes <= available * GIB
+    # `devices.memory` is the part of the available memory that a plan should use.
     remark = ""
-    if takes > plan.devices.memory:
+    if takes > devices.memory:
         remark = ": barely fits" if fits else ": does not fit"
     microbatches = -(-plan.packs_per_rank // size)
-    shards = " in shards" if plan.devices.sharded else ""
+    shards = " in shards" if devices.sharded else ""
     host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
-    # `peak_tflops` is not None, because `target.obstacle` has found no obstacle.
-    peak = cast(float, plan.peak_tflops) * TERA
     speeds = [share * peak / plan.flops_per_token for share in (shares if fits else ())]
     return [
-        str(target),
+        str(devices),
         f"{microbatches} x {plural(size, 'pack')}{shards}{remark}",
         units.memory(takes / GIB) + host,
-        units.memory(target.memory / GIB),
+        units.memory(available),
         " to ".join(f"{speed:,.0f}" for speed in speeds) or UNKNOWN,
         " to ".join(units.duration(plan.total_tokens / speed) for speed in speeds) or UNKNOWN,
     ]
