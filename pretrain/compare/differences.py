@@ -16,7 +16,9 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
+import mpmath
 import numpy as np
 
 from pretrain.metrics.run_record import FEWEST_STEPS
@@ -52,23 +54,13 @@ TOO_FEW_STEPS = "too few steps to say"
 def t_probability(t: float, freedom: int) -> float:
     """Return the probability that a Student's t variable lies within ±`t`.
 
-    `freedom` is the number of degrees of freedom, at least 1. Because it is a whole number, the
-    probability is a finite sum (Abramowitz and Stegun 26.7.3-4).
+    `freedom` is the number of degrees of freedom, at least 1.
     """
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine = math.cos(angle)
-    if freedom % 2 == 0:
-        probability = 0.0
-        term = math.sin(angle)
-    else:
-        probability = 2 / math.pi * angle
-        term = 2 / math.pi * math.sin(angle) * cosine
-    for place in range(2 + freedom % 2, freedom + 1, 2):
-        probability += term
-        term *= cosine**2 * (place - 1) / place
-    return probability
+    share = t**2 / (freedom + t**2)
+    return float(mpmath.betainc(0.5, freedom / 2, 0, share, regularized=True))
 
 
+@cache
 def t_quantile(freedom: int, confidence: float) -> float:
     """Return the bound b such that a Student's t variable lies within ±b with a given probability.
 
