@@ -10,7 +10,7 @@ plotly interprets some HTML.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.units import plural
 from pretrain.compare.columns import differences_of, figures_of
 from pretrain.compare.comparison import ComparedRun, machine_of
 from pretrain.compare.fairness import distinguishing_keys, loss_differences
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
-from pretrain.metrics.run_record import RunRecord, as_text, read_lines
+from pretrain.metrics.run_record import RunRecord, as_text, observed_layers, read_lines
 from pretrain.settings.config import flatten
 
 if TYPE_CHECKING:
@@ -339,30 +338,15 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
 
 
 def audit_of(run: RunRecord) -> list[str]:
-    """Return the observed precisions of the linear layers, with one line per precision of the run.
+    """Return the observed precisions of the linear layers, as lines that begin with the precision.
 
-    For example: "delayed (emulation): 28 linears in delayed, 1 linear in bf16 (scope linear
-    excludes the LM head)". The engine is in the first parentheses.
+    For example: "delayed: 28 in delayed on emulation, weights float32".
     """
-    lines = []
-    for name, audit in run.audits.items():
-        numbers = Counter(map(_effective, audit.get("products", [])))
-        linears = ", ".join(
-            f"{plural(number, 'linear')} in {effective}"
-            for effective, number in numbers.most_common()
-        )
-        engine = audit.get("computed_by", audit.get("backend"))
-        lines.append(f"{name} ({engine}): {linears}")
-    return lines
-
-
-def _effective(product: Mapping[str, Any]) -> str:
-    """Return the observed precision of `product`, the audit's record of a linear layer.
-
-    If the layer is not quantized, the reason follows in parentheses.
-    """
-    reason = product.get("reason")
-    return f"{product['effective']} ({reason})" if reason else product["effective"]
+    return [
+        f"{name}: {line}"
+        for name, audit in run.audits.items()
+        for line in observed_layers(audit.get("products", []))
+    ]
 
 
 def differing_values(

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -102,6 +103,21 @@ def as_text(value: Any, key: str = "") -> str:
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value)
+
+
+def observed_layers(products: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Summarise `products` of an audit as lines, the line with the most layers first.
+
+    There is a line for each combination of effective precision, backend, weight dtype and reason.
+    For example: "1 in bf16 on torch, weights float32 (scope linear excludes the LM head)".
+    """
+    keys = ("effective", "backend", "stored", "reason")
+    kinds = Counter(tuple(product[key] for key in keys) for product in products)
+    return [
+        f"{count} in {effective} on {backend.replace('_', ' ')}, weights {stored}"
+        + (f" ({reason})" if reason else "")
+        for (effective, backend, stored, reason), count in kinds.most_common()
+    ]
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:

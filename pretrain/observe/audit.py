@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from packing.batch import StepBatches
+from pretrain.metrics.run_record import observed_layers
 from pretrain.model.experts import GroupedExperts
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
@@ -277,26 +278,12 @@ def describe(
 def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
     """Return two texts of several lines that summarise the audit on the console.
 
-    The keys of the texts are "layers" and "settings". "layers" has a line for each combination of
-    precision, backend, weight dtype and reason. The line starts with the number of layers.
+    The keys of the texts are "layers" and "settings". "layers" has the lines of `observed_layers`.
     "settings" has one line for each of: the attention, the dtype of gradient sums, fused kernels,
     torch.compile, and deterministic mode if it is on.
 
     audited: the contents of audit.json.
     """
-    kinds = Counter(
-        (
-            entry["effective"],
-            entry["backend"].replace("_", " "),
-            entry["stored"],
-            entry["reason"],
-        )
-        for entry in audited["products"]
-    )
-    layers = [
-        f"{count} in {effective} on {backend}, weights {stored}{f' ({reason})' if reason else ''}"
-        for (effective, backend, stored, reason), count in kinds.most_common()
-    ]
     settings = [
         f"attention: within each document ({audited['attention']['kind'].removeprefix('packed_')})",
         f"gradient sums: {audited['gradients']}",
@@ -304,6 +291,7 @@ def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
         f"torch.compile: {audited['compiled'].replace('nothing', 'off')}",
         *(["deterministic"] if audited["deterministic"] != "no" else []),
     ]
+    layers = observed_layers(audited["products"])
     return {"layers": "\n".join(layers), "settings": "\n".join(settings)}
 
 

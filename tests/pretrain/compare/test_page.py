@@ -184,10 +184,12 @@ def test_an_audit_of_several_phases_shows_precisions_and_engines(tmp_path):
         "computed_by": "emulation",
         "reason": "no FP4 here",
     }
-    low["products"] = [{"effective": "delayed", "products": {"forward": "E4M3 x E4M3"}}] * 3 + [
-        {"effective": "bf16", "reason": "head"}
+    stored = {"stored": "float32", "reason": ""}
+    low["products"] = [stored | {"effective": "delayed", "backend": "emulation"}] * 3 + [
+        stored | {"effective": "bf16", "backend": "torch", "reason": "head"}
     ]
     high = {"precision": "bf16", "effective": "bf16", "computed_by": "torch 9"}
+    high["products"] = [stored | {"effective": "bf16", "backend": "torch"}] * 5
     audit = high | {
         "weights": "fp32",
         "precisions": {"delayed": low, "bf16": high},
@@ -195,8 +197,9 @@ def test_an_audit_of_several_phases_shows_precisions_and_engines(tmp_path):
     }
     run = trained(tmp_path / "run", (4.0, 3.0, 2.5, 2.25), SCHEDULE, audit=audit)
     page = page_of([run], tmp_path)
-    assert "delayed (emulation): 3 linears in delayed, 1 linear in bf16 (head)" in page
-    assert "bf16 (torch 9)" in page
+    assert "delayed: 3 in delayed on emulation, weights float32" in page
+    assert "delayed: 1 in bf16 on torch, weights float32 (head)" in page
+    assert "bf16: 5 in bf16 on torch, weights float32" in page
 
 
 def test_differing_settings_have_each_value_with_its_runs(tmp_path):
