@@ -218,9 +218,7 @@ def build(
         resumed_step=state.step,
         health=health,
         recorder=recorder_of(job, accelerator),
-        trackers=Trackers(
-            job.recipe.log, folder.path, state.step, main_process=accelerator.is_main_process
-        ),
+        trackers=Trackers(job.recipe.log, folder.path, state.step),
         console=console,
         profile=StepProfile(folder.path, accelerator, state, console)
         if arguments.profile

@@ -46,18 +46,17 @@ class JsonlTracker:
     """Writer of a JSON lines file.
 
     The file is flushed after each line. If the run is killed while it writes a line, only this line
-    is incomplete. `start` removes an incomplete last line.
+    is incomplete. `start` removes an incomplete last line. Only the main process calls `start`. On
+    other processes the other methods do nothing.
 
     Args:
         path: The file.
         resumed_step: Step of the checkpoint that the run continues from, or 0 for a new run.
-        main_process: True on the process that writes. On other processes all methods do nothing.
     """
 
-    def __init__(self, path: Path, resumed_step: int = 0, *, main_process: bool = True) -> None:
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path
         self.resumed_step = resumed_step
-        self.main_process = main_process
         self._file: TextIO | None = None
 
     def start(self) -> None:
@@ -65,8 +64,6 @@ class JsonlTracker:
 
         First remove all lines of steps after the resumed checkpoint, and an incomplete last line.
         """
-        if not self.main_process:
-            return
         with as_input_error(
             (OSError, ValueError), f"{self.path}: cannot be read or written", "move the file away"
         ):
@@ -111,13 +108,11 @@ class JsonlTracker:
 class Trackers:
     """The `metrics.jsonl` of a run, and the trackers that the setting `log.trackers` lists.
 
-    Only the main process writes to the file and the trackers.
+    Only the main process calls `start`. On other processes the other methods do nothing.
     """
 
-    def __init__(
-        self, log: LogSettings, run_dir: Path, resumed_step: int = 0, *, main_process: bool = True
-    ) -> None:
-        self.file = JsonlTracker(run_dir / METRICS_FILE, resumed_step, main_process=main_process)
+    def __init__(self, log: LogSettings, run_dir: Path, resumed_step: int = 0) -> None:
+        self.file = JsonlTracker(run_dir / METRICS_FILE, resumed_step)
         # Map names to trackers that have started and have not failed.
         self.services: dict[str, GeneralTracker] = {}
         self._log = log
@@ -131,7 +126,7 @@ class Trackers:
         """
         self.file.start()
         names = [name for name in dict.fromkeys(self._log.trackers) if name != "jsonl"]
-        if not names or not self.file.main_process:
+        if not names:
             return
         run_id = self._run_id()
         scalars = {

@@ -116,8 +116,8 @@ class Run:
                 yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120).encode(),
             )
             write_json(self.folder.environment, self._environment())
-        self.write_audit()
-        self.trackers.start(settings)
+            self.write_audit()
+            self.trackers.start(settings)
 
     def _take_over_parity(self) -> None:
         """Copy the results of the parity check from audit.json in the run folder into the audit.

@@ -79,12 +79,9 @@ def make_observers(run: Run) -> Observers:
     if model.routing.routers:
         observers.append(PeriodicFigures(every, partial(_expert_loads, model.routing)))
     if every and model.context.backends:
-        file = JsonlTracker(
-            run.folder.path / STATISTICS_FILE,
-            run.state.step,
-            main_process=accelerator.is_main_process,
-        )
-        file.start()
+        file = JsonlTracker(run.folder.path / STATISTICS_FILE, run.state.step)
+        if accelerator.is_main_process:
+            file.start()
         observers.append(OperandWatch(run.precision, file, run.console))
     return Observers(observers, run.precision, run.state.step, every)
 
