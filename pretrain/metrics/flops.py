@@ -237,23 +237,12 @@ def _split_experts(
     return experts, routers
 
 
-# The formulas below return training FLOPs per token, forward and backward, for sequences of
-# `length` tokens.
-
-
-def ours(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by `ModelFlops.step`, if each sequence is one document of `length` tokens.
-
-    This is an upper bound. Several shorter documents in a sequence need fewer FLOPs.
-    """
-    return model.step(length, length**2) / length
-
-
 def nanogpt(model: ModelFlops, length: int) -> float:
-    """Return the FLOPs by the formula of nanoGPT, 6N + 12LHQT.
+    """Return the training FLOPs per token by the formula of nanoGPT, 6N + 12LHQT.
 
-    N is the number of parameters without learned positions and idle experts. N includes an untied
-    input embedding, although no matrix product uses it. The term 12LHQT counts the scores and the
+    The FLOPs are for forward and backward together, for sequences of `length` tokens. N is the
+    number of parameters without learned positions and idle experts. N includes an untied input
+    embedding, although no matrix product uses it. The term 12LHQT counts the scores and the
     weighted sum of the values for all pairs of tokens, including masked pairs. L: layers, H: heads,
     Q: head dimension, T: length.
     """
