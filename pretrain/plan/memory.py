@@ -66,7 +66,7 @@ from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.scope import Decision, decide, features_of
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
-from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
+from pretrain.settings.recipe import LossSettings, Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}  # bytes per value
 # Settings that lower the memory of a run. The setting that saves the most comes first. This order
@@ -114,7 +114,7 @@ class Devices:
 class LayerMemory:
     """The memory of one decoder layer on one device, in bytes."""
 
-    # Bytes per token of the layer's input. A recomputed layer keeps only its input for backward.
+    # Bytes per token of the layer's input.
     inputs: int
     # Bytes per token of all activations that are kept for backward, including the input.
     kept: int
@@ -137,6 +137,15 @@ class LayerMemory:
     rotated: int = 0
     # True if the layer is recomputed in backward (gradient checkpointing).
     recomputed: bool = False
+
+    def as_recomputed(self) -> LayerMemory:
+        """Return the memory of the layer if it is recomputed in backward.
+
+        A recomputed layer keeps only its input. Its other activations are computed again in its
+        backward, so they are part of its workspace.
+        """
+        workspace = self.workspace + self.kept - self.inputs
+        return replace(self, kept=self.inputs, workspace=workspace, recomputed=True)
 
 
 def step_memory(
@@ -170,7 +179,8 @@ def step_memory(
     low_head = precision.quantized and recipe.fp8_config.scope != "linear"
     # FP32 weights need BF16 working copies. With shards, the gathered weights are these copies.
     has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
-    layers = _as_recomputed(layers, recipe.model, keeps_rotated=keeps_rotated)
+    if keeps_rotated:
+        layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
     gathered, sums, sent = _values_with_shards(flops, devices, head)
     gradients = values * BYTES[recipe.gradients_kept_in]
     gap_gradients = 4 * sums if devices.gathered else gradients
@@ -210,26 +220,6 @@ def optimizer_state(
         "optimizer moments": moments * (("exp_avg" in offloaded) == on_host),
         "remainder bits": remainders * (("remainder" in offloaded) == on_host),
     }
-
-
-def _as_recomputed(
-    layers: Sequence[LayerMemory], model: ModelSettings, *, keeps_rotated: bool
-) -> list[LayerMemory]:
-    """Return copies of `layers` that take rotated tensors and recomputation into account.
-
-    A recomputed layer keeps only its input. Its other activations are computed again in its
-    backward, so they are part of its workspace.
-
-    keeps_rotated: True if layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
-    """
-    result = []
-    for index, layer in enumerate(layers):
-        kept = layer.kept + layer.rotated * keeps_rotated
-        recomputed = model.recomputes(index)
-        stays = layer.inputs if recomputed else kept
-        workspace = layer.workspace + kept - stays
-        result.append(replace(layer, kept=stays, workspace=workspace, recomputed=recomputed))
-    return result
 
 
 def _values_with_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int, int]:
@@ -354,17 +344,17 @@ def layers_of(
     left_out = _experts_left_out(model, decisions) if flops.choices else {}
     compiled = compiled_layer(flops, active.precision, layouts, left_out)
     result = []
-    for name, layer in layers.items():
+    for index, (name, layer) in enumerate(layers.items()):
         reason, low = assess_layer(name, layer, decisions)
-        if not_fused or reason:
-            result.append(compiled)
-        else:
+        memory = compiled
+        if not (not_fused or reason):
             parts = Parts.of(layer)
             precisions = [
                 active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
                 for stack in parts.stacks.values()
             ]
-            result.append(fused_layer(parts, precisions, attention, layouts))
+            memory = fused_layer(parts, precisions, attention, layouts)
+        result.append(memory.as_recomputed() if recipe.model.recomputes(index) else memory)
     return result
 
 
