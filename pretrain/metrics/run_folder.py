@@ -140,7 +140,7 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
 
     `accelerate` contains the settings of Accelerate, which are recorded unchanged.
     """
-    # Imported here, so that a run folder in use is refused before the slow import.
+    # Imported here, because reports import this file and need no torch.
     import torch
 
     return {
