@@ -407,41 +407,21 @@ def load_tensors(
         )
         for name, target in targets.items():
             block = block_of(target)
-            local = local_part(target)
             for piece in index[name].pieces:
-                if overlap := _overlap(piece, block):
-                    in_piece, in_block = overlap
-                    file = open_file(piece.file)
-                    # `get_slice` does not support tensors without dimensions. Therefore pieces that
-                    # are needed completely are read with `get_tensor`.
-                    is_full = in_piece == tuple(slice(0, size) for size in piece.shape)
-                    values = file.get_tensor(name) if is_full else file.get_slice(name)[in_piece]
-                    local[in_block].copy_(values)
+                wanted = local_part(target)[_slices(block, piece)]
+                if wanted.numel():
+                    saved = open_file(piece.file).get_tensor(name)
+                    wanted.copy_(saved[_slices(piece, block)])
 
 
-def _overlap(
-    piece: Piece | ShardBlock, block: Piece | ShardBlock
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the slices of the values that two blocks of a tensor have in common.
+def _slices(block: Piece | ShardBlock, other: Piece | ShardBlock) -> tuple[slice, ...]:
+    """Return the slices of `block` that select its values that `other` has too.
 
-    Return two tuples with one slice per dimension. The first tuple selects the common values in
-    `piece`, the second one in `block`. Return None if the blocks have no common values.
+    `block` and `other` are blocks of the same tensor. If they have no common values, the slices
+    select nothing.
     """
-    dimensions = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
-    # Indices in the full tensor, for each dimension.
-    common = [
-        range(
-            max(piece_start, block_start), min(piece_start + piece_size, block_start + block_size)
-        )
-        for piece_start, piece_size, block_start, block_size in dimensions
-    ]
-    if not all(common):  # a range is empty
-        return None
-
-    def relative_to(offset: tuple[int, ...]) -> tuple[slice, ...]:
-        return tuple(
-            slice(indices.start - first, indices.stop - first)
-            for indices, first in zip(common, offset, strict=True)
-        )
-
-    return relative_to(piece.offset), relative_to(block.offset)
+    # A negative index would count from the end of the block.
+    return tuple(
+        slice(max(first - offset, 0), max(first + size - offset, 0))
+        for offset, first, size in zip(block.offset, other.offset, other.shape, strict=True)
+    )
