@@ -46,7 +46,7 @@ from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.checkpointing import load_weights
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.evaluate_command import precision_overrides
-from pretrain.run.export import checkpoints_to_merge, merged_reader
+from pretrain.run.export import checkpoints_to_merge, tensor_reader
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import find_checkpoint
 from pretrain.settings.config import load_recipe
@@ -106,7 +106,7 @@ class Server:
         assert source is not None
         load_weights(source, folder, self.job.recipe.weights, self.assembly)
         if len(checkpoints) > 1:
-            read = merged_reader(checkpoints, self.assembly.hf, self.job.recipe.weights)
+            read = tensor_reader(checkpoints, self.assembly.hf, self.job.recipe.weights)
             with torch.no_grad():
                 for name, parameter in self.assembly.hf.named_parameters():
                     parameter.copy_(read(name))

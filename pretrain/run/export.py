@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -30,6 +31,7 @@ from packing.store import open_packs
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import (
     DTYPES,
+    Manifest,
     TensorEntry,
     load_tensors,
     newest_in,
@@ -86,14 +88,14 @@ def main(options: argparse.Namespace) -> int:
         stored_as = "fp32"
     hf = empty_model(recipe, stored_as)
     facts: dict[str, str] = {}
-    read = tensor_reader(checkpoint, hf, stored_as)
+    checkpoints = [checkpoint]
     if options.merge:
-        merged = checkpoints_to_merge(checkpoint, options.merge)
-        read = merged_reader(merged, hf, stored_as)
-        steps = ", ".join(f"{step_of(folder):,}" for folder in merged)
+        checkpoints = checkpoints_to_merge(checkpoint, options.merge)
+        steps = ", ".join(f"{step_of(folder):,}" for folder in checkpoints)
         facts["merged"] = (
             f"mean weights of the checkpoints of steps {steps}; the losses are those of the run"
         )
+    read = tensor_reader(checkpoints, hf, stored_as)
     tensors = all_tensors(hf, read)
     if options.precision:
         served, hf.config.quantization_config, facts_about_precision = served_weights(
@@ -192,30 +194,39 @@ def empty_model(recipe: Recipe, stored_as: Weights) -> PreTrainedModel:
 
 
 def tensor_reader(
-    checkpoint: Path, hf: PreTrainedModel, stored_as: Weights
+    checkpoints: Sequence[Path], hf: PreTrainedModel, stored_as: Weights
 ) -> Callable[[str], Tensor]:
-    """Return a function that maps the name of a tensor to the tensor, read from a checkpoint.
+    """Return a function that maps the name of a tensor to the tensor, read from checkpoints.
 
+    checkpoints: one checkpoint, or several checkpoints whose mean weights are returned. The mean of
+        the FP32 weights is computed in FP64 and rounded. Buffers are read from the first of them.
     hf: the model, on any device. Only the names of its parameters are used.
     stored_as: the setting `weights` that determines the dtype of the returned parameters. Buffers
         keep their saved dtype.
 
     The returned tensors are on the CPU, and complete even if the checkpoint has shards.
     """
-    manifest = read_manifest(checkpoint)
+    manifests = [read_manifest(checkpoint) for checkpoint in checkpoints]
     dtype = getattr(torch, WEIGHT_DTYPES[stored_as])
     parameters = {name for name, _ in hf.named_parameters()}
 
-    def read(name: str) -> Tensor:
-        tensor = load_tensor(checkpoint, name, manifest.model[name])
-        if name not in parameters or tensor.dtype == dtype:
-            return tensor
+    def master(checkpoint: Path, manifest: Manifest, name: str) -> Tensor:
         # The remainder has the lower 16 bits of an exact BF16 weight.
         key = f"remainder/{name}"
-        remainder = None
-        if key in manifest.optimizer:
-            remainder = load_tensor(checkpoint, key, manifest.optimizer[key])
-        return master_of(tensor, remainder).to(dtype)
+        entry = manifest.optimizer.get(key)
+        remainder = load_tensor(checkpoint, key, entry) if entry else None
+        return master_of(load_tensor(checkpoint, name, manifest.model[name]), remainder)
+
+    def read(name: str) -> Tensor:
+        entry = manifests[0].model[name]
+        has_dtype = len(checkpoints) == 1 and DTYPES[entry.dtype] == dtype
+        if name not in parameters or has_dtype:
+            return load_tensor(checkpoints[0], name, entry)
+        masters = (
+            master(checkpoint, manifest, name).double()
+            for checkpoint, manifest in zip(checkpoints, manifests, strict=True)
+        )
+        return (reduce(torch.add, masters) / len(checkpoints)).float().to(dtype)
 
     return read
 
@@ -237,29 +248,6 @@ def checkpoints_to_merge(checkpoint: Path, number: int) -> list[Path]:
     for folder in merged:
         Checkpoints(folder.parent, keep=1).read_state(folder)
     return merged
-
-
-def merged_reader(
-    checkpoints: Sequence[Path], hf: PreTrainedModel, stored_as: Weights
-) -> Callable[[str], Tensor]:
-    """Return a function that maps the name of a tensor to its mean over checkpoints.
-
-    The mean of the FP32 weights is computed in FP64 and rounded to the dtype of `stored_as`.
-    Buffers are read from the first checkpoint in `checkpoints`. `tensor_reader` documents `hf` and
-    `stored_as`.
-    """
-    readers = [tensor_reader(checkpoint, hf, "fp32") for checkpoint in checkpoints]
-    parameters = {name for name, _ in hf.named_parameters()}
-
-    def read(name: str) -> Tensor:
-        if name not in parameters:
-            return readers[0](name)
-        total = readers[0](name).double()
-        for reader in readers[1:]:
-            total += reader(name)
-        return (total / len(readers)).float().to(getattr(torch, WEIGHT_DTYPES[stored_as]))
-
-    return read
 
 
 def load_tensor(checkpoint: Path, name: str, entry: TensorEntry) -> Tensor:
@@ -327,7 +315,7 @@ def export_trained(run: Run, record: RunRecord) -> None:
     }
     model.export(
         hf,
-        all_tensors(hf, tensor_reader(checkpoint, hf, run.job.recipe.weights)),
+        all_tensors(hf, tensor_reader([checkpoint], hf, run.job.recipe.weights)),
         run.job.tokenizer,
         run.folder.final,
         further_files,
