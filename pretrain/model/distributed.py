@@ -42,12 +42,12 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     """
     if recipe.deterministic:
         compute_in_a_fixed_order()
-    launch = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
+    replicas, notices = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     with _explaining_accelerate():
         # Mixed precision is off, because this project converts the linear layers itself.
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
-    complete_topology(accelerator, launch.replicas)
-    return accelerator, launch.notices
+    complete_topology(accelerator, replicas)
+    return accelerator, notices
 
 
 def compute_in_a_fixed_order() -> None:

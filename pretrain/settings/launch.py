@@ -29,11 +29,10 @@ import ast
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import parse
+from foundation.settings import parse, set_value
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.settings import (
     ACCELERATE_SWITCHES,
@@ -44,6 +43,7 @@ from pretrain.precision.settings import (
     phases_of,
     precision_called,
 )
+from pretrain.settings.config import flatten
 from pretrain.settings.recipe import Recipe
 
 # Beginning of all messages about the Accelerate configuration.
@@ -151,11 +151,11 @@ def _check_recipe_options(
         quantized: The precisions in `chosen` that are quantized.
     """
     phase = ", a phase of the schedule," if len(chosen) > 1 else ""
-    for precision in quantized or chosen[:1]:
-        # An option that the precision of another phase accepts is not a mistake.
-        elsewhere = {key for other in quantized for key in other.options} - set(precision.options)
-        remaining = settings.model_copy(update=dict.fromkeys(elsewhere))
-        _check_options(remaining, precision, f"`precision: {precision.use}`{phase}")
+    precision, *others = quantized or chosen[:1]
+    # An option that the precision of another phase accepts is not a mistake.
+    elsewhere = {key for other in others for key in other.options} - set(precision.options)
+    remaining = settings.model_copy(update=dict.fromkeys(elsewhere))
+    _check_options(remaining, precision, f"`precision: {precision.use}`{phase}")
 
 
 def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> None:
@@ -199,13 +199,10 @@ def _merge(inherited: LowPrecisionSettings, recipe: LowPrecisionSettings) -> Low
 
     `inherited` has the options in the Accelerate configuration.
     """
-    inherited_options = inherited.model_dump(exclude_unset=True)
-    recipe_options = recipe.model_dump(exclude_unset=True)
-    merged = inherited_options | recipe_options
-    # This option is a section, so the keys inside of it are merged too.
-    layers = "keep_bf16_layers"
-    if layers in inherited_options and layers in recipe_options:
-        merged[layers] = inherited_options[layers] | recipe_options[layers]
+    merged = inherited.model_dump(exclude_unset=True)
+    # The keys inside of the section `keep_bf16_layers` are merged too.
+    for key, value in flatten(recipe.model_dump(exclude_unset=True)).items():
+        set_value(merged, key, value)
     return LowPrecisionSettings.model_validate(merged)
 
 
@@ -363,22 +360,18 @@ _RESET = {
 }
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Topology settings of a launch that are not in the corrected environment variables."""
-
-    # Number of copies of each shard. It is more than 1 with HSDP. It is 1 if FSDP2 distributes the
-    # parameters over all processes, or if the parameters are not sharded.
-    replicas: int
-    # Texts about the corrections, to be printed.
-    notices: tuple[str, ...]
-
-
-def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
+def with_topology(
+    environ: MutableMapping[str, str], *, has_gpu: bool
+) -> tuple[int, tuple[str, ...]]:
     """Correct the environment variables for the topology in `environ`.
 
     Call this function before an Accelerator is created. `has_gpu` is True if this process can use a
     GPU. Raises InputError if a setting is not supported and cannot be corrected.
+
+    Returns:
+        * The number of copies of each shard. It is more than 1 with HSDP. It is 1 if FSDP2
+          distributes the parameters over all processes, or if the parameters are not sharded.
+        * Texts about the corrections, to be printed.
     """
     for variable, kind in (
         ("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"),
@@ -413,12 +406,12 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         )
     if ignored:
         notices.append(f"these settings are ignored: {'; '.join(ignored)}")
-    # Remove the variables of `parallelism_config`, so that Accelerate does not use them. `replicas`
-    # in the result replaces them.
+    # Remove the variables of `parallelism_config`, so that Accelerate does not use them. The
+    # returned `replicas` replaces them.
     for variable in list(environ):
         if variable.startswith(_PARALLELISM) or variable == "ACCELERATE_USE_PARALLELISM_CONFIG":
             del environ[variable]
-    return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices))
+    return replicas, tuple(f"{_ORIGIN}: {text}" for text in notices)
 
 
 def _correct_fsdp(

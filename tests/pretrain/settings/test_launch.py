@@ -21,7 +21,7 @@ from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, resolved
-from pretrain.settings.launch import Launch, take_requested_precision, with_precision, with_topology
+from pretrain.settings.launch import take_requested_precision, with_precision, with_topology
 from pretrain.settings.recipe import Recipe
 from tests.ranks import environment_under
 
@@ -389,7 +389,7 @@ def launch_variables(
     return environment_under(["--config_file", str(path)]) | ({} if alone else group)
 
 
-def correct(environ: dict[str, str], *, has_gpu: bool = True) -> Launch:
+def correct(environ: dict[str, str], *, has_gpu: bool = True) -> tuple[int, tuple[str, ...]]:
     """Correct `environ` as the launcher does."""
     take_requested_precision(environ)
     return with_topology(environ, has_gpu=has_gpu)
@@ -474,9 +474,9 @@ def test_a_file_that_accelerate_writes_trains(
     tmp_path: Path,
 ) -> None:
     environ = launch_variables(tmp_path, processes, **answers)
-    launch = correct(environ)
-    assert (topology(environ), launch.replicas) == (becomes, replicas)
-    assert len(launch.notices) == bool(notice) and notice in "".join(launch.notices)
+    copies, notices = correct(environ)
+    assert (topology(environ), copies) == (becomes, replicas)
+    assert len(notices) == bool(notice) and notice in "".join(notices)
     assert (
         not any(key.startswith("PARALLELISM_") for key in environ)
         and environ["ACCELERATE_DYNAMO_BACKEND"] == "NO"
@@ -492,7 +492,7 @@ def test_a_file_that_accelerate_writes_trains(
 def test_one_notice_names_all_keys_without_effect(tmp_path: Path) -> None:
     answers = fsdp(fsdp_forward_prefetch=True, fsdp_cpu_ram_efficient_loading=True)
     answers |= {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}
-    (notice,) = correct(launch_variables(tmp_path, 4, **answers)).notices
+    (notice,) = correct(launch_variables(tmp_path, 4, **answers))[1]
     names = ("dynamo_config", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading")
     assert all(f"`{name}`" in notice for name in names)
 
@@ -503,14 +503,14 @@ def ddp(mesh: dict[str, int]) -> dict[str, Any]:
 
 def test_gradient_accumulation_of_accelerate_is_reset_with_a_notice() -> None:
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
-    (notice,) = correct(environ).notices
+    (notice,) = correct(environ)[1]
     assert "`batch.tokens`" in notice and environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "1"
 
 
 def test_parameters_are_offloaded_from_gpus_only(tmp_path: Path) -> None:
     for has_gpu in (True, False):
         environ = launch_variables(tmp_path, 4, **fsdp(fsdp_offload_params=True))
-        notices = correct(environ, has_gpu=has_gpu).notices
+        notices = correct(environ, has_gpu=has_gpu)[1]
         assert environ["FSDP_OFFLOAD_PARAMS"] == str(has_gpu).lower()
         assert ("`fsdp_offload_params`" in "".join(notices)) == (not has_gpu)
 
@@ -562,5 +562,5 @@ def test_processes_of_a_machine_without_a_gpu_train_on_its_cpu(tmp_path: Path) -
     """With several machines nothing is corrected: one of them may have lost its GPUs."""
     for machines, on_cpu in ((1, True), (2, False)):
         environ = launch_variables(tmp_path, 4, machines=machines, distributed_type="MULTI_GPU")
-        launch = correct(environ, has_gpu=False)
-        assert (environ.get("ACCELERATE_USE_CPU") == "true") == on_cpu == bool(launch.notices)
+        _, notices = correct(environ, has_gpu=False)
+        assert (environ.get("ACCELERATE_USE_CPU") == "true") == on_cpu == bool(notices)
