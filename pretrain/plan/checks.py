@@ -180,7 +180,7 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """Check that the model reads only text, has layers, and has enough positions for a pack.
+    """Check that the model reads only text, and has enough positions for a pack.
 
     model: the configuration of the model.
     """
@@ -196,10 +196,6 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         positions < 0 or length <= positions,
         f"`data.length: {length}` is larger than the model's {positions} positions; set "
         f"`data.length` to at most {positions} and prepare packs of this length",
-    )
-    _require(
-        getattr(config, "num_hidden_layers", None) != 0,
-        "`model.config`: a model with `num_hidden_layers: 0` has no layers; set it to 1 or more",
     )
 
 
