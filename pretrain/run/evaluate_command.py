@@ -24,7 +24,8 @@ from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
-from pretrain.precision.settings import OPTIONS, PRECISIONS
+from pretrain.plan.checks import check_fit
+from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision
 from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
@@ -58,7 +59,8 @@ def main(parsed: argparse.Namespace) -> int:
         )
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
-    overrides += precision_overrides(parsed.precisions or [])
+    names, skipped = supported_precisions(parsed.precisions or [], load_recipe(path, overrides))
+    overrides += precision_overrides(names)
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
@@ -67,7 +69,7 @@ def main(parsed: argparse.Namespace) -> int:
             with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
             recipe = recipe.model_copy(update={"data": with_dataset.data})
         job = prepare_job(recipe, accelerator, overrides)
-        _evaluate(job, accelerator, notices, parsed.resume)
+        _evaluate(job, accelerator, [*skipped, *notices], parsed.resume)
         end_processes(accelerator)
     return 0
 
@@ -114,15 +116,34 @@ def dataset_overrides(dataset: str, folder: Path) -> list[str]:
     ]
 
 
+def supported_precisions(names: Sequence[str], recipe: Recipe) -> tuple[Sequence[str], list[str]]:
+    """Return `names` and [], unless `names` contains "all".
+
+    For "all", return the quantized precisions that support the pack length of `recipe`, and a
+    message for each other quantized precision. Raise InputError if no precision supports it.
+    """
+    if "all" not in names:
+        return names, []
+    supported: list[str] = []
+    skipped: list[str] = []
+    for name in [name for name, precision in PRECISIONS.items() if precision.quantized]:
+        try:
+            check_fit(ActivePrecision(name, PRECISIONS[name], "emulation"), recipe)
+        except InputError as error:
+            skipped.append(f"skipped: {error}")
+        else:
+            supported.append(name)
+    if not supported:
+        raise InputError("\n".join(skipped))
+    return supported, skipped
+
+
 def precision_overrides(names: Sequence[str]) -> list[str]:
     """Return recipe overrides that set the precisions `names`. Return [] if there are no names.
 
-    "all" stands for all quantized precisions. Each precision becomes a phase of the recipe, because
-    the model is assembled for all phases. The lengths of the phases have no effect, because nothing
-    is trained.
+    Each precision becomes a phase of the recipe, because the model is assembled for all phases. The
+    lengths of the phases have no effect, because nothing is trained.
     """
-    if "all" in names:
-        names = [name for name, precision in PRECISIONS.items() if precision.quantized]
     if not names:
         return []
     phases = [{"use": name, "until": step} for step, name in enumerate(names, start=2)]

@@ -127,9 +127,9 @@ def evaluate(add: Callable) -> None:
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
-        help="evaluate in these precisions and in BF16; `all` selects all quantized precisions; "
-        "the precisions that the device does not support are emulated; default: the precisions of "
-        "the recipe",
+        help="evaluate in these precisions and in BF16; `all` selects all quantized precisions "
+        "that support `data.length`; the precisions that the device does not support are emulated; "
+        "default: the precisions of the recipe",
     )
 
 

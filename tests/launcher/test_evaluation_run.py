@@ -121,12 +121,15 @@ def test_evaluate_prints_both_losses_and_writes_nothing(
 def test_an_fp32_run_can_be_evaluated_in_bf16(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
-    run = train_here("train.steps=4", "parity=off")
+    run = train_here("train.steps=6", "parity=off")
     assert run.status == 0, run.output
     printed = losses_printed(train_here("evaluate"))
     rounded = losses_printed(train_here("evaluate", "--precisions", "bf16"))
     assert [*printed, *rounded] == ["fp32", "bf16"]
     assert 0 < abs(rounded["bf16"] - printed["fp32"]) < 0.02
+    evaluated = train_here("evaluate", "--precisions", "all")
+    assert [*losses_printed(evaluated)] == ["delayed", "current", "mxfp8", "nvfp4", "mxfp4", "bf16"]
+    assert "skipped: `data.length: 32` is not a multiple of 128" in evaluated.output
 
 
 def test_evaluate_prints_the_loss_in_every_precision(
