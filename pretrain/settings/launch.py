@@ -32,7 +32,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import parse, set_value
+from foundation.settings import Settings, parse, set_value
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.settings import (
     ACCELERATE_SWITCHES,
@@ -94,6 +94,12 @@ class _Fp8Config(LowPrecisionSettings):
 
     # mypy does not accept a Literal whose values are computed at run time.
     recipe: PrecisionName = BY_ACCELERATE[_FP8].name  # type: ignore[valid-type]
+
+
+class _PrecisionSection(Settings):
+    """The part of an Accelerate configuration that sets a quantized precision."""
+
+    fp8_config: _Fp8Config
 
 
 def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
@@ -264,7 +270,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
                     switch,
                     PRECISIONS[switched_on].options["fp8_format"],
                 )
-    config = parse(_Fp8Config, values, f"{_ORIGIN}: fp8_config")
+    config = parse(_PrecisionSection, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
         raise InputError(

@@ -108,7 +108,7 @@ FILES = {
 LAUNCH = {
     "ACCELERATE_MIXED_PRECISION=fp16": "mixed_precision",
     "ACCELERATE_MIXED_PRECISION=fp8": "`precision: delayed`",
-    "ACCELERATE_FP8_RECPIE=nvfp4 ACCELERATE_MIXED_PRECISION=fp8": "fp8_config: `recpie`",
+    "ACCELERATE_FP8_RECPIE=nvfp4 ACCELERATE_MIXED_PRECISION=fp8": "`fp8_config.recpie`",
     "MASTER_ADDR=127.0.0.1 ACCELERATE_DYNAMO_BACKEND=NO": "`distributed_type: NO`",
 }
 
