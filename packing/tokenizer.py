@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from foundation.errors import InputError
-from foundation.files import CACHE, replace_file
+from foundation.files import CACHE, new_folder, replace_file
 from foundation.reading import as_input_error, load_object, one_line
 from packing.settings import HUB_NAME, refuse_near_name, split_revision
 
@@ -213,7 +213,10 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a tokenizer into a new `folder`, in the form that AutoTokenizer loads."""
+    """Write a tokenizer into a new `folder`, in the form that AutoTokenizer loads.
+
+    Raises InputError if the folder cannot be written. Then no partial folder is left.
+    """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
@@ -221,8 +224,15 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         # Keep the spaces of "a , b". Otherwise this text is decoded as "a, b", which changes code.
         "clean_up_tokenization_spaces": False,
     }
-    folder.mkdir(parents=True)
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2) + "\n", encoding="utf-8"
-    )
+    with (
+        as_input_error(
+            (OSError,),
+            f"{folder}: the tokenizer cannot be written",
+            "free disk space, or choose another folder",
+        ),
+        new_folder(folder) as writing,
+    ):
+        (writing / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        (writing / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,13 @@ from transformers import AutoTokenizer
 from foundation.errors import InputError
 from packing import tokenizer as tokenizer_module
 from packing.__main__ import main
-from packing.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from packing.tokenizer import (
+    END_OF_TEXT,
+    TextTokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 VOCABULARY = 600
 
@@ -86,6 +94,19 @@ def test_a_tokenizer_is_never_overwritten(tmp_path: Path, capsys: pytest.Capture
     options = ["--vocabulary", "300", "--special", "<|x|>"]
     assert main(["tokenizer", str(source), "--out", str(tmp_path / "new"), *options]) == 0
     assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).token_to_id("<|x|>") == 1
+
+
+def test_a_full_disk_leaves_no_partial_tokenizer(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_half(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text.encode(encoding)[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(InputError, match=r"new: the tokenizer cannot be written: .*No space left"):
+        save_tokenizer(tokenizer, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_fingerprint_is_computed_once_and_cached(
