@@ -164,6 +164,21 @@ def check_gap(recipe: Recipe, *, replicas: int) -> None:
     )
 
 
+def check_step(recipe: Recipe, packs: int) -> None:
+    """Check that a step does not read a pack twice.
+
+    packs: number of training packs.
+    """
+    batch = recipe.batch
+    most = packs * recipe.data.length
+    _require(
+        batch.tokens <= most,
+        f"`batch.tokens: {batch.tokens}` is more than the {most} tokens of all training packs, so "
+        f"each step would train on the same tokens twice; set `batch.tokens` to at most {most}, or "
+        "use more text",
+    )
+
+
 def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
     """Check that there are held-out packs if the recipe evaluates on them."""
     every = recipe.evaluate.every

@@ -309,10 +309,6 @@ class Plan:
             "that a device has in a step": (
                 isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank
             ),
-            f"a step needs {self.packs_per_step} packs, but the number of training packs is only "
-            f"{self.packs}, so each step repeats packs": (
-                self.packs is not None and self.packs < self.packs_per_step
-            ),
             **dict.fromkeys(self.experts_in_bf16, True),
         }
         applying = [text for text, applies in warnings.items() if applies]

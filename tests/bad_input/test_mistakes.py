@@ -55,6 +55,7 @@ SETTINGS = {
         "`fp8_config.keep_bf16_layers`"
     ),
     "batch.tokens=250": "`batch.tokens: 250`",
+    "batch.tokens=1048576": "`batch.tokens: 1048576` is more than",
     "log.trackers=[wandbb]": "`log.trackers`",
     "optimizer.name=adamw": "known keys here: betas",
     "--eval-only": "pretrain evaluate",
