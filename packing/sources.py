@@ -432,19 +432,19 @@ class DatasetSource:
             datasets.exceptions.DatasetsError,
         )
         what = (
-            f"data.source: {self.name} (data.subset: {settings.subset}, data.split: "
-            f"{settings.split}): is neither an existing file or folder nor a dataset that can be "
-            "loaded"
+            f"`data.source: {self.name}` is neither an existing file or folder nor a dataset that "
+            f"can be loaded with `data.subset: {settings.subset}` and `data.split: "
+            f"{settings.split}`"
         )
-        with as_input_error(kinds, what):
+        with as_input_error(kinds, what, "correct the path, or the name of the dataset"):
             if self.is_saved:
                 data = datasets.load_from_disk(self.name)
                 if not isinstance(data, datasets.DatasetDict):
                     return data
                 if settings.split not in data:
                     raise InputError(
-                        f"data.split: {self.name} has no split {settings.split}; "
-                        f"set data.split to one of {', '.join(data)}"
+                        f"`data.split: {settings.split}`: {self.name} has no such split; "
+                        f"set `data.split` to one of {', '.join(data)}"
                     )
                 return data[settings.split]
             name, revision = split_revision(self.name)

@@ -148,7 +148,7 @@ def test_another_file_or_split_is_the_validation_data(
         assert open_packs(by_split, split).fingerprint == open_packs(by_file, split).fingerprint
     with pytest.raises(
         InputError,
-        match=r"data.split: .*saved has no split dev; set data.split to one of train, test",
+        match=r"`data.split: dev`: .*saved has no such split; set `data.split` to one of train",
     ):
         prepare(
             DataSettings(packs=tmp_path / "dev", source=str(saved), split="dev", **common),
