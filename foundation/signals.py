@@ -64,7 +64,7 @@ class StopRequest:
             number for number in IF_NOT_IGNORED if signal.getsignal(number) != signal.SIG_IGN
         ]
         self._previous = {
-            number: signal.signal(number, self.receive) for number in (*SIGNALS, *not_ignored)
+            number: signal.signal(number, self._receive) for number in (*SIGNALS, *not_ignored)
         }
         return self
 
@@ -72,8 +72,8 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. A subclass may override this method.
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal.
 
         Python calls this between two bytecodes of the main thread, so it must neither take a lock
         nor print through a buffered stream.

@@ -17,7 +17,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,7 @@ import psutil
 from foundation.errors import InputError
 from foundation.overrides import overridden
 from foundation.reading import as_input_error, load_yaml
-from foundation.signals import StopRequest, end_on_ctrl_c
+from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
 from foundation.units import plural
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import is_true
@@ -37,6 +38,8 @@ from pretrain.settings.recipe import Recipe
 # Script that trains, in the folder of the checkout or of the installed packages.
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
 CONFIGURATIONS = LAUNCHER.with_name("accelerate_configs")
+# Signals that are passed on to the training processes.
+PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
 # Beginnings of log lines that are not printed: accelerate's list of default values, and the lines
 # that torchrun logs before its error.
 _OMITTED = ("The following values were not passed", "failed (", "Sending process")
@@ -160,7 +163,7 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     single: list[argparse.Namespace] = []
     try:
         with (
-            PassedOnSignals(),
+            _passing_on_signals(),
             overridden(launch, simple_launcher=single.append),
             as_input_error(
                 _REFUSED,
@@ -198,20 +201,32 @@ def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-class PassedOnSignals(StopRequest):
-    """Context manager that passes on signals to the training processes."""
+@contextmanager
+def _passing_on_signals() -> Iterator[None]:
+    """Pass on signals to the training processes while the caller's `with` block runs."""
+    before = {
+        number: signal.signal(number, _pass_on)
+        for number in PASSED_ON
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """Send a signal to the training processes, which save a checkpoint and exit.
 
-        A training process may also receive Ctrl-C from the terminal. It then treats the two signals
-        as one signal.
-        """
-        children = psutil.Process().children()
-        for child in children:
-            child.send_signal(number)
-        if not children:
-            raise SystemExit(128 + number)
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal to the training processes, which save a checkpoint and exit.
+
+    A training process may also receive Ctrl-C from the terminal. It then treats the two signals as
+    one signal.
+    """
+    children = psutil.Process().children()
+    for child in children:
+        child.send_signal(number)
+    if not children:
+        raise SystemExit(128 + number)
 
 
 def _status(returncode: int, process: str = "the training") -> int:

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from foundation.signals import IF_NOT_IGNORED, SIGNALS
 from pretrain import __version__
 from pretrain.__main__ import main
 from pretrain.run import train_command
@@ -256,7 +255,7 @@ def test_a_configuration_that_accelerate_refuses_is_one_message(
 ) -> None:
     recipe = str(write_recipe(small_recipe, tmp_path))
     (tmp_path / "own.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
-    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)}
+    handlers = {number: signal.getsignal(number) for number in train_command.PASSED_ON}
     for config, words in {
         "nowhere": "one of these",
         str(tmp_path / "own.yaml"): "`distributed_type` must be specified",
