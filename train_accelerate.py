@@ -73,6 +73,7 @@ from pretrain.model.packed import compute_microbatch, forward_backward, same_on_
 from pretrain.observe.observers import StepWatch, is_due
 from pretrain.observe.profile import StepProfile
 from pretrain.optimizer import adamw, schedule
+from pretrain.plan.checks import check_step
 from pretrain.precision import transformer_engine
 from pretrain.run import (
     checkpointing,
@@ -129,6 +130,7 @@ def launch(arguments: argparse.Namespace) -> int:
     job = prepare_job(
         recipe, accelerator, arguments.overrides, purpose="plan" if arguments.plan else "run"
     )
+    check_step(job.recipe, job.plan.packs)
     console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)

@@ -164,18 +164,18 @@ def check_gap(recipe: Recipe, *, replicas: int) -> None:
     )
 
 
-def check_step(recipe: Recipe, packs: int) -> None:
-    """Check that a step does not read a pack twice.
+def check_step(recipe: Recipe, packs: int | None) -> None:
+    """Check that a training step does not read a pack twice.
 
-    packs: number of training packs.
+    packs: number of training packs, or None for a stream.
     """
     batch = recipe.batch
-    most = packs * recipe.data.length
+    most = math.inf if packs is None else packs * recipe.data.length
     _require(
         batch.tokens <= most,
         f"`batch.tokens: {batch.tokens}` is more than the {most} tokens of all training packs, so "
         f"each step would train on the same tokens twice; set `batch.tokens` to at most {most}, or "
-        "use more text",
+        "add documents",
     )
 
 

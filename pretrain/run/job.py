@@ -46,7 +46,6 @@ from pretrain.plan.checks import (
     check_held_out,
     check_settings,
     check_sizes,
-    check_step,
     steps_of,
 )
 from pretrain.plan.memory import Devices, layers_of
@@ -365,8 +364,6 @@ def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> N
     has_fingerprint = bool(data.tokenizer.get("fingerprint"))
     fingerprint = fingerprint_at(recipe.model.weights_source) if has_fingerprint else None
     check_tokens(data, model_config.vocab_size, fingerprint, document_limit(model_config))
-    if data.stream is None:
-        check_step(recipe, len(data.train))
     check_held_out(recipe, len(data.held_out or ()))
     check_labels(data, recipe.data, recipe.evaluate.packs)
 
