@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -222,11 +221,14 @@ def tensor_reader(
         has_dtype = len(checkpoints) == 1 and DTYPES[entry.dtype] == dtype
         if name not in parameters or has_dtype:
             return load_tensor(checkpoints[0], name, entry)
-        masters = (
-            master(checkpoint, manifest, name).double()
-            for checkpoint, manifest in zip(checkpoints, manifests, strict=True)
-        )
-        return (reduce(torch.add, masters) / len(checkpoints)).float().to(dtype)
+        first, *others = zip(checkpoints, manifests, strict=True)
+        mean = master(*first, name)
+        if others:
+            total = mean.double()
+            for other in others:
+                total += master(*other, name)
+            mean = (total / len(checkpoints)).float()
+        return mean.to(dtype)
 
     return read
 
