@@ -56,8 +56,8 @@ def t_probability(t: float, freedom: int) -> float:
 
     `freedom` is the number of degrees of freedom, at least 1.
     """
-    share = t**2 / (freedom + t**2)
-    return float(mpmath.betainc(0.5, freedom / 2, 0, share, regularized=True))
+    share = freedom / (freedom + t * t)
+    return 1 - float(mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True))
 
 
 @cache

@@ -45,6 +45,9 @@ def test_quantiles_equal_published_tables():
         for quantile, (freedom, _) in zip(quantiles, arguments, strict=True)
     ]
     assert confidences == pytest.approx([0.95, 0.90, 0.99, 0.95], abs=1e-12)
+    # With 1 degree of freedom, the probability is 2 / pi * atan(t).
+    assert 1 - t_probability(1e8, 1) == pytest.approx(2 / math.pi / 1e8, rel=1e-6)
+    assert t_probability(math.inf, 3) == 1
 
 
 # ── Along one run ─────────────────────────────────────────────────────────────────────────────────
