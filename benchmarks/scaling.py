@@ -18,11 +18,12 @@ The parts are:
   processes need to end. Then the run is resumed on all GPUs, and a copy of it on half of them. The
   result has the differences of their losses from the losses of an uninterrupted run.
 
-A step has 131,072 tokens per GPU, and 65,536 in `large`. The run on one GPU has as many tokens per
-step as the others. All runs are in FP8 with delayed scaling and exact BF16 weights. Except in
-`large`, the head is in FP8 too. The result file is written after every run. A run that the file
-already has is not repeated, so a measurement can be divided into several calls. A run that fails is
-recorded with its error. `--tiny` is a dry run with a small model on CPUs, with emulated FP8.
+A step has 131,072 tokens per GPU, and 65,536 in `large`. The run on one GPU has the same number of
+tokens per step as the others. All runs are in FP8 with delayed scaling and exact BF16 weights.
+Except in `large`, the head is in FP8 too. The result file is written after every run. A run that
+the file already has is not repeated, so a measurement can be divided into several calls. A run that
+fails is recorded with its error. `--tiny` is a dry run with a small model on CPUs, with emulated
+FP8.
 """
 
 from __future__ import annotations
