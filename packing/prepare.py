@@ -65,8 +65,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
         manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
         exists_message = (
-            f"{part.packs}: these packs are already prepared with these settings. If the text has "
-            "changed since then, remove this folder"
+            f"{part.packs}: these packs are already prepared with these settings. If the "
+            "dataset has changed since then, remove this folder"
         )
         say(summary(manifest) if manifest else exists_message, progress)
     return settings.packs

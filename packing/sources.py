@@ -436,7 +436,7 @@ class DatasetSource:
             f"can be loaded with `data.subset: {settings.subset}` and `data.split: "
             f"{settings.split}`"
         )
-        with as_input_error(kinds, what, "correct the path, or the name of the dataset"):
+        with as_input_error(kinds, what, "correct these keys, or check the network"):
             if self.is_saved:
                 data = datasets.load_from_disk(self.name)
                 if not isinstance(data, datasets.DatasetDict):

@@ -415,10 +415,10 @@ def load_tensors(
 
 
 def _slices(block: Piece | ShardBlock, other: Piece | ShardBlock) -> tuple[slice, ...]:
-    """Return the slices of `block` that select its values that `other` has too.
+    """Return the slices of `block` that select its overlap with `other`.
 
-    `block` and `other` are blocks of the same tensor. If they have no common values, the slices
-    select nothing.
+    `block` and `other` are blocks of the same tensor. If they do not overlap, the slices select
+    nothing.
     """
     # A negative index would count from the end of the block.
     return tuple(

@@ -169,7 +169,8 @@ def step_memory(
     layers: the memory of each layer, in order.
     microbatch: number of packs in a microbatch.
     loss: the loss settings, with the chunk that was chosen for `loss.chunk: auto`.
-    keeps_rotated: True if layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`.
+    keeps_rotated: True if layers keep `LayerMemory.rotated` in addition to `LayerMemory.kept`. Then
+        no layer is recomputed.
     """
     number = precision.number_bytes
     layouts = precision.layouts_on(devices.capability)
