@@ -8,12 +8,16 @@ The differences of single seeds, in percent of BF16's loss, are fitted by least 
 as a constant, and as a linear function of the logarithm of the number of parameters. The interval
 of a prediction is for the mean over a large number of seeds, by Student's t. It is valid if the
 cost follows the fitted function, and if the spread between seeds does not depend on the size.
+
+In the scaling law of arXiv:2411.04330, low precision acts like a smaller number of parameters. The
+cost in nats is then proportional to a power of the size. This function is fitted to the logarithms
+of the costs in training loss. The other costs are not all positive, so they have no logarithm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -68,6 +72,23 @@ def predictions(
     ]
 
 
+def power_law(scales: Sequence[Scale]) -> list[str]:
+    """Return the costs in training loss, in nats, that a power of the size predicts.
+
+    Each cost has its interval in parentheses.
+    """
+    parameters = []
+    costs = []
+    for scale in scales:
+        for above in scale.above_baseline(CELL, training_loss).values():
+            parameters.append(scale.sessions[1]["parameters"])
+            costs.append(above)
+    return [
+        f"{math.exp(cost):+.4f} ({math.exp(cost - half):.4f} to {math.exp(cost + half):.4f})"
+        for cost, half in predictions(np.array(parameters), np.log(costs), grows=True)
+    ]
+
+
 def size_table() -> str:
     """Return the table of predictions."""
     scales = [Scale.read(name) for name in FITTED]
@@ -84,6 +105,7 @@ def size_table() -> str:
             predicted = predictions(np.array(parameters), np.array(costs), grows=grows)
             cells = [f"{cost:+.2f} ± {half:.2f} %" for cost, half in predicted]
             rows.append([endpoint, form, *cells])
+    rows.append(["training loss, in nats", "power of the size", *power_law(scales)])
     return markdown(["cost of delayed scaling", "fit", *PREDICTED.values()], rows)
 
 
