@@ -72,20 +72,32 @@ def predictions(
     ]
 
 
+def costs_of_runs(
+    scales: Sequence[Scale], measure: Measure, *, in_percent: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of parameters and the cost of each run.
+
+    The costs are in percent of BF16's loss, or in nats.
+    """
+    parameters = []
+    costs = []
+    for scale in scales:
+        unit = scale.level(measure) / 100 if in_percent else 1.0
+        for above in scale.above_baseline(CELL, measure).values():
+            parameters.append(scale.sessions[1]["parameters"])
+            costs.append(above / unit)
+    return np.array(parameters), np.array(costs)
+
+
 def power_law(scales: Sequence[Scale]) -> list[str]:
     """Return the costs in training loss, in nats, that a power of the size predicts.
 
     Each cost has its interval in parentheses.
     """
-    parameters = []
-    costs = []
-    for scale in scales:
-        for above in scale.above_baseline(CELL, training_loss).values():
-            parameters.append(scale.sessions[1]["parameters"])
-            costs.append(above)
+    parameters, costs = costs_of_runs(scales, training_loss, in_percent=False)
     return [
         f"{math.exp(cost):+.4f} ({math.exp(cost - half):.4f} to {math.exp(cost + half):.4f})"
-        for cost, half in predictions(np.array(parameters), np.log(costs), grows=True)
+        for cost, half in predictions(parameters, np.log(costs), grows=True)
     ]
 
 
@@ -94,15 +106,10 @@ def size_table() -> str:
     scales = [Scale.read(name) for name in FITTED]
     rows = []
     for endpoint, measure in ENDPOINTS.items():
-        parameters = []
-        costs = []
-        for scale in scales:
-            for above in scale.above_baseline(CELL, measure).values():
-                parameters.append(scale.sessions[1]["parameters"])
-                costs.append(100 * above / scale.level(measure))
+        parameters, costs = costs_of_runs(scales, measure, in_percent=True)
         for grows in (False, True):
             form = "linear in the logarithm of the size" if grows else "constant"
-            predicted = predictions(np.array(parameters), np.array(costs), grows=grows)
+            predicted = predictions(parameters, costs, grows=grows)
             cells = [f"{cost:+.2f} ± {half:.2f} %" for cost, half in predicted]
             rows.append([endpoint, form, *cells])
     rows.append(["training loss, in nats", "power of the size", *power_law(scales)])
