@@ -408,10 +408,10 @@ def load_tensors(
         for name, target in targets.items():
             block = block_of(target)
             for piece in index[name].pieces:
-                wanted = local_part(target)[_slices(block, piece)]
-                if wanted.numel():
+                overlap = local_part(target)[_slices(block, piece)]
+                if overlap.numel():
                     saved = open_file(piece.file).get_tensor(name)
-                    wanted.copy_(saved[_slices(piece, block)])
+                    overlap.copy_(saved[_slices(piece, block)])
 
 
 def _slices(block: Piece | ShardBlock, other: Piece | ShardBlock) -> tuple[slice, ...]:

@@ -459,7 +459,7 @@ def read_ended_rounds(question: Question, rounds: Rounds) -> list[Verdict]:
 
 
 def open_candidates(rounds: Rounds, verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the candidates that need another round: those whose verdict is open.
+    """Return the candidates with an open verdict, which need another round.
 
     The list is empty after MOST_SEEDS rounds.
     """

@@ -6,7 +6,7 @@ the lengths of the documents in each step. A product that gradient checkpointing
 counted once.
 
 nanoGPT's formula treats each sequence as one document of T tokens. docs/planning.md derives both
-formulas, and lists those of other projects.
+formulas, and lists the formulas of other projects.
 """
 
 from __future__ import annotations

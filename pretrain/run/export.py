@@ -221,12 +221,12 @@ def tensor_reader(
         has_dtype = len(checkpoints) == 1 and DTYPES[entry.dtype] == dtype
         if name not in parameters or has_dtype:
             return load_tensor(checkpoints[0], name, entry)
-        first, *others = zip(checkpoints, manifests, strict=True)
-        mean = master(*first, name)
-        if others:
+        newest, *earlier = zip(checkpoints, manifests, strict=True)
+        mean = master(*newest, name)
+        if earlier:
             total = mean.double()
-            for other in others:
-                total += master(*other, name)
+            for checkpoint_and_manifest in earlier:
+                total += master(*checkpoint_and_manifest, name)
             mean = (total / len(checkpoints)).float()
         return mean.to(dtype)
 

@@ -157,9 +157,10 @@ def _check_recipe_options(
         quantized: The precisions in `chosen` that are quantized.
     """
     phase = ", a phase of the schedule," if len(chosen) > 1 else ""
-    precision, *others = quantized or chosen[:1]
+    precision, *later_precisions = quantized or chosen[:1]
     # An option that the precision of another phase accepts is not a mistake.
-    elsewhere = {key for other in others for key in other.options} - set(precision.options)
+    elsewhere = {key for later in later_precisions for key in later.options}
+    elsewhere -= set(precision.options)
     remaining = settings.model_copy(update=dict.fromkeys(elsewhere))
     _check_options(remaining, precision, f"`precision: {precision.use}`{phase}")
 
