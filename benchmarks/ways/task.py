@@ -98,11 +98,9 @@ class Task:
     def inputs(self, batch: Microbatch) -> dict[str, Any]:
         """Return the arguments of the model's forward: ids, positions, labels and documents."""
         inputs = inputs_of(batch, self.device)
-        if self.attention == "packed_sdpa":
-            inputs["document_mask"] = attention.document_mask(
-                inputs["cu_seqlens"], batch.max_seqlen, batch.input_ids.shape[1]
-            )
-        return inputs
+        return inputs | attention.document_inputs(
+            self.attention, inputs["cu_seqlens"], batch.max_seqlen, batch.input_ids.shape[1]
+        )
 
 
 @dataclass

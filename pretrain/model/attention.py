@@ -5,15 +5,17 @@ module in each layer. The attention registry of transformers passes q, k, v and 
 arguments of the model's forward to the function:
 
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,
-                  cu_seqlens=..., max_seqlen=..., document_mask=...)
+                  cu_seqlens=..., max_seqlen=..., document_mask=..., document_bounds=...)
 
 * `cu_seqlens`: int32 [n] on the model's device. The first entry is 0, the ends of the documents
   follow, and all remaining entries are T, the number of tokens of the microbatch. n is rounded up
   to a multiple of 16, so that few different shapes occur.
 * `max_seqlen`: int, the pack length, which no document exceeds. The pack length is a constant of
   the run, so kernels are compiled once.
-* `document_mask`: result of the function `document_mask`. The mask is computed once for a batch
-  instead of once for each layer. Only packed_sdpa reads the mask.
+* `document_mask`: result of the function `document_mask`. Only packed_sdpa needs it.
+* `document_bounds`: result of the function `document_bounds`. Only packed_triton needs it.
+
+`document_inputs` computes the last two once for a batch, instead of once for each layer.
 
 No mask functions are registered for these attention functions. The mask registry of transformers
 does not contain their names, so the model builds no attention mask.
@@ -275,6 +277,7 @@ class Packed(NamedTuple):
     cu_seqlens: Tensor
     max_seqlen: int
     mask: Tensor | None  # result of `document_mask`, for packed_sdpa only
+    bounds: Tensor | None  # result of `document_bounds`, for packed_triton only
     scale: float  # factor of q k^T
     # Maximum number of keys to which a query attends, including the key of the query's token. None
     # if a query attends to all earlier keys of its document.
@@ -284,16 +287,40 @@ class Packed(NamedTuple):
 Kernel = Callable[[Tensor, Tensor, Tensor, Packed], Tensor]
 
 
+def document_inputs(
+    name: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int
+) -> dict[str, Tensor]:
+    """Return the keyword arguments that only the attention function `name` needs.
+
+    `tokens` is the number of tokens of the batch. The host does not wait for the device.
+    """
+    if name == "packed_sdpa":
+        return {"document_mask": document_mask(cu_seqlens, max_seqlen, tokens)}
+    if name == "packed_triton":
+        return {"document_bounds": document_bounds(cu_seqlens, tokens)}
+    return {}
+
+
 def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
     """Return the attention mask [packs, 1, max_seqlen, max_seqlen] bool.
 
     An entry is True if the query attends to the key: both are in the same document, and the key is
-    not after the query. `tokens` is a multiple of `max_seqlen`. The host does not wait for the
-    device.
+    not after the query. `tokens` is a multiple of `max_seqlen`.
     """
-    position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    document = torch.bucketize(position, cu_seqlens[1:], right=True).view(-1, 1, max_seqlen)
+    document = _document_of_each_token(cu_seqlens, tokens).view(-1, 1, max_seqlen)
     return (document[..., :, None] == document[..., None, :]).tril_()
+
+
+def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return the first token and the end of each token's document, int32 [2, tokens]."""
+    document = _document_of_each_token(cu_seqlens, tokens)
+    return torch.stack([cu_seqlens[document], cu_seqlens[document + 1]])
+
+
+def _document_of_each_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return the index of the document of each token, int64 [tokens]."""
+    position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.bucketize(position, cu_seqlens[1:], right=True)
 
 
 def _registered(kernel: Kernel) -> Kernel:
@@ -315,6 +342,7 @@ def _registered(kernel: Kernel) -> Kernel:
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         document_mask: Tensor | None = None,
+        document_bounds: Tensor | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
         **_: Any,
@@ -328,7 +356,7 @@ def _registered(kernel: Kernel) -> Kernel:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         has_effect = sliding_window is not None and sliding_window < max_seqlen
         window = sliding_window if has_effect else None
-        packed = Packed(cu_seqlens, max_seqlen, document_mask, scale, window)
+        packed = Packed(cu_seqlens, max_seqlen, document_mask, document_bounds, scale, window)
         return kernel(q, k, v, packed)[None], None
 
     AttentionInterface.register(kernel.__name__, attention)
@@ -412,7 +440,7 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 
     A layer with a sliding window is computed by `packed_varlen`.
     """
-    return _full_attention(flash_attention, query, key, value, packed)
+    return _full_attention(flash_attention, query, key, value, packed.cu_seqlens, packed)
 
 
 @_registered
@@ -421,14 +449,16 @@ def packed_triton(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
 
     A layer with a sliding window is computed by `packed_varlen`.
     """
-    return _full_attention(triton_attention, query, key, value, packed)
+    return _full_attention(triton_attention, query, key, value, packed.bounds, packed)
 
 
-def _full_attention(operator: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-    """Call `operator`, or `packed_varlen` if the layer has a sliding window."""
+def _full_attention(
+    operator: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, packed: Packed
+) -> Tensor:
+    """Call `operator` with `documents`, or `packed_varlen` if the layer has a sliding window."""
     if packed.window is not None:
         return packed_varlen(q, k, v, packed)
-    return operator(q, k, v, packed.cu_seqlens, packed.max_seqlen, packed.scale)[0]
+    return operator(q, k, v, documents, packed.max_seqlen, packed.scale)[0]
 
 
 # ── FlashAttention-4 (package `flash-attn-4`) ──
@@ -565,17 +595,18 @@ def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
 
 # ── Our Triton kernels ──
 #
-# The functions have the arguments of the functions for FlashAttention-4. They import the kernels
-# when they are called, because Triton runs on few platforms. The kernels do not need `longest`.
+# The functions have the arguments of the functions for FlashAttention-4, but `bounds` is the result
+# of `document_bounds`. They import the kernels when they are called, because Triton runs on few
+# platforms. The kernels do not need `longest`.
 
 
 def triton_forward(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `flash_forward`."""
     from pretrain.model.attention_kernel import attend
 
-    return attend(q, k, v, ends, scale)
+    return attend(q, k, v, bounds, scale)
 
 
 def triton_backward(
@@ -585,14 +616,14 @@ def triton_backward(
     v: Tensor,
     output: Tensor,
     log_sums: Tensor,
-    ends: Tensor,
+    bounds: Tensor,
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `flash_backward`."""
     from pretrain.model.attention_kernel import attend_backward
 
-    return attend_backward(d_output, q, k, v, output, log_sums, ends, scale)
+    return attend_backward(d_output, q, k, v, output, log_sums, bounds, scale)
 
 
 # ── Attention kernels as operators of torch ──
@@ -618,8 +649,8 @@ def _operator(name: str, forward: Callable[..., Any], backward: Callable[..., An
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, cu_seqlens, *ctx.numbers = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+        q, k, v, documents, *ctx.numbers = inputs
+        ctx.save_for_backward(q, k, v, *output, documents)
         ctx.set_materialize_grads(False)  # the log-sums have no gradient
 
     def differentiate(ctx: Any, d_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:

@@ -29,37 +29,12 @@ from torch import Tensor
 FORWARD = {"size": 64, "step": 32, "num_warps": 4, "stages": 3}
 QUERY_GRADIENT = {"size": 64, "step": 32, "num_warps": 4, "stages": 3}
 KEY_VALUE_GRADIENT = {"size": 64, "step": 32, "num_warps": 4, "stages": 1}
-# Number of tokens of a program of `_document_bounds`, and number of offsets that it loads at once.
-_BOUNDS_BLOCK = 64
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Score of a key that a query must not see. It is finite, so that the maximum of a row without any
 # visible key is finite too.
 _MASKED = tl.constexpr(-1e30)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _document_bounds(
-    cu_seqlens,  # int32 [count]: 0, the ends of the documents, then repetitions of `tokens`
-    starts,  # int32 [tokens], written: first token of the document of each token
-    ends,  # int32 [tokens], written: end of the document of each token
-    tokens,
-    count,
-    size: tl.constexpr,
-):
-    """Write the bounds of the documents of `size` tokens."""
-    token = tl.program_id(0) * size + tl.arange(0, size)
-    start = tl.zeros([size], tl.int32)
-    end = tl.zeros([size], tl.int32) + tokens
-    for first in range(0, count, size):
-        index = first + tl.arange(0, size)
-        offset = tl.load(cu_seqlens + index, mask=index < count, other=_LAST_INT32)[None, :]
-        is_before = offset <= token[:, None]
-        start = tl.maximum(start, tl.max(tl.where(is_before, offset, 0), axis=1))
-        end = tl.minimum(end, tl.min(tl.where(is_before, tokens, offset), axis=1))
-    tl.store(starts + token, start, mask=token < tokens)
-    tl.store(ends + token, end, mask=token < tokens)
 
 
 @triton.jit
@@ -120,7 +95,7 @@ def _attend(
     q,
     k,
     v,
-    starts,  # first result of `_document_bounds`
+    starts,  # int32 [tokens]: first token of each token's document
     output,  # contiguous, written
     log_sums,  # FP32 [heads, tokens], written: logarithms of the softmax sums
     # The next six are strides between tokens and between heads.
@@ -176,7 +151,7 @@ def _differentiate_queries(
     v,
     output,  # contiguous
     log_sums,  # FP32 [heads, tokens]
-    starts,  # first result of `_document_bounds`
+    starts,  # int32 [tokens]: first token of each token's document
     dq,  # contiguous, written
     dots,  # FP32 [heads, tokens], written: dot products of `output` and `d_output`
     # The next six are strides between tokens and between heads.
@@ -229,8 +204,8 @@ def _differentiate_keys_and_values(
     v,
     log_sums,  # FP32 [heads, tokens]
     dots,  # written by `_differentiate_queries`
-    starts,  # first result of `_document_bounds`
-    ends,  # second result of `_document_bounds`
+    starts,  # int32 [tokens]: first token of each token's document
+    ends,  # int32 [tokens]: end of each token's document
     dk,  # contiguous, written
     dv,  # contiguous, written
     # The next six are strides between tokens and between heads.
@@ -281,25 +256,22 @@ def _differentiate_keys_and_values(
     _store(dv, d_values, kv_head, key, tokens, heads // group, dim)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the output [T, H, D], and the logarithms of the softmax sums, FP32 [H, T].
 
     Args:
         q: Queries, BF16 or FP16.
         k: Keys.
         v: Values.
-        cu_seqlens: Offsets of the documents, as in `pretrain.model.attention`.
+        bounds: First token and end of each token's document, int32 [2, T].
         scale: Factor of q k^T.
     """
     tokens, heads, dim = q.shape
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = q.new_empty(heads, tokens, dtype=torch.float32)
-    starts, _ = document_bounds(cu_seqlens, tokens)
     grid = (triton.cdiv(tokens, FORWARD["size"]), heads)
     sizes = (*_strides(q, k, v), scale, tokens, heads, heads // k.shape[1], dim)
-    _attend[grid](q, k, v, starts, output, log_sums, *sizes, **FORWARD)
+    _attend[grid](q, k, v, bounds[0], output, log_sums, *sizes, **FORWARD)
     return output, log_sums
 
 
@@ -310,7 +282,7 @@ def attend_backward(
     v: Tensor,
     output: Tensor,
     log_sums: Tensor,
-    cu_seqlens: Tensor,
+    bounds: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients dq, dk and dv. All are contiguous.
@@ -323,7 +295,7 @@ def attend_backward(
     d_output = d_output.contiguous()
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     dots = torch.empty_like(log_sums)
-    starts, ends = document_bounds(cu_seqlens, tokens)
+    starts, ends = bounds
     sizes = (*_strides(q, k, v), scale, tokens, heads, heads // kv, dim)
     _differentiate_queries[(triton.cdiv(tokens, QUERY_GRADIENT["size"]), heads)](
         d_output, q, k, v, output, log_sums, starts, dq, dots, *sizes, **QUERY_GRADIENT
@@ -332,15 +304,6 @@ def attend_backward(
         *(d_output, q, k, v, log_sums, dots, starts, ends, dk, dv), *sizes, **KEY_VALUE_GRADIENT
     )
     return dq, dk, dv
-
-
-def document_bounds(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the first token and the end of the document of each token, int32 [tokens] both."""
-    starts = cu_seqlens.new_empty(tokens)
-    ends = torch.empty_like(starts)
-    grid = (triton.cdiv(tokens, _BOUNDS_BLOCK),)
-    _document_bounds[grid](cu_seqlens, starts, ends, tokens, len(cu_seqlens), _BOUNDS_BLOCK)
-    return starts, ends
 
 
 def _strides(*states: Tensor) -> list[int]:

@@ -99,10 +99,9 @@ class PackedLanguageModel(nn.Module):
         if self.routing.routers:
             # `Routing` records the logits by hooks instead.
             documents["output_router_logits"] = False
-        if self.attention == "packed_sdpa":
-            documents["document_mask"] = attention.document_mask(
-                cu_seqlens, max_seqlen, input_ids.shape[1]
-            )
+        documents |= attention.document_inputs(
+            self.attention, cu_seqlens, max_seqlen, input_ids.shape[1]
+        )
         with self.context.forward(training=self.training):
             output = self.hf.base_model(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents

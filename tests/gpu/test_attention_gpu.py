@@ -48,18 +48,19 @@ def random_states(heads: Heads, tokens: int = LENGTH * PACKS) -> list[Tensor]:
     ]
 
 
-def attend(kernel: Any, states: list[Tensor], sizes: list[int], spare: int) -> tuple[Tensor, ...]:
+def attend(kind: str, states: list[Tensor], sizes: list[int], spare: int) -> tuple[Tensor, ...]:
     """Return the output [1, T, heads, D] and the gradients of q, k and v."""
+    name = f"packed_{kind}"
     states = [state.detach().requires_grad_() for state in states]
     cu_seqlens = offsets(sizes, spare)
-    mask = attention.document_mask(cu_seqlens, LENGTH, LENGTH * PACKS)
-    output, _ = kernel(
+    documents = (cu_seqlens, LENGTH, LENGTH * PACKS)
+    output, _ = AttentionInterface()[name](
         None,
         *states,
         None,
         cu_seqlens=cu_seqlens,
         max_seqlen=LENGTH,
-        document_mask=mask,
+        **attention.document_inputs(name, *documents),
         scaling=0.11,
     )
     torch.manual_seed(1)
@@ -85,11 +86,11 @@ def errors_of(actual: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str
 def test_kernels_agree_with_fp32_attention_for_any_documents(
     kind: str, heads: Heads, documents: str, spare: int
 ) -> None:
-    kernel = kernel_of(kind, heads)
+    kernel_of(kind, heads)
     sizes = DOCUMENTS[documents]
     states = random_states(heads)
-    exact = attend(AttentionInterface()["packed_sdpa"], [s.float() for s in states], sizes, spare)
-    errors = errors_of(attend(kernel, states, sizes, spare), exact)
+    exact = attend("sdpa", [s.float() for s in states], sizes, spare)
+    errors = errors_of(attend(kind, states, sizes, spare), exact)
     assert max(errors.values()) < 2**-7, errors
 
 
@@ -103,9 +104,12 @@ def test_output_dk_and_dv_repeat_bit_for_bit_and_dq_nearly(kind: Any, size: int)
     states = [state.requires_grad_() for state in random_states(heads, tokens)]
     d_output = torch.randn(1, tokens, heads.query, heads.dim, device="cuda").bfloat16()
 
+    documents = (offsets([size] * (tokens // size), 7), 4096)
+    extra = attention.document_inputs(f"packed_{kind}", *documents, tokens)
+
     def once() -> tuple[Tensor, ...]:
         output, _ = kernel(
-            None, *states, None, cu_seqlens=offsets([size] * (tokens // size), 7), max_seqlen=4096
+            None, *states, None, cu_seqlens=documents[0], max_seqlen=documents[1], **extra
         )
         return output.detach(), *torch.autograd.grad(output, states, d_output)
 
@@ -152,7 +156,7 @@ def test_compiled_layers_equal_single_documents_and_compile_once(kind: str) -> N
             position_ids=torch.cat([torch.arange(n, device="cuda") for n in sizes])[None],
             cu_seqlens=cu_seqlens,
             max_seqlen=LENGTH,
-            document_mask=attention.document_mask(cu_seqlens, LENGTH, LENGTH * PACKS),
+            **attention.document_inputs(f"packed_{kind}", cu_seqlens, LENGTH, LENGTH * PACKS),
             use_cache=False,
         ).logits
         expected = torch.cat(

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.model.attention_kernel import attend, attend_backward, document_bounds
+from pretrain.model.attention import document_bounds
+from pretrain.model.attention_kernel import attend, attend_backward
 from pretrain.model.fused.heads import Heads
 from tests.gpu.conftest import DEVICE, INTERPRETED
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, one_pass, packed
@@ -66,9 +67,9 @@ def check(heads: Heads, lengths: list[int], *, spare: int = 0, stacked: bool = F
     states = draw(heads, sum(lengths), stacked=stacked)
     expected = reference(states, lengths)
     q, k, v, d_output = states
-    ends = offsets(lengths, spare)
-    output, log_sums = attend(q, k, v, ends, SCALE)
-    gradients = attend_backward(d_output, q, k, v, output, log_sums, ends, SCALE)
+    bounds = document_bounds(offsets(lengths, spare), len(q))
+    output, log_sums = attend(q, k, v, bounds, SCALE)
+    gradients = attend_backward(d_output, q, k, v, output, log_sums, bounds, SCALE)
     torch.testing.assert_close(log_sums.double(), expected[1], rtol=0, atol=1e-4)
     results = (output, *gradients)
     assert all(result.is_contiguous() for result in results)
@@ -102,24 +103,24 @@ def test_attention_equals_attention_of_single_documents_over_several_blocks() ->
 
 def test_a_gradient_that_is_a_view_has_the_same_result() -> None:
     q, k, v, d_output = draw(Heads(2, 1, 32), 100)
-    ends = offsets([40, 60], 0)
-    output, log_sums = attend(q, k, v, ends, SCALE)
-    expected = attend_backward(d_output, q, k, v, output, log_sums, ends, SCALE)
+    bounds = document_bounds(offsets([40, 60], 0), len(q))
+    output, log_sums = attend(q, k, v, bounds, SCALE)
+    expected = attend_backward(d_output, q, k, v, output, log_sums, bounds, SCALE)
     view = d_output.transpose(0, 1).contiguous().transpose(0, 1)
-    gradients = attend_backward(view, q, k, v, output, log_sums, ends, SCALE)
+    gradients = attend_backward(view, q, k, v, output, log_sums, bounds, SCALE)
     assert all(map(torch.equal, gradients, expected))
 
 
 def test_documents_do_not_affect_each_other() -> None:
     q, k, v, d_output = draw(Heads(2, 1, 32), 100)
-    ends = offsets([40, 60], 0)
-    output, log_sums = attend(q, k, v, ends, SCALE)
-    gradients = attend_backward(d_output, q, k, v, output, log_sums, ends, SCALE)
+    bounds = document_bounds(offsets([40, 60], 0), len(q))
+    output, log_sums = attend(q, k, v, bounds, SCALE)
+    gradients = attend_backward(d_output, q, k, v, output, log_sums, bounds, SCALE)
     for changed in (q, k, v, d_output):
         changed[40:] *= 3
-    again, log_sums = attend(q, k, v, ends, SCALE)
+    again, log_sums = attend(q, k, v, bounds, SCALE)
     assert torch.equal(again[:40], output[:40])
-    changed_gradients = attend_backward(d_output, q, k, v, again, log_sums, ends, SCALE)
+    changed_gradients = attend_backward(d_output, q, k, v, again, log_sums, bounds, SCALE)
     for gradient, first in zip(changed_gradients, gradients, strict=True):
         assert torch.equal(gradient[:40], first[:40])
 

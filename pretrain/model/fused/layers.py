@@ -342,6 +342,7 @@ class FusedLayer:
         max_seqlen: int,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         document_mask: Tensor | None = None,
+        document_bounds: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return the output of attention [tokens, query heads x dim], and x [tokens, hidden].
@@ -363,7 +364,8 @@ class FusedLayer:
             attention, "sliding_window", getattr(attention.config, "sliding_window", None)
         )
         if name in ATTENTION_KERNELS and (window is None or window >= max_seqlen):
-            documents = (cu_seqlens, max_seqlen, attention.scaling)
+            boundaries = cu_seqlens if document_bounds is None else document_bounds
+            documents = (boundaries, max_seqlen, attention.scaling)
             return NormedAttention.apply(self, (ATTENTION_KERNELS[name], documents), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
         q, k, v = (state.transpose(0, 1)[None] for state in states)
@@ -397,8 +399,8 @@ class NormedAttention(torch.autograd.Function):
     values [tokens, kv, dim], with queries and keys normalized and rotated. Otherwise the node also
     computes attention, and returns its output [tokens, query x dim] instead of queries, keys and
     values. `attention` is then a tuple of the functions that compute attention, and of their last
-    three arguments: cu_seqlens, the pack length and the factor of q k^T. In both cases the last
-    output is x itself, for the residual branch.
+    three arguments: cu_seqlens or the document bounds, the pack length, and the factor of q k^T. In
+    both cases the last output is x itself, for the residual branch.
 
     The backward of the node gets the gradient of x from the residual branch, and adds it in the
     kernel that computes the gradient of the norm. The backward of the rotation writes its result in

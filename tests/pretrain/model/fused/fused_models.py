@@ -162,7 +162,9 @@ def packed(
 ) -> PackedLanguageModel:
     """Return the packed model of `hf`, with all decoder layers fused if `fused` is True."""
     context = PrecisionContext(None, dtype)
-    trained = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
+    trained = PackedLanguageModel(
+        hf, hf.config._attn_implementation, LossSettings(chunk=64), context
+    ).train()
     if fused:
         trained.fused = fuse(model.decoder_layers(hf), {}, Arithmetic(context))
         assert not trained.fused.left_out
