@@ -131,8 +131,10 @@ def activation(kernel: Any) -> None:
                 **vars(activated)
                 | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None}
             )
-            for sums in (None, torch.zeros(TOKENS // 32, columns)):
-                kernel.write_activate_backward(gradient, hidden, kind, d_hidden, recomputed, sums)
+            for summed in (False, True):
+                kernel.write_activate_backward(
+                    gradient, hidden, kind, d_hidden, recomputed, summed=summed
+                )
 
 
 def norm(kernel: Any) -> None:

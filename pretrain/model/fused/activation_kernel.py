@@ -44,11 +44,21 @@ from pretrain.precision.transformer_engine import library
 
 
 class Tile(NamedTuple):
-    """Size of the tile of activated values that a Triton program computes, and number of warps."""
+    """Size of the tile of activated values that a Triton program computes at a time.
+
+    Attributes:
+        rows: Number of tokens of the tile.
+        columns: Number of activated values of a token in the tile.
+        warps: Number of warps of the program.
+        count: Number of tiles that the program computes, one below the other.
+        stages: Number of these tiles that are loaded or computed at the same time.
+    """
 
     rows: int
     columns: int
     warps: int
+    count: int = 1
+    stages: int = 1
 
 
 # The coefficients of x and of x^3 in 2 sqrt(2 / pi) (x + 0.044715 x^3).
@@ -56,10 +66,11 @@ _LINEAR = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(0.044715 * 1.5957691216057308)
 # Tiles of the kernels that write FP8 codes. A tile has 32 rows, so that the codes of a column fill
 # a memory sector of 32 bytes in the transpose. With larger tiles, fewer programs would run at the
-# same time. An ungated activation has half as many gradients, and smaller tiles are faster.
+# same time. An ungated activation has half as many gradients per tile, so a program has enough
+# registers to compute a tile while it loads the next ones.
 FORWARD = Tile(32, 128, 4)
 GATED_BACKWARD = Tile(32, 128, 8)
-UNGATED_BACKWARD = Tile(32, 64, 2)
+UNGATED_BACKWARD = Tile(32, 128, 8, count=8, stages=4)
 # Largest tile of the BF16 kernel that sums the gradient over the tokens of a tile. Tiles with many
 # rows write few sums.
 SUMMED_BACKWARD = Tile(32, 128, 4)
@@ -246,7 +257,7 @@ def _activation_backward(
     # The next two are fields of TensorScaled for the activated values, or None.
     activated_scale,
     activated_scale_inv,
-    sums,  # FP32 [T / height, W], written: the gradient, summed over each tile's tokens, or None
+    sums,  # FP32 [programs, W], written: the gradient, summed over a program's tokens, or None
     T,
     F,
     fp8: tl.constexpr,
@@ -255,50 +266,99 @@ def _activation_backward(
     gated: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
+    count: tl.constexpr,
+    stages: tl.constexpr,
 ):
-    """Write the loss's gradient with respect to `hidden`, and the activated values, for one tile.
+    """Write the loss's gradient with respect to `hidden`, and the activated values.
 
-    The gradient is FP8 in the format `fp8`, and the activated values are FP8 in the format
-    `activated_fp8`. If `fp8` is None, both are BF16.
+    The program computes `count` tiles. The gradient is FP8 in the format `fp8`, and the activated
+    values are FP8 in the format `activated_fp8`. If `fp8` is None, both are BF16.
     """
-    i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
     stride = 2 * F if gated else F
-    gate, up = _load(hidden, i, j, F, gated)
-    activated = _activate(gate, up, function, gated)
-    d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, function, gated)
+    if fp8 is not None:
+        factor = tensor_scale(scale, amax, None, scale_inv, fp8)
+        activated_factor = tensor_scale(
+            activated_scale, None, None, activated_scale_inv, activated_fp8
+        )
+    largest = tl.zeros([height, width], tl.float32)
+    sum_gate = tl.zeros([height, width], tl.float32)
+    sum_up = sum_gate
+    for tile in tl.range(0, count, num_stages=stages):
+        i = (tl.program_id(0) * count + tile) * height + tl.arange(0, height)
+        gate, up = _load(hidden, i, j, F, gated)
+        activated = _activate(gate, up, function, gated)
+        d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, function, gated)
+        sum_gate += d_gate
+        sum_up += d_up
+        if fp8 is None:
+            store_rows(d_gate.to(tl.bfloat16), rows, i, j, stride)
+            if gated:
+                store_rows(d_up.to(tl.bfloat16), rows, i, j + F, stride)
+            store_rows(activated.to(tl.bfloat16), activated_rows, i, j, F)
+        else:
+            activated = _through_bf16_by_twos(activated)
+            d_gate = _through_bf16_by_twos(d_gate)
+            d_up = _through_bf16_by_twos(d_up)
+            largest = tl.maximum(largest, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
+            store_tensor_scaled(d_gate, factor, rows, columns, i, j, T, stride, fp8)
+            if gated:
+                store_tensor_scaled(d_up, factor, rows, columns, i, j + F, T, stride, fp8)
+            store_tensor_scaled(
+                activated,
+                activated_factor,
+                activated_rows,
+                activated_columns,
+                i,
+                j,
+                T,
+                F,
+                activated_fp8,
+            )
+    if scale is not None and amax is not None:
+        record_amax(amax, largest)
     if sums is not None:
         sum_at = sums + tl.program_id(0) * tl.cast(stride, tl.int64) + j
-        tl.store(sum_at, tl.sum(d_gate, axis=0))
+        tl.store(sum_at, tl.sum(sum_gate, axis=0))
         if gated:
-            tl.store(sum_at + F, tl.sum(d_up, axis=0))
-    if fp8 is None:
-        store_rows(d_gate.to(tl.bfloat16), rows, i, j, stride)
-        if gated:
-            store_rows(d_up.to(tl.bfloat16), rows, i, j + F, stride)
-        store_rows(activated.to(tl.bfloat16), activated_rows, i, j, F)
-    else:
-        activated = _through_bf16_by_twos(activated)
-        d_gate = _through_bf16_by_twos(d_gate)
-        d_up = _through_bf16_by_twos(d_up)
-        if scale is not None and amax is not None:
-            record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
-        value = tensor_scale(scale, amax, None, scale_inv, fp8)
-        store_tensor_scaled(d_gate, value, rows, columns, i, j, T, stride, fp8)
-        if gated:
-            store_tensor_scaled(d_up, value, rows, columns, i, j + F, T, stride, fp8)
-        value = tensor_scale(activated_scale, None, None, activated_scale_inv, activated_fp8)
-        store_tensor_scaled(
-            activated, value, activated_rows, activated_columns, i, j, T, F, activated_fp8
-        )
+            tl.store(sum_at + F, tl.sum(sum_up, axis=0))
 
 
-def _launch(kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, *arguments: Any) -> None:
-    """Launch `kernel` with one program for each tile of the activated values."""
-    grid = len(hidden) // tile.rows, kind.width(hidden) // tile.columns
+def _launch(
+    kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, *arguments: Any, **options: int
+) -> None:
+    """Launch `kernel` with one program for each `tile.count` tiles of the activated values."""
+    grid = len(hidden) // (tile.rows * tile.count), kind.width(hidden) // tile.columns
     kernel[grid](
-        *(*arguments, *kind, tile.rows, tile.columns), num_warps=tile.warps, enable_fp_fusion=False
+        *(*arguments, *kind, tile.rows, tile.columns),
+        **options,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
     )
+
+
+def _launch_backward(
+    tile: Tile,
+    d_activated: Tensor,
+    hidden: Tensor,
+    kind: Activation,
+    *arguments: Any,
+    summed: bool,
+) -> Tensor | None:
+    """Launch the backward kernel, and return the gradient of `hidden`, summed over tokens in FP32.
+
+    The result is None unless `summed` is set. `arguments` are the kernel's arguments from `rows` to
+    `activated_scale_inv`, and then `fp8` and `activated_fp8`.
+    """
+    *outputs, fp8, activated_fp8 = arguments
+    sums = None
+    if summed:
+        programs = len(hidden) // (tile.rows * tile.count)
+        sums = hidden.new_empty(programs, hidden.shape[1], dtype=torch.float32)
+    inputs = (d_activated, hidden, *outputs, sums, *d_activated.shape, fp8, activated_fp8)
+    options = {"count": tile.count, "stages": tile.stages}
+    _launch(_activation_backward, tile, hidden, kind, *inputs, **options)
+    return None if sums is None else sums.sum(0)
 
 
 # ── BF16 ──
@@ -337,16 +397,13 @@ def activate_backward(
             math.gcd(*sizes) for sizes in zip(SUMMED_BACKWARD[:2], d_activated.shape, strict=True)
         )
         tile = Tile(rows, columns, SUMMED_BACKWARD.warps)
-    sums = _sums(hidden, tile) if summed else None
     # A BF16 result has no transpose, no scale and no FP8 format. Therefore the kernel's arguments
     # `columns`, `scale`, `amax`, `scale_inv`, `activated_columns`, `activated_scale`,
     # `activated_scale_inv`, `fp8` and `activated_fp8` are None.
     unscaled = (None, None, None)
-    gradient = (d_hidden, None, *unscaled)
-    recomputed = (activated, *unscaled)
-    arguments = (d_activated, hidden, *gradient, *recomputed, sums, *d_activated.shape, None, None)
-    _launch(_activation_backward, tile, hidden, kind, *arguments)
-    return d_hidden, activated, None if sums is None else sums.sum(0)
+    arguments = (d_hidden, None, *unscaled, activated, *unscaled, None, None)
+    total = _launch_backward(tile, d_activated, hidden, kind, *arguments, summed=summed)
+    return d_hidden, activated, total
 
 
 def _along_rows(tokens: int, width: int) -> Tile:
@@ -357,11 +414,6 @@ def _along_rows(tokens: int, width: int) -> Tile:
     """
     columns = math.gcd(width, 2048)
     return Tile(math.gcd(tokens, 2048 // columns), columns, 4)
-
-
-def _sums(hidden: Tensor, tile: Tile) -> Tensor:
-    """Allocate a buffer for the gradient of `hidden`, summed over the tokens of each tile."""
-    return hidden.new_empty(len(hidden) // tile.rows, hidden.shape[1], dtype=torch.float32)
 
 
 # ── FP8 ──
@@ -429,14 +481,10 @@ def quantized_activate_backward(
     activated, recomputed = allocate(
         activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale
     )
-    sums = _sums(hidden, backward_tile(kind)) if summed else None
-    write_activate_backward(d_activated.contiguous(), hidden, kind, gradient, recomputed, sums)
-    return d_hidden, activated, None if sums is None else sums.sum(0)
-
-
-def backward_tile(kind: Activation) -> Tile:
-    """Return the tile of the backward kernel that writes FP8 codes."""
-    return GATED_BACKWARD if kind.gated else UNGATED_BACKWARD
+    total = write_activate_backward(
+        d_activated.contiguous(), hidden, kind, gradient, recomputed, summed=summed
+    )
+    return d_hidden, activated, total
 
 
 def write_activated(hidden: Tensor, kind: Activation, activated: TensorScaled) -> None:
@@ -465,22 +513,25 @@ def write_activate_backward(
     kind: Activation,
     d_hidden: TensorScaled,
     activated: TensorScaled,
-    sums: Tensor | None = None,
-) -> None:
+    *,
+    summed: bool,
+) -> Tensor | None:
     """Write the gradient of `hidden` and the activated values as FP8 codes.
 
     The kernel writes the gradient into the buffers of `d_hidden`, and the activated values into the
     buffers of `activated`. `d_activated` [T, F] and `hidden` are BF16. If `d_hidden` has no scale,
-    the scale is computed first. `activated` must have a scale. `sums` is None, or a buffer from
-    `_sums` that receives the sums of the gradient.
+    the scale is computed first. `activated` must have a scale. Returns the gradient of `hidden`,
+    summed over tokens in FP32, or None unless `summed` is set.
     """
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, kind, d_hidden.amax)
     gradient = (d_hidden.rows, d_hidden.columns, d_hidden.scale, d_hidden.amax, d_hidden.scale_inv)
     recomputed = (activated.rows, activated.columns, activated.scale, activated.scale_inv)
-    types = (TYPES[d_hidden.dtype], TYPES[activated.dtype])
-    arguments = (d_activated, hidden, *gradient, *recomputed, sums, *d_activated.shape, *types)
-    _launch(_activation_backward, backward_tile(kind), hidden, kind, *arguments)
+    arguments = (*gradient, *recomputed, TYPES[d_hidden.dtype], TYPES[activated.dtype])
+    tile = GATED_BACKWARD if kind.gated else UNGATED_BACKWARD
+    # Each program computes the same number of tiles.
+    tile = tile._replace(count=math.gcd(len(hidden) // tile.rows, tile.count))
+    return _launch_backward(tile, d_activated, hidden, kind, *arguments, summed=summed)
 
 
 def _find_amax(
