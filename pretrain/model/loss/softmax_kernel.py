@@ -2,8 +2,8 @@
 
 Each program computes one token in two passes, because a row of 151,936 BF16 logits does not fit on
 a multiprocessor. The first pass computes the maximum and the sum of exponentials of the row. The
-second pass overwrites the row with the gradient. The kernel that torch.compile generates from the
-formula takes 1.8 times as long.
+second pass overwrites the row with the gradient. Few programs run at the same time, so that a row
+of 50,000 logits is still in the L2 cache when the second pass reads it.
 
 If the head computes in FP8, the gradient is written as FP8 codes, by rows and transposed. The
 scales are known after the first pass: the entry of largest magnitude in a token's gradient is the
@@ -39,9 +39,11 @@ from pretrain.model.fused.fp8_tile import (
 )
 
 # Number of logits that a program loads at a time, and its number of warps. These values were the
-# fastest on an H200.
-BLOCK = 4096
-WARPS = 8
+# fastest on an H100. Only two programs of 32 warps run on a multiprocessor at the same time.
+BLOCK = 8192
+WARPS = 32
+# Number of neighbouring logits whose maximum a thread computes: 16 bytes in BF16.
+_NEIGHBOURS = tl.constexpr(8)
 # Number of tokens and words of a tile of FP8 codes, and its number of warps. These values were the
 # fastest on an H200.
 FP8_TILE = (32, 128)
@@ -49,15 +51,15 @@ FP8_WARPS = 4
 
 
 @triton.jit
-def score_gradient(score, maximum, inverse_total, is_target):
-    """Return the gradient of the cross-entropy with respect to the scores: softmax - one_hot, FP32.
+def probability(score, maximum, inverse_total):
+    """Return the probabilities of the softmax for the scores, FP32.
 
     `maximum` is the largest score of the row, and `inverse_total` is the reciprocal of the row's
     sum of exp(score - maximum). The maximum is subtracted, because subtracting the log-sum-exp from
     large scores would lose too many digits. The function is compiled without fused multiply-adds,
     so the result has the same bits in every kernel.
     """
-    return tl.exp(score - maximum) * inverse_total - is_target
+    return exponential(score - maximum) * inverse_total
 
 
 @triton.jit
@@ -89,29 +91,14 @@ def _softmax_loss(
     # Load the score of the label before the sums. The barriers of the sums then ensure that this
     # load precedes the stores of the second pass. For a label that is out of range, the score is
     # NaN, and the NaN loss stops the run.
-    target = tl.load(row + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(
-        tl.float32
-    )
-    # Maximum and sum of exp(score - maximum) in one pass (Milakov and Gimelshein, 2018).
-    maximum = -float("inf")
-    total = 0.0
-    for start in range(0, vocabulary, block):
-        column = start + tl.arange(0, block)
-        scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(maximum, tl.max(scores))
-        # If all scores so far are -inf, subtract 0, because inf - inf would be NaN.
-        reference = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * exponential(maximum - reference) + tl.sum(exponential(scores - reference))
-        maximum = higher
+    has_target = (label != ignore) & (label >= 0) & (label < vocabulary)
+    target = tl.load(row + label, mask=has_target, other=float("nan")).to(tl.float32)
+    maximum, total = _maximum_and_total(row, vocabulary, block)
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
     inverse_total = 1.0 / total
+    at_label = (probability(target, maximum, inverse_total) - 1.0).to(row.dtype.element_ty)
     if maxima is not None:
-        magnitude = tl.abs(
-            score_gradient(target, maximum, inverse_total, 1.0)
-            .to(logits.dtype.element_ty)
-            .to(tl.float32)
-        )
-        magnitude = tl.where(label == ignore, 0.0, magnitude)
+        magnitude = tl.where(label == ignore, 0.0, tl.abs(at_label.to(tl.float32)))
         record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
         scale = scale_from_amax(magnitude, fp8)
         tl.store(scales + token, scale)
@@ -120,14 +107,49 @@ def _softmax_loss(
         tl.store(reciprocals + token, inverse_total)
     if with_gradient:
         for start in range(0, vocabulary, block):
-            column = start + tl.arange(0, block)
+            column = start + _columns(block)
             inside = column < vocabulary
             scores = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
-            gradient = score_gradient(
-                scores, maximum, inverse_total, tl.where(column == label, 1.0, 0.0)
-            )
+            gradient = probability(scores, maximum, inverse_total)
             gradient = tl.where(label == ignore, 0.0, gradient)
             tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
+        # Subtract 1 at the label after all threads have written their probabilities.
+        tl.debug_barrier()
+        tl.store(row + label, at_label, mask=has_target)
+
+
+@triton.jit
+def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr):
+    """Return the maximum of a row of scores, and its sum of exp(score - maximum), in one pass.
+
+    The algorithm is that of Milakov and Gimelshein (2018). Each group of neighbouring columns has a
+    maximum and a sum of its own, so that threads need not wait for each other before the row ends.
+    """
+    maximum = tl.full([block // _NEIGHBOURS], -float("inf"), tl.float32)
+    total = tl.zeros([block // _NEIGHBOURS], tl.float32)
+    for start in range(0, vocabulary, block):
+        column = start + _columns(block)
+        scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(maximum, tl.max(scores, axis=1))
+        reference = _finite(higher)
+        total *= exponential(maximum - reference)
+        total += tl.sum(exponential(scores - reference[:, None]), axis=1)
+        maximum = higher
+    highest = tl.max(maximum)
+    return highest, tl.sum(total * exponential(maximum - _finite(highest)))
+
+
+@triton.jit
+def _columns(block: tl.constexpr):
+    """Return the numbers from 0 to block - 1, as rows of `_NEIGHBOURS` numbers."""
+    group = tl.arange(0, block // _NEIGHBOURS)
+    return group[:, None] * _NEIGHBOURS + tl.arange(0, _NEIGHBOURS)[None, :]
+
+
+@triton.jit
+def _finite(maximum):
+    """Return `maximum`, or 0 where all scores are -inf, because inf - inf would be NaN."""
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 def softmax_loss(
@@ -151,7 +173,7 @@ def softmax_loss(
     """
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    block = max(_NEIGHBOURS.value, min(BLOCK, triton.next_power_of_2(vocabulary)))
     _softmax_loss[(n,)](
         *(logits, labels.contiguous(), losses, *(statistics or [None] * 5)),
         *(ignore, vocabulary, block, with_gradient, fp8),
@@ -197,8 +219,8 @@ def _softmax_quantized_gradient(
     scores = load_rows(logits, token, word, vocabulary)
     maximum = tl.load(maxima + token)[:, None]
     inverse_total = tl.load(reciprocals + token)[:, None]
-    is_target = tl.where(word[None, :] == label, 1.0, 0.0)
-    gradient = score_gradient(scores, maximum, inverse_total, is_target)
+    gradient = probability(scores, maximum, inverse_total)
+    gradient -= tl.where(word[None, :] == label, 1.0, 0.0)
     gradient = tl.where(label == ignore, 0.0, gradient).to(logits.dtype.element_ty).to(tl.float32)
     row_codes = fp8_codes(gradient, tl.load(rows_scale + token)[:, None], fp8)
     store_rows(row_codes, rows, token, word, vocabulary)
