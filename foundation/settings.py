@@ -95,7 +95,8 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
     if is_unknown:
         return ".".join([*keys, str(last)]), f"unknown key; {_hint(cls, keys, str(last))}"
-    message = item["msg"].removeprefix("Value error, ")
+    # Lists of a recipe are tuples in the settings.
+    message = item["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
     if item["type"] == "model_type":
         message = (
             f"must be a section (its keys: {', '.join(sorted(_section(cls, keys).model_fields))})"
@@ -181,7 +182,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     `text` is parsed as YAML, unless the key may hold a text or a path. YAML would read the template
     `{title}: {text}` as a mapping. For a key that may hold a text or a path:
 
-    * `null` means None.
+    * `null` means None, which only some keys may be.
     * `\\n` and `\\t` are replaced by a line feed and a tab. A shell passes each of them on as two
       characters.
     * If the key may also hold a list, a text that begins with `[` is parsed as a list. If the key
@@ -200,7 +201,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     members = set(_members(field.annotation)) if field else set()
     lists = {member for member in members if typing.get_origin(member) in (list, tuple)}
     begins_list = text.lstrip().startswith("[")
-    if lists and members == lists and not begins_list:
+    if lists and members == lists and text != "null" and not begins_list:
         return [text]
     if members & {str, Path} and text != "null" and not (lists and begins_list):
         return text.replace("\\n", "\n").replace("\\t", "\t")

@@ -72,6 +72,7 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict, named: list[str]
         ("name", "null", None),
         ("name", "{title}: {text}\\n", "{title}: {text}\n"),
         ("names", "Hello, you", ["Hello, you"]),
+        ("names", "null", None),
         ("names", "[a, b]", ["a", "b"]),
         ("recompute.layers", "2", 2),
         ("unknown", "[1, {a: b}]", [1, {"a": "b"}]),
