@@ -98,9 +98,10 @@ class Task:
     def inputs(self, batch: Microbatch) -> dict[str, Any]:
         """Return the arguments of the model's forward: ids, positions, labels and documents."""
         inputs = inputs_of(batch, self.device)
-        return inputs | attention.document_inputs(
+        inputs["documents"] = attention.documents_for(
             self.attention, inputs["cu_seqlens"], batch.max_seqlen, batch.input_ids.shape[1]
         )
+        return inputs
 
 
 @dataclass

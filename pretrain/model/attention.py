@@ -5,17 +5,15 @@ module in each layer. The attention registry of transformers passes q, k, v and 
 arguments of the model's forward to the function:
 
     hf.base_model(input_ids=..., position_ids=..., use_cache=False,
-                  cu_seqlens=..., max_seqlen=..., document_mask=..., document_bounds=...)
+                  cu_seqlens=..., max_seqlen=..., documents=...)
 
 * `cu_seqlens`: int32 [n] on the model's device. The first entry is 0, the ends of the documents
   follow, and all remaining entries are T, the number of tokens of the microbatch. n is rounded up
   to a multiple of 16, so that few different shapes occur.
 * `max_seqlen`: int, the pack length, which no document exceeds. The pack length is a constant of
   the run, so kernels are compiled once.
-* `document_mask`: result of the function `document_mask`. Only packed_sdpa needs it.
-* `document_bounds`: result of the function `document_bounds`. Only packed_triton needs it.
-
-`document_inputs` computes the last two once for a batch, instead of once for each layer.
+* `documents`: result of `documents_for`. It is the description of the documents that the function
+  needs, and it is computed once for a batch instead of once for each layer.
 
 No mask functions are registered for these attention functions. The mask registry of transformers
 does not contain their names, so the model builds no attention mask.
@@ -276,8 +274,7 @@ class Packed(NamedTuple):
 
     cu_seqlens: Tensor
     max_seqlen: int
-    mask: Tensor | None  # result of `document_mask`, for packed_sdpa only
-    bounds: Tensor | None  # result of `document_bounds`, for packed_triton only
+    documents: Tensor  # result of `documents_for`
     scale: float  # factor of q k^T
     # Maximum number of keys to which a query attends, including the key of the query's token. None
     # if a query attends to all earlier keys of its document.
@@ -287,18 +284,18 @@ class Packed(NamedTuple):
 Kernel = Callable[[Tensor, Tensor, Tensor, Packed], Tensor]
 
 
-def document_inputs(
-    name: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int
-) -> dict[str, Tensor]:
-    """Return the keyword arguments that only the attention function `name` needs.
+def documents_for(name: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
+    """Return the description of the documents that the attention function `name` needs.
 
-    `tokens` is the number of tokens of the batch. The host does not wait for the device.
+    It is the result of `document_mask` for packed_sdpa, the result of `document_bounds` for
+    packed_triton, and `cu_seqlens` for all others. `tokens` is the number of tokens of the batch.
+    The host does not wait for the device.
     """
     if name == "packed_sdpa":
-        return {"document_mask": document_mask(cu_seqlens, max_seqlen, tokens)}
+        return document_mask(cu_seqlens, max_seqlen, tokens)
     if name == "packed_triton":
-        return {"document_bounds": document_bounds(cu_seqlens, tokens)}
-    return {}
+        return document_bounds(cu_seqlens, tokens)
+    return cu_seqlens
 
 
 def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
@@ -312,7 +309,10 @@ def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
 
 
 def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return the first token and the end of each token's document, int32 [2, tokens]."""
+    """Return the first token and the end of each token's document, int32 [2, tokens].
+
+    `tokens` is the last entry of `cu_seqlens`.
+    """
     document = _document_of_each_token(cu_seqlens, tokens)
     return torch.stack([cu_seqlens[document], cu_seqlens[document + 1]])
 
@@ -341,13 +341,12 @@ def _registered(kernel: Kernel) -> Kernel:
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        document_mask: Tensor | None = None,
-        document_bounds: Tensor | None = None,
+        documents: Tensor | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        if cu_seqlens is None or max_seqlen is None:
+        if cu_seqlens is None or max_seqlen is None or documents is None:
             raise InputError(
                 f"model: {type(module).__name__} does not pass document boundaries to its "
                 "attention; choose another model"
@@ -356,7 +355,7 @@ def _registered(kernel: Kernel) -> Kernel:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         has_effect = sliding_window is not None and sliding_window < max_seqlen
         window = sliding_window if has_effect else None
-        packed = Packed(cu_seqlens, max_seqlen, document_mask, document_bounds, scale, window)
+        packed = Packed(cu_seqlens, max_seqlen, documents, scale, window)
         return kernel(q, k, v, packed)[None], None
 
     AttentionInterface.register(kernel.__name__, attention)
@@ -381,8 +380,8 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
         repeated = _repeated(states, query.shape[1])
         return repeated.unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
 
-    mask = packed.mask
-    if mask is not None and packed.window is not None:
+    mask = packed.documents
+    if packed.window is not None:
         mask = mask.triu(1 - packed.window)
     output = F.scaled_dot_product_attention(
         by_pack(query), by_pack(key), by_pack(value), attn_mask=mask, scale=packed.scale
@@ -402,7 +401,7 @@ def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) 
     """
     if packed.window is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
-        return packed_sdpa(query, key, value, packed._replace(mask=mask))
+        return packed_sdpa(query, key, value, packed._replace(documents=mask))
     lengths = [end - begin for begin, end in pairwise(packed.cu_seqlens.tolist()) if end > begin]
     states = [_repeated(t, query.shape[1]).transpose(0, 1)[None] for t in (query, key, value)]
     outputs = []
@@ -440,7 +439,7 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 
     A layer with a sliding window is computed by `packed_varlen`.
     """
-    return _full_attention(flash_attention, query, key, value, packed.cu_seqlens, packed)
+    return _full_attention(flash_attention, query, key, value, packed)
 
 
 @_registered
@@ -449,16 +448,14 @@ def packed_triton(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
 
     A layer with a sliding window is computed by `packed_varlen`.
     """
-    return _full_attention(triton_attention, query, key, value, packed.bounds, packed)
+    return _full_attention(triton_attention, query, key, value, packed)
 
 
-def _full_attention(
-    operator: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, packed: Packed
-) -> Tensor:
-    """Call `operator` with `documents`, or `packed_varlen` if the layer has a sliding window."""
+def _full_attention(operator: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+    """Call `operator`, or `packed_varlen` if the layer has a sliding window."""
     if packed.window is not None:
         return packed_varlen(q, k, v, packed)
-    return operator(q, k, v, documents, packed.max_seqlen, packed.scale)[0]
+    return operator(q, k, v, packed.documents, packed.max_seqlen, packed.scale)[0]
 
 
 # ── FlashAttention-4 (package `flash-attn-4`) ──
@@ -635,7 +632,8 @@ def triton_backward(
 def _operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """Register `forward` and `backward` as operators of torch. Return the differentiable operator.
 
-    The arguments are as in `flash_forward` and `flash_backward`.
+    The arguments are as in `flash_forward` and `flash_backward`, or as in `triton_forward` and
+    `triton_backward`.
     """
     operator = torch.library.custom_op(f"pretrain::{name}", forward, mutates_args=())
     gradient = torch.library.custom_op(f"pretrain::{name}_backward", backward, mutates_args=())
@@ -667,8 +665,8 @@ triton_attention = _operator("triton_attention", triton_forward, triton_backward
 class AttentionKernels(NamedTuple):
     """Forward and backward functions of an attention backend, without autograd.
 
-    `forward` has the arguments and results of `flash_forward`. `backward` has the arguments and
-    results of `flash_backward_in_parts`.
+    `forward` has the results of `flash_forward`, and `backward` those of `flash_backward_in_parts`.
+    The arguments are the same too, except that the result of `documents_for` replaces `ends`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]

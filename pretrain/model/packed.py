@@ -95,16 +95,18 @@ class PackedLanguageModel(nn.Module):
                 remaining entries are T.
             max_seqlen: Pack length.
         """
-        documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        tokens = input_ids.shape[1]
+        options: dict[str, Any] = {
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": max_seqlen,
+            "documents": attention.documents_for(self.attention, cu_seqlens, max_seqlen, tokens),
+        }
         if self.routing.routers:
             # `Routing` records the logits by hooks instead.
-            documents["output_router_logits"] = False
-        documents |= attention.document_inputs(
-            self.attention, cu_seqlens, max_seqlen, input_ids.shape[1]
-        )
+            options["output_router_logits"] = False
         with self.context.forward(training=self.training):
             output = self.hf.base_model(
-                input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **options
             )
             with torch.profiler.record_function("loss"):
                 loss = self.hf.get_output_embeddings()(output.last_hidden_state, labels)

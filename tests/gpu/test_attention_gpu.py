@@ -60,7 +60,7 @@ def attend(kind: str, states: list[Tensor], sizes: list[int], spare: int) -> tup
         None,
         cu_seqlens=cu_seqlens,
         max_seqlen=LENGTH,
-        **attention.document_inputs(name, *documents),
+        documents=attention.documents_for(name, *documents),
         scaling=0.11,
     )
     torch.manual_seed(1)
@@ -105,11 +105,16 @@ def test_output_dk_and_dv_repeat_bit_for_bit_and_dq_nearly(kind: Any, size: int)
     d_output = torch.randn(1, tokens, heads.query, heads.dim, device="cuda").bfloat16()
 
     documents = (offsets([size] * (tokens // size), 7), 4096)
-    extra = attention.document_inputs(f"packed_{kind}", *documents, tokens)
+    described = attention.documents_for(f"packed_{kind}", *documents, tokens)
 
     def once() -> tuple[Tensor, ...]:
         output, _ = kernel(
-            None, *states, None, cu_seqlens=documents[0], max_seqlen=documents[1], **extra
+            None,
+            *states,
+            None,
+            cu_seqlens=documents[0],
+            max_seqlen=documents[1],
+            documents=described,
         )
         return output.detach(), *torch.autograd.grad(output, states, d_output)
 
@@ -156,7 +161,7 @@ def test_compiled_layers_equal_single_documents_and_compile_once(kind: str) -> N
             position_ids=torch.cat([torch.arange(n, device="cuda") for n in sizes])[None],
             cu_seqlens=cu_seqlens,
             max_seqlen=LENGTH,
-            **attention.document_inputs(f"packed_{kind}", cu_seqlens, LENGTH, LENGTH * PACKS),
+            documents=attention.documents_for(f"packed_{kind}", cu_seqlens, LENGTH, LENGTH * PACKS),
             use_cache=False,
         ).logits
         expected = torch.cat(

@@ -79,16 +79,6 @@ def check(heads: Heads, lengths: list[int], *, spare: int = 0, stacked: bool = F
         assert (result.double() - exact).norm() < 2**-7 * exact.norm() + 1e-4
 
 
-@given(LENGTHS, st.integers(0, 20))
-@settings(max_examples=6, deadline=None)
-def test_document_bounds_are_right_for_each_token(lengths: list[int], spare: int) -> None:
-    starts, ends = document_bounds(offsets(lengths, spare), sum(lengths))
-    sizes = torch.tensor(lengths)
-    last = sizes.cumsum(0)
-    assert torch.equal(starts.cpu(), (last - sizes).repeat_interleave(sizes).int())
-    assert torch.equal(ends.cpu(), last.repeat_interleave(sizes).int())
-
-
 @given(LENGTHS, st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 32), Heads(2, 2, 64)]), st.booleans())
 @settings(max_examples=6, deadline=None)
 def test_attention_equals_attention_of_single_documents(

@@ -319,7 +319,7 @@ def our_logits(run: Exported, dtype: torch.dtype, weights: dict[str, Tensor]) ->
         use_cache=False,
         cu_seqlens=ends,
         max_seqlen=BLOCK_LENGTH,
-        document_mask=attention.document_mask(ends, BLOCK_LENGTH, sum(lengths)),
+        documents=attention.document_mask(ends, BLOCK_LENGTH, sum(lengths)),
     ).last_hidden_state
     return packed.hf.get_output_embeddings()(states)[0].float()
 

@@ -341,8 +341,7 @@ class FusedLayer:
         cu_seqlens: Tensor,
         max_seqlen: int,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        document_mask: Tensor | None = None,
-        document_bounds: Tensor | None = None,
+        documents: Tensor,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return the output of attention [tokens, query heads x dim], and x [tokens, hidden].
@@ -364,9 +363,8 @@ class FusedLayer:
             attention, "sliding_window", getattr(attention.config, "sliding_window", None)
         )
         if name in ATTENTION_KERNELS and (window is None or window >= max_seqlen):
-            boundaries = cu_seqlens if document_bounds is None else document_bounds
-            documents = (boundaries, max_seqlen, attention.scaling)
-            return NormedAttention.apply(self, (ATTENTION_KERNELS[name], documents), *inputs)
+            arguments = (documents, max_seqlen, attention.scaling)
+            return NormedAttention.apply(self, (ATTENTION_KERNELS[name], arguments), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
         q, k, v = (state.transpose(0, 1)[None] for state in states)
         output = AttentionInterface()[name](
@@ -378,7 +376,7 @@ class FusedLayer:
             scaling=attention.scaling,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            document_mask=document_mask,
+            documents=documents,
             sliding_window=window,
         )[0]
         return output.squeeze(0).flatten(1), x
@@ -399,7 +397,7 @@ class NormedAttention(torch.autograd.Function):
     values [tokens, kv, dim], with queries and keys normalized and rotated. Otherwise the node also
     computes attention, and returns its output [tokens, query x dim] instead of queries, keys and
     values. `attention` is then a tuple of the functions that compute attention, and of their last
-    three arguments: cu_seqlens or the document bounds, the pack length, and the factor of q k^T. In
+    three arguments: the result of `documents_for`, the pack length, and the factor of q k^T. In
     both cases the last output is x itself, for the residual branch.
 
     The backward of the node gets the gradient of x from the residual branch, and adds it in the

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -50,7 +52,6 @@ def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
         "position_ids": torch.cat([torch.arange(n) for n in filled])[None],
         "cu_seqlens": cu_seqlens,
         "max_seqlen": LENGTH,
-        "document_mask": attention.document_mask(cu_seqlens, LENGTH, ends[-1]),
         "use_cache": False,
     }
 
@@ -74,7 +75,14 @@ def test_layers_compile_once_for_any_number_of_documents(
         inputs = packed(lengths, spare)
         torch._dynamo.mark_dynamic(inputs["cu_seqlens"], 0)
         ids = torch.randint(VOCABULARY, (1, LENGTH))
-        logits, expected = (module(input_ids=ids, **inputs).logits for module in (model, plain))
+        logits, expected = (
+            module(
+                input_ids=ids,
+                documents=attention.documents_for(backend, inputs["cu_seqlens"], LENGTH, LENGTH),
+                **inputs,
+            ).logits
+            for module, backend in ((model, name), (plain, "packed_sdpa"))
+        )
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
         for module, outputs in ((model, logits), (plain, expected)):
             module.zero_grad()
@@ -93,6 +101,16 @@ def test_flash_attention_passes_torchs_operator_checks(
         torch.ops.pretrain.flash_attention,
         (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), 7, 0.3),
     )
+
+
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.integers(0, 20))
+def test_document_bounds_are_right_for_each_token(lengths: list[int], spare: int) -> None:
+    sizes = torch.tensor(lengths)
+    last = sizes.cumsum(0)
+    cu_seqlens = torch.cat([torch.zeros(1), last, last[-1:].repeat(spare)]).int()
+    starts, ends = attention.document_bounds(cu_seqlens, sum(lengths))
+    assert torch.equal(starts, (last - sizes).repeat_interleave(sizes).int())
+    assert torch.equal(ends, last.repeat_interleave(sizes).int())
 
 
 def test_attention_without_document_boundaries_raises() -> None:
