@@ -138,7 +138,7 @@ def activation(kernel: Any) -> None:
 
 
 def norm(kernel: Any) -> None:
-    for width in (768, HIDDEN, 5120):
+    for width in (768, 1000, 1024, HIDDEN, 5120):
         x = bf16(TOKENS, width)
         weight = bf16(width)
         for bias in (None, weight):
@@ -175,10 +175,11 @@ def rotation(kernel: Any) -> None:
 
 
 def loss(kernel: Any) -> None:
-    logits = bf16(64, VOCABULARY)
     labels = torch.zeros(64, dtype=torch.int64)
-    for with_gradient in (True, False):
-        kernel.softmax_loss(logits, labels, IGNORE, with_gradient=with_gradient)
+    logits = bf16(64, VOCABULARY)
+    for scores in (logits, logits.float(), bf16(64, 50_257)):
+        for with_gradient in (True, False):
+            kernel.softmax_loss(scores, labels, IGNORE, with_gradient=with_gradient)
     for scale in (None, torch.ones(())):
         kernel.quantized_softmax_gradient(logits, labels, IGNORE, E5M2, torch.zeros(1), scale)
 

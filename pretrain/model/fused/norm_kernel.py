@@ -30,9 +30,10 @@ from torch import Tensor
 
 # Minimum number of values that a program loads at a time: eight for each of its threads.
 TILE = 2048
-# Number of values that a program of one warp loads at a time in backward. Rows of at most this many
-# values are summed by one warp, which is faster because it needs no shared memory.
-WARP_TILE = 1024
+# Number of values that a backward program loads at a time if a row has at most this many values,
+# and its number of warps. One warp would be equally fast, but would need too many registers.
+SMALL_TILE = 1024
+SMALL_WARPS = 2
 # Maximum number of programs of a backward. Each program writes a row of FP32 sums.
 PROGRAMS = 1024
 # Number of tiles that a backward program loads or computes at the same time, if a row has at most
@@ -175,9 +176,9 @@ def norm_backward(
     """
     tokens, width = x.shape
     height, step, warps = _tile(width)
-    if step <= WARP_TILE:
-        height = WARP_TILE // step
-        warps = 1
+    if step <= SMALL_TILE:
+        height = SMALL_TILE // step
+        warps = SMALL_WARPS
     stages = STAGES if step <= TILE else 1
     rows = height * triton.cdiv(tokens, height * PROGRAMS)
     programs = triton.cdiv(tokens, rows)
