@@ -94,6 +94,15 @@ def test_extreme_logits_keep_their_accuracy() -> None:
     check(logits.to(DEVICE), labels.to(DEVICE), block=16)
 
 
+def test_a_label_out_of_range_has_a_nan_loss_and_no_entry_in_the_gradient() -> None:
+    logits, labels = draw(3, 40, torch.float32)
+    labels[1], labels[2] = -7, 40
+    expected = logits.double().softmax(1)
+    losses = softmax_loss(logits, labels, IGNORE, with_gradient=True)
+    assert losses[1:].isnan().all()
+    torch.testing.assert_close(logits[1:].double(), expected[1:], rtol=1e-5, atol=2e-7)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_non_finite_logit_affects_its_token_only_unless_ignored(bad: float) -> None:
     logits, labels = draw(6, 40, torch.float32)

@@ -39,11 +39,13 @@ from pretrain.model.fused.fp8_tile import (
 )
 
 # Number of logits that a program loads at a time, and its number of warps. These values were the
-# fastest on an H100. Only two programs of 32 warps run on a multiprocessor at the same time.
+# fastest on an H100 for the loss with its gradient. Only two programs of 32 warps run on a
+# multiprocessor at the same time.
 BLOCK = 8192
 WARPS = 32
-# Number of neighbouring logits whose maximum a thread computes: 16 bytes in BF16.
-_NEIGHBOURS = tl.constexpr(8)
+# Number of neighbouring logits that share a maximum, if the vocabulary is a multiple of GROUP.
+# A thread loads this many BF16 logits at once.
+GROUP = 8
 # Number of tokens and words of a tile of FP8 codes, and its number of warps. These values were the
 # fastest on an H200.
 FP8_TILE = (32, 128)
@@ -76,6 +78,7 @@ def _softmax_loss(
     ignore: tl.constexpr,
     vocabulary: tl.constexpr,
     block: tl.constexpr,
+    group: tl.constexpr,
     with_gradient: tl.constexpr,
     fp8: tl.constexpr,
 ):
@@ -88,12 +91,12 @@ def _softmax_loss(
     # Use 64 bits, because a chunk may have more than 2**31 logits.
     row = logits + tl.cast(token, tl.int64) * vocabulary
     label = tl.load(labels + token)
-    # Load the score of the label before the sums. The barriers of the sums then ensure that this
+    # Load the score of the label before the sums. All threads of a sum wait for each other, so this
     # load precedes the stores of the second pass. For a label that is out of range, the score is
     # NaN, and the NaN loss stops the run.
     has_target = (label != ignore) & (label >= 0) & (label < vocabulary)
     target = tl.load(row + label, mask=has_target, other=float("nan")).to(tl.float32)
-    maximum, total = _maximum_and_total(row, vocabulary, block)
+    maximum, total = _maximum_and_total(row, vocabulary, block, group)
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
     inverse_total = 1.0 / total
     at_label = (probability(target, maximum, inverse_total) - 1.0).to(row.dtype.element_ty)
@@ -107,7 +110,7 @@ def _softmax_loss(
         tl.store(reciprocals + token, inverse_total)
     if with_gradient:
         for start in range(0, vocabulary, block):
-            column = start + _columns(block)
+            column = start + _columns(block, group)
             inside = column < vocabulary
             scores = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
             gradient = probability(scores, maximum, inverse_total)
@@ -119,16 +122,16 @@ def _softmax_loss(
 
 
 @triton.jit
-def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr):
+def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr, group: tl.constexpr):
     """Return the maximum of a row of scores, and its sum of exp(score - maximum), in one pass.
 
     The algorithm is that of Milakov and Gimelshein (2018). Each group of neighbouring columns has a
     maximum and a sum of its own, so that threads need not wait for each other before the row ends.
     """
-    maximum = tl.full([block // _NEIGHBOURS], -float("inf"), tl.float32)
-    total = tl.zeros([block // _NEIGHBOURS], tl.float32)
+    maximum = tl.full([block // group], -float("inf"), tl.float32)
+    total = tl.zeros([block // group], tl.float32)
     for start in range(0, vocabulary, block):
-        column = start + _columns(block)
+        column = start + _columns(block, group)
         scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         reference = _finite(higher)
@@ -140,10 +143,10 @@ def _maximum_and_total(row, vocabulary: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _columns(block: tl.constexpr):
-    """Return the numbers from 0 to block - 1, as rows of `_NEIGHBOURS` numbers."""
-    group = tl.arange(0, block // _NEIGHBOURS)
-    return group[:, None] * _NEIGHBOURS + tl.arange(0, _NEIGHBOURS)[None, :]
+def _columns(block: tl.constexpr, group: tl.constexpr):
+    """Return the numbers from 0 to block - 1, as rows of `group` numbers."""
+    first = tl.arange(0, block // group) * group
+    return first[:, None] + tl.arange(0, group)[None, :]
 
 
 @triton.jit
@@ -173,10 +176,12 @@ def softmax_loss(
     """
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    block = max(_NEIGHBOURS.value, min(BLOCK, triton.next_power_of_2(vocabulary)))
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    # If the vocabulary were no multiple of the group, a group would be loaded by several threads.
+    group = math.gcd(vocabulary, GROUP)
     _softmax_loss[(n,)](
         *(logits, labels.contiguous(), losses, *(statistics or [None] * 5)),
-        *(ignore, vocabulary, block, with_gradient, fp8),
+        *(ignore, vocabulary, block, group, with_gradient, fp8),
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
