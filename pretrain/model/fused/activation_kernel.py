@@ -10,7 +10,7 @@ Backward must read `hidden`, so it can also recompute the activated values. Only
 of the next linear layer reads the transpose of the activated values. Backward writes this
 transpose, so that the transpose takes no memory between forward and backward. The kernels are
 compiled without fused multiply-adds, so that forward and backward compute the same bits. Backward
-can also sum the gradient over the tokens of a tile, for the gradient of a bias.
+can also sum the gradient over the tokens of a program, for the gradient of a bias.
 
 The kernels write BF16 values, or the FP8 codes of a Transformer Engine tensor with one scale. Like
 the unfused model and the emulation, the kernels round values to BF16 before they quantize them. The
@@ -50,14 +50,14 @@ class Tile(NamedTuple):
         rows: Number of tokens of the tile.
         columns: Number of activated values of a token in the tile.
         warps: Number of warps of the program.
-        count: Number of tiles that the program computes, one below the other.
+        tiles: Number of tiles that the program computes, one below the other.
         stages: Number of these tiles that are loaded or computed at the same time.
     """
 
     rows: int
     columns: int
     warps: int
-    count: int = 1
+    tiles: int = 1
     stages: int = 1
 
 
@@ -66,11 +66,10 @@ _LINEAR = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(0.044715 * 1.5957691216057308)
 # Tiles of the kernels that write FP8 codes. A tile has 32 rows, so that the codes of a column fill
 # a memory sector of 32 bytes in the transpose. With larger tiles, fewer programs would run at the
-# same time. An ungated activation has half as many gradients per tile, so a program has enough
-# registers to compute a tile while it loads the next ones.
+# same time. The program for an ungated activation loads the next tiles while it computes a tile.
 FORWARD = Tile(32, 128, 4)
 GATED_BACKWARD = Tile(32, 128, 8)
-UNGATED_BACKWARD = Tile(32, 128, 8, count=8, stages=4)
+UNGATED_BACKWARD = Tile(32, 128, 8, tiles=8, stages=4)
 # Largest tile of the BF16 kernel that sums the gradient over the tokens of a tile. Tiles with many
 # rows write few sums.
 SUMMED_BACKWARD = Tile(32, 128, 4)
@@ -180,8 +179,8 @@ def _differentiate(d_activated, gate, up, function: tl.constexpr, gated: tl.cons
 
 # ── Kernels ──
 #
-# Each program computes one tile. Consecutive programs compute tiles below each other, so that
-# together they fill complete cache lines of the transposes.
+# Each program computes one tile, or several tiles below each other. Consecutive programs compute
+# tiles below each other too, so that together they fill complete cache lines of the transposes.
 
 
 @triton.jit
@@ -266,12 +265,12 @@ def _activation_backward(
     gated: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
-    count: tl.constexpr,
+    tiles: tl.constexpr,
     stages: tl.constexpr,
 ):
     """Write the loss's gradient with respect to `hidden`, and the activated values.
 
-    The program computes `count` tiles. The gradient is FP8 in the format `fp8`, and the activated
+    The program computes `tiles` tiles. The gradient is FP8 in the format `fp8`, and the activated
     values are FP8 in the format `activated_fp8`. If `fp8` is None, both are BF16.
     """
     j = tl.program_id(1) * width + tl.arange(0, width)
@@ -284,8 +283,8 @@ def _activation_backward(
     largest = tl.zeros([height, width], tl.float32)
     sum_gate = tl.zeros([height, width], tl.float32)
     sum_up = sum_gate
-    for tile in tl.range(0, count, num_stages=stages):
-        i = (tl.program_id(0) * count + tile) * height + tl.arange(0, height)
+    for tile in tl.range(0, tiles, num_stages=stages):
+        i = (tl.program_id(0) * tiles + tile) * height + tl.arange(0, height)
         gate, up = _load(hidden, i, j, F, gated)
         activated = _activate(gate, up, function, gated)
         d_gate, d_up = _differentiate(load_rows(d_activated, i, j, F), gate, up, function, gated)
@@ -327,8 +326,8 @@ def _activation_backward(
 def _launch(
     kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, *arguments: Any, **options: int
 ) -> None:
-    """Launch `kernel` with one program for each `tile.count` tiles of the activated values."""
-    grid = len(hidden) // (tile.rows * tile.count), kind.width(hidden) // tile.columns
+    """Launch `kernel` with one program for each `tile.tiles` tiles of the activated values."""
+    grid = len(hidden) // (tile.rows * tile.tiles), kind.width(hidden) // tile.columns
     kernel[grid](
         *(*arguments, *kind, tile.rows, tile.columns),
         **options,
@@ -353,10 +352,10 @@ def _launch_backward(
     *outputs, fp8, activated_fp8 = arguments
     sums = None
     if summed:
-        programs = len(hidden) // (tile.rows * tile.count)
+        programs = len(hidden) // (tile.rows * tile.tiles)
         sums = hidden.new_empty(programs, hidden.shape[1], dtype=torch.float32)
     inputs = (d_activated, hidden, *outputs, sums, *d_activated.shape, fp8, activated_fp8)
-    options = {"count": tile.count, "stages": tile.stages}
+    options = {"tiles": tile.tiles, "stages": tile.stages}
     _launch(_activation_backward, tile, hidden, kind, *inputs, **options)
     return None if sums is None else sums.sum(0)
 
@@ -530,7 +529,7 @@ def write_activate_backward(
     arguments = (*gradient, *recomputed, TYPES[d_hidden.dtype], TYPES[activated.dtype])
     tile = GATED_BACKWARD if kind.gated else UNGATED_BACKWARD
     # Each program computes the same number of tiles.
-    tile = tile._replace(count=math.gcd(len(hidden) // tile.rows, tile.count))
+    tile = tile._replace(tiles=math.gcd(len(hidden) // tile.rows, tile.tiles))
     return _launch_backward(tile, d_activated, hidden, kind, *arguments, summed=summed)
 
 
