@@ -244,6 +244,9 @@ def _activation_forward(
 def _activation_backward(
     d_activated,  # BF16 [T, F]
     hidden,  # BF16 [T, W], where W is 2 F, or F without a gate
+    sums,  # FP32 [programs, W], written: the gradient, summed over a program's tokens, or None
+    T,
+    F,
     # [T, W], written: gradient with respect to `hidden`. BF16 if `fp8` is None, else uint8 codes.
     rows,
     columns,  # uint8 [W, T], written: transpose of the codes in `rows`, or None
@@ -256,9 +259,6 @@ def _activation_backward(
     # The next two are fields of TensorScaled for the activated values, or None.
     activated_scale,
     activated_scale_inv,
-    sums,  # FP32 [programs, W], written: the gradient, summed over a program's tokens, or None
-    T,
-    F,
     fp8: tl.constexpr,
     activated_fp8: tl.constexpr,
     function: tl.constexpr,
@@ -347,16 +347,15 @@ def _launch_backward(
     """Launch the backward kernel, and return the gradient of `hidden`, summed over tokens in FP32.
 
     The result is None unless `summed` is set. `arguments` are the kernel's arguments from `rows` to
-    `activated_scale_inv`, and then `fp8` and `activated_fp8`.
+    `activated_fp8`.
     """
-    *outputs, fp8, activated_fp8 = arguments
     sums = None
     if summed:
         programs = len(hidden) // (tile.rows * tile.tiles)
         sums = hidden.new_empty(programs, hidden.shape[1], dtype=torch.float32)
-    inputs = (d_activated, hidden, *outputs, sums, *d_activated.shape, fp8, activated_fp8)
+    inputs = (d_activated, hidden, sums, *d_activated.shape)
     options = {"tiles": tile.tiles, "stages": tile.stages}
-    _launch(_activation_backward, tile, hidden, kind, *inputs, **options)
+    _launch(_activation_backward, tile, hidden, kind, *inputs, *arguments, **options)
     return None if sums is None else sums.sum(0)
 
 
