@@ -95,8 +95,9 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
     if is_unknown:
         return ".".join([*keys, str(last)]), f"unknown key; {_hint(cls, keys, str(last))}"
-    # Lists of a recipe are tuples in the settings.
-    message = item["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
+    message = item["msg"].removeprefix("Value error, ")
+    # The settings store the lists of a recipe as tuples.
+    message = message.replace("tuple", "list").replace("Tuple", "List")
     if item["type"] == "model_type":
         message = (
             f"must be a section (its keys: {', '.join(sorted(_section(cls, keys).model_fields))})"
@@ -182,7 +183,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     `text` is parsed as YAML, unless the key may hold a text or a path. YAML would read the template
     `{title}: {text}` as a mapping. For a key that may hold a text or a path:
 
-    * `null` means None, which only some keys may be.
+    * `null` means None. `parse` refuses None for a key that needs a value.
     * `\\n` and `\\t` are replaced by a line feed and a tab. A shell passes each of them on as two
       characters.
     * If the key may also hold a list, a text that begins with `[` is parsed as a list. If the key

@@ -43,6 +43,7 @@ class Example(Settings):
             {"switch": {"layers": 1, "layer": 1}},
             ["`switch.layer`: unknown key; did you mean `switch.layers`?"],
         ),
+        ({"names": None}, ["`names`: Input should be a valid list, but is None"]),
         ({"recompute": 5}, ["must be a section (its keys: layers), but is 5"]),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
         ({"layers": 1}, ["`layers`: unknown key; did you mean `recompute.layers`?"]),
