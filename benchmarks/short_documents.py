@@ -6,7 +6,7 @@ Each shape is measured with our Triton kernels and with FlashAttention-4. Docume
 lengths as in `benchmarks.throughput_packs`, times a factor. The end of a pack cuts its last
 document. `squares` is the mean over all tokens of the length of the token's document. Times are in
 microseconds, by `triton.testing.do_bench`. The document bounds of our kernels are computed once for
-all layers, so their time is not included. In h100_short_documents.json it is included in both passes.
+all layers, so their time is not included. h100_short_documents.json includes it in both passes.
 Heads of 128 values are measured too, although `model.attention: triton` refuses them.
 """
 

@@ -53,14 +53,14 @@ def attend(kind: str, states: list[Tensor], sizes: list[int], spare: int) -> tup
     name = f"packed_{kind}"
     states = [state.detach().requires_grad_() for state in states]
     cu_seqlens = offsets(sizes, spare)
-    documents = (cu_seqlens, LENGTH, LENGTH * PACKS)
+    documents = attention.documents_for(name, cu_seqlens, LENGTH, LENGTH * PACKS)
     output, _ = AttentionInterface()[name](
         None,
         *states,
         None,
         cu_seqlens=cu_seqlens,
         max_seqlen=LENGTH,
-        documents=attention.documents_for(name, *documents),
+        documents=documents,
         scaling=0.11,
     )
     torch.manual_seed(1)
@@ -104,17 +104,17 @@ def test_output_dk_and_dv_repeat_bit_for_bit_and_dq_nearly(kind: Any, size: int)
     states = [state.requires_grad_() for state in random_states(heads, tokens)]
     d_output = torch.randn(1, tokens, heads.query, heads.dim, device="cuda").bfloat16()
 
-    documents = (offsets([size] * (tokens // size), 7), 4096)
-    described = attention.documents_for(f"packed_{kind}", *documents, tokens)
+    cu_seqlens = offsets([size] * (tokens // size), 7)
+    documents = attention.documents_for(f"packed_{kind}", cu_seqlens, 4096, tokens)
 
     def once() -> tuple[Tensor, ...]:
         output, _ = kernel(
             None,
             *states,
             None,
-            cu_seqlens=documents[0],
-            max_seqlen=documents[1],
-            documents=described,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=4096,
+            documents=documents,
         )
         return output.detach(), *torch.autograd.grad(output, states, d_output)
 

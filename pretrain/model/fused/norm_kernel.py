@@ -31,7 +31,7 @@ from torch import Tensor
 # Minimum number of values that a program loads at a time: eight for each of its threads.
 TILE = 2048
 # Number of values that a backward program loads at a time if a row has at most this many values,
-# and its number of warps. One warp would be equally fast, but would need too many registers.
+# and its number of warps. With one warp, rows of 1,024 values would need local memory.
 SMALL_TILE = 1024
 SMALL_WARPS = 2
 # Maximum number of programs of a backward. Each program writes a row of FP32 sums.
