@@ -142,7 +142,7 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     """Return recipe overrides that set the precisions `names`. Return [] if there are no names.
 
     Each precision becomes a phase of the recipe, because the model is assembled for all phases. The
-    lengths of the phases have no effect, because nothing is trained.
+    number of steps and the lengths of the phases have no effect, because nothing is trained.
     """
     if not names:
         return []
@@ -153,7 +153,8 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     # the precision in which the run was trained.
     accepted = {key for name in names if name in PRECISIONS for key in PRECISIONS[name].options}
     removed = [f"fp8_config.{key}=null" for key in OPTIONS if key not in accepted]
-    return [f"precision={setting}", "fp8_config.on_unsupported=emulate", *removed]
+    steps = f"train.steps={10**9}"
+    return [f"precision={setting}", "fp8_config.on_unsupported=emulate", steps, *removed]
 
 
 def _evaluate(job: Job, accelerator: Accelerator, notices: Iterable[str], resume_from: str) -> None:

