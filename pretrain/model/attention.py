@@ -663,10 +663,13 @@ triton_attention = _operator("triton_attention", triton_forward, triton_backward
 
 
 class AttentionKernels(NamedTuple):
-    """Forward and backward functions of an attention backend, without autograd.
+    """Functions that compute attention and its gradients for a backend, without autograd.
 
-    `forward` has the results of `flash_forward`, and `backward` those of `flash_backward_in_parts`.
-    The arguments are the same too, except that the result of `documents_for` replaces `ends`.
+    Attributes:
+        forward: Map q, k, v, the result of `documents_for`, the pack length and the scale to the
+            output and the log-sums, as `flash_forward`.
+        backward: Map the gradient of the output, q, k, v, the output, the log-sums and the last
+            three arguments of `forward` to dq, dk and dv, as `flash_backward_in_parts`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]

@@ -153,6 +153,7 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     # the precision in which the run was trained.
     accepted = {key for name in names if name in PRECISIONS for key in PRECISIONS[name].options}
     removed = [f"fp8_config.{key}=null" for key in OPTIONS if key not in accepted]
+    # A schedule needs a step for each phase, and the run may have fewer steps.
     steps = f"train.steps={10**9}"
     return [f"precision={setting}", "fp8_config.on_unsupported=emulate", steps, *removed]
 

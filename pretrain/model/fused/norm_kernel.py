@@ -95,11 +95,12 @@ def _norm_backward(
 ):
     """Compute dx for the `rows` rows of a program, and sums over these rows.
 
-    `count` is the number of sums: 1 for an RMSNorm (dweight), 2 for a LayerNorm (dweight and dy),
-    or 4 for a LayerNorm with the sums for biases of linear layers (also dx and `residual`).
+    The sums of an RMSNorm are dweight (`count` is 1). The sums of a LayerNorm are dweight and dy
+    (`count` is 2). If biases of linear layers need them, dx and `residual` are summed too (`count`
+    is 4).
 
-    `height` rows are computed at a time, and `stages` - 1 times as many rows are loaded ahead.
-    `step` is `width` rounded up to a power of two.
+    A tile has `height` rows. While the program computes a tile, it loads the next `stages` - 1
+    tiles. `step` is `width` rounded up to a power of two.
     """
     column = tl.arange(0, step)
     in_row = column < width
