@@ -67,6 +67,7 @@ MACHINE_KEYS = {
     "memory_gib",
     "memory_allocated_gib",
     "memory_reserved_gib",
+    "memory_retries",
 }
 
 MODELS: dict[str, dict[str, Any]] = {
