@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from foundation.errors import InputError
 from packing.arrow import Pack, Split
@@ -24,8 +26,8 @@ from packing.order import permute
 from packing.records import UNTRAINED
 from packing.settings import DataSettings
 
-# Seed of the order of documents and of the choice of held-out documents. It is not the seed of a
-# run, so runs with different seeds use the same packs.
+# Seed of the order of documents. It is not the seed of a run, so runs with different seeds use the
+# same packs.
 SEED = 42
 # Number of tokens that are copied at once.
 _PACKS_TOKENS = 2**22
@@ -269,7 +271,7 @@ class Arranged:
                 "held_out": np.array([1]),
             }
         else:
-            documents = split_documents(len(lengths), settings)
+            documents = split_documents(tokens, settings)
         # Indices of each split's documents, in the order of packing.
         self._documents = documents
         # Index of the first token of each document: [documents] int64.
@@ -321,18 +323,29 @@ class Arranged:
         return statistics
 
 
-def split_documents(count: int, settings: DataSettings) -> dict[Split, np.ndarray]:
+def split_documents(tokens: Tokens, settings: DataSettings) -> dict[Split, np.ndarray]:
     """Map each split to the indices of its documents in the order of packing: [documents] int64.
 
-    The documents are shuffled with `SEED`. The first ones are held out, and the others are packed
-    for training. Raises InputError if no document would be left for training.
+    The documents are shuffled with `SEED`. The documents with the smallest hashes are held out, and
+    the others are packed for training. The hash depends only on the tokens of a document. So if the
+    source grows, few documents change their split, and copies of a document are in the same split.
+    Raises InputError if no document would be left for training.
     """
+    count = len(tokens.lengths)
     shuffled = permute(np.arange(count), count, SEED)
-    held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
+    if not settings.held_out:
+        return {"train": shuffled}
+    held_out = max(1, round(count * settings.held_out))
     if held_out >= count:
         raise InputError(
             f"data.held_out: holding out {settings.held_out} of {count} documents leaves none to "
             "train on; set data.held_out to 0"
         )
-    parts: dict[Split, np.ndarray] = {"train": shuffled[held_out:]}
-    return parts | {"held_out": shuffled[:held_out]} if held_out else parts
+    ends = np.cumsum(tokens.lengths).tolist()
+    ids = tokens.tokens.data
+    document_hashes = (xxh3_64_intdigest(ids[start:end]) for start, end in pairwise([0, *ends]))
+    hashes = np.fromiter(document_hashes, np.uint64, count)
+    is_held_out = np.zeros(count, bool)
+    is_held_out[np.argpartition(hashes, held_out)[:held_out]] = True
+    is_held_out = is_held_out[shuffled]
+    return {"train": shuffled[~is_held_out], "held_out": shuffled[is_held_out]}
