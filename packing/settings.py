@@ -77,8 +77,9 @@ class SourceSettings(Settings):
     # split of a Hugging Face dataset
     split: str = "train"
     # Column with a text, or a template with columns: `"{title}\n\n{body}"`. An EOS token ends each
-    # document. A special token in the text, such as `<|endoftext|>`, becomes the id of the token,
-    # as is the default at Hugging Face.
+    # document. A document begins with a BOS token only if the template has one: `"<s>{text}"`. A
+    # special token in the text, such as `<|endoftext|>`, becomes the id of the token, as is the
+    # default at Hugging Face.
     text: str = "text"
     # Chats instead of `text`: either one column with a list of {role, content}, or two entries,
     # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
