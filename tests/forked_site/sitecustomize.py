@@ -8,7 +8,13 @@ import os
 import sys
 
 SCRIPTS = os.environ.get("FORKED_SCRIPTS", "accelerate train_accelerate.py").split()
-MODULES = ("accelerate.commands.launch", "pretrain", "packing")
+MODULES = (
+    "accelerate.commands.accelerate_cli",
+    "accelerate.commands.launch",
+    "train_accelerate",
+    "pretrain",
+    "packing",
+)
 
 
 def is_forked(arguments: list[str]) -> bool:
