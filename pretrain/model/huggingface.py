@@ -131,8 +131,9 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             raise InputError(f"`model.config.{key}: {values[key]}` is below 1; set it to 1 or more")
     with _as_input_error(f"`model.config`: {kind.__name__} does not accept these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
+    full = config_values(kind, values)
     for key in changes:
-        _check_effect(kind, values, key, over_source=bool(stored))
+        _check_effect(kind, values, full, key, over_source=bool(stored))
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
         raise InputError(
             "`model.config.router_aux_loss_coef` requires the router loss; set "
@@ -254,7 +255,12 @@ def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_effect(
-    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
+    kind: type[PretrainedConfig],
+    values: dict[str, Any],
+    full: dict[str, Any],
+    key: str,
+    *,
+    over_source: bool,
 ) -> None:
     """Raise InputError if the configuration class has no `key`, or if `key` has no effect.
 
@@ -265,6 +271,7 @@ def _check_effect(
     Args:
         kind: The configuration class.
         values: Map each key of the configuration to its value.
+        full: The result of `config_values` for `values`.
         key: The key of `values` to check.
         over_source: True if the model has a source, whose values `key` changes.
     """
@@ -272,7 +279,7 @@ def _check_effect(
     without = config_values(kind, remaining)
     # The key has an effect if the class rejects the configuration without the key, or if the key
     # changes another value.
-    has_effect = not without or not without.items() <= config_values(kind, values).items()
+    has_effect = not without or not without.items() <= full.items()
     if key in without:
         # The class adds missing entries to a dict, so the dict in the configuration may differ from
         # the dict in `values`.
