@@ -16,7 +16,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import mpmath
 import numpy as np
@@ -177,6 +177,11 @@ class SeedDifference:
         """Return the mean of the differences over all seeds."""
         return statistics.fmean(self.by_seed.values())
 
+    @cached_property
+    def variance(self) -> float:
+        """Return the variance of the differences. Requires two seeds or more."""
+        return statistics.variance(self.by_seed.values())
+
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
         """Return the half-width of the mean's confidence interval by Student's t.
 
@@ -238,7 +243,7 @@ class SeedDifference:
         bound = (math.sqrt(spread) / error) ** (2 / number)
         if bound >= spread:
             return None
-        sum_of_squares = (number - 1) * statistics.variance(self.by_seed.values())
+        sum_of_squares = (number - 1) * self.variance
         return math.sqrt(sum_of_squares * (bound - 1) / (number * (1 - bound / spread)))
 
     def anytime_verdict(self, margin: float, error: float) -> str:
