@@ -164,7 +164,7 @@ def test_a_configuration_with_hosts_of_mpirun_is_refused(
     done = subprocess.run(
         [sys.executable, "-m", "pretrain", "train", recipe, f"--config={tmp_path}/mpi.yaml"],
         cwd=ROOT,
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env=forking() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
     )
