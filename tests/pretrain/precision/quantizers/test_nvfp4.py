@@ -22,11 +22,11 @@ Check = Callable[[Tensor], None]
 
 @pytest.fixture(scope="module")
 def values(finite_bf16: Tensor) -> Tensor:
-    """Two million BF16 values [rows, 1024] with all kinds of block scales.
+    """Half a million BF16 values [rows, 1024] with all kinds of block scales.
 
     Rows range from the tensor's amax down to 2^-40 of it.
     """
-    rows = finite_bf16[:2016].float() * torch.exp2(-torch.arange(2016.0) % 41)[:, None]
+    rows = finite_bf16[1520:2016].float() * torch.exp2(-torch.arange(496.0) % 41)[:, None]
     rows[3] = 0
     rows[5, ::2] = -0.0
     rows[7, 100:200] = 0
