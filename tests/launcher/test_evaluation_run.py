@@ -136,6 +136,7 @@ def test_evaluate_prints_the_loss_in_every_precision(
     train_here: Callable, low_precision_recipe: dict[str, Any]
 ) -> None:
     recipe = low_precision_recipe | {"train": {"steps": 4}, "precision": "nvfp4", "log": {}}
+    recipe["evaluate"] = {"packs": 2}
     run = train_here("parity=off", recipe=recipe)
     assert run.status == 0, run.output
     before = contents(run.run_dir)

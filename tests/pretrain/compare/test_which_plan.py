@@ -18,6 +18,7 @@ from pretrain.compare.which_trainings import Question, train
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
+from tests.forked_commands import forking
 
 
 def test_trainings_are_as_long_as_hours_and_data_allow(
@@ -163,9 +164,11 @@ def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_pa
 
 
 def test_no_training_starts_after_a_baseline_that_failed(
-    small_recipe: dict[str, Any], tmp_path: Path
+    small_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The baseline's learning rate is so large that its first loss after an update is NaN."""
+    for key, value in forking().items():
+        monkeypatch.setenv(key, value)
     file = write_recipe(small_recipe, tmp_path)
     overrides = ("optimizer.learning_rate=1e30", "parity=false")
     question = Question(
