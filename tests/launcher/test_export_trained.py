@@ -32,6 +32,8 @@ from pretrain.run import export as export_module
 from pretrain.settings.recipe import LossSettings
 from tests.conftest import BLOCK_LENGTH, ROOT, VOCABULARY
 
+# The first tests of the suite run in one worker, so that they share the trained models.
+pytestmark = pytest.mark.long
 # "block FP32" is block with `use_f32_scales: true`.
 PRECISIONS = ("delayed", "current", "block", "block FP32", "mxfp8", "mxfp4", "nvfp4")
 
