@@ -30,7 +30,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.run import export as export_module
 from pretrain.settings.recipe import LossSettings
-from tests.conftest import BLOCK_LENGTH, ROOT, VOCABULARY
+from tests.conftest import BLOCK_LENGTH, VOCABULARY
 
 # The first tests of the suite run in one worker, so that they share the trained models.
 pytestmark = pytest.mark.long
@@ -409,13 +409,15 @@ READ = """
 import json, sys
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-from tests.launcher.test_export_trained import plain_logits
+torch.set_grad_enabled(False)
+documents = torch.load(sys.argv[2], weights_only=True)
 for folder, out in json.loads(sys.argv[1]).items():
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         options = {"dtype": dtype, "quantization_config": CompressedTensorsConfig(dequantize=True)}
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
-        results.append((dict(model.named_parameters()), plain_logits(model)))
+        logits = [model(document[None]).logits[0] for document in documents]
+        results.append((dict(model.named_parameters()), torch.cat(logits).float()))
     torch.save(results, out)
 """
 
@@ -431,10 +433,10 @@ def test_compressed_tensors_decompresses_our_weights_and_logits(
         (tmp_path / package.name).symlink_to(package.absolute())
     names = [precision for precision in PRECISIONS if not precision.startswith("block")]
     outputs = {str(exported(name).folder): str(tmp_path / f"{name}.pt") for name in names}
+    torch.save(documents(), tmp_path / "documents.pt")
     done = subprocess.run(
-        [sys.executable, "-c", READ, json.dumps(outputs)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        [sys.executable, "-c", READ, json.dumps(outputs), str(tmp_path / "documents.pt")],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
