@@ -329,23 +329,22 @@ def split_documents(tokens: Tokens, settings: DataSettings) -> dict[Split, np.nd
     The documents are shuffled with `SEED`. The documents with the smallest hashes are held out, and
     the others are packed for training. The hash depends only on the tokens of a document. So if the
     source grows, few documents change their split, and copies of a document are in the same split.
-    Raises InputError if no document would be left for training.
+    Copies of the last held-out document are held out in addition to the share of `settings`. Raises
+    InputError if no document would be left for training.
     """
     count = len(tokens.lengths)
     shuffled = permute(np.arange(count), count, SEED)
     if not settings.held_out:
         return {"train": shuffled}
-    held_out = max(1, round(count * settings.held_out))
-    if held_out >= count:
-        raise InputError(
-            f"data.held_out: holding out {settings.held_out} of {count} documents leaves none to "
-            "train on; set data.held_out to 0"
-        )
+    last = max(1, round(count * settings.held_out)) - 1
     ends = np.cumsum(tokens.lengths).tolist()
     ids = tokens.tokens.data
     document_hashes = (xxh3_64_intdigest(ids[start:end]) for start, end in pairwise([0, *ends]))
     hashes = np.fromiter(document_hashes, np.uint64, count)
-    is_held_out = np.zeros(count, bool)
-    is_held_out[np.argpartition(hashes, held_out)[:held_out]] = True
-    is_held_out = is_held_out[shuffled]
+    is_held_out = (hashes <= np.partition(hashes, last)[last])[shuffled]
+    if is_held_out.all():
+        raise InputError(
+            f"data.held_out: holding out {settings.held_out} of {count} documents leaves none to "
+            "train on; set data.held_out to 0"
+        )
     return {"train": shuffled[~is_held_out], "held_out": shuffled[is_held_out]}
