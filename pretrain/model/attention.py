@@ -52,8 +52,7 @@ from foundation.files import CACHE
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
-# FlashAttention-4 reads these two environment variables when it is imported. Transformer Engine
-# imports FlashAttention-4 too, so the variables are set before either package can be imported.
+# FlashAttention-4 reads these two environment variables when it is imported.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_attn_4"))
 

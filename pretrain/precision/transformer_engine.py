@@ -52,7 +52,8 @@ DEFAULTS_CHANGED_BY = (
 BLOCK_QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 # The key of fp8_meta that maps to the position of the scales for recomputing a layer.
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
-# Module with the kernels of FlashAttention-4.
+# Modules of Transformer Engine, and of FlashAttention-4.
+LIBRARY = "transformer_engine.pytorch"
 FLASH_ATTENTION = "flash_attn.cute"
 
 
@@ -431,20 +432,20 @@ class TransformerEngine(GemmEngine):
         return self.te.autocast(enabled=enabled, recipe=self.te_recipe)
 
 
-@functools.cache
 def library() -> ModuleType:
     """Import and return `transformer_engine.pytorch`, without FlashAttention-4.
 
     Transformer Engine's attention, which this project does not use, imports FlashAttention-4 if it
     is installed. This import takes seconds and uses CUDA, so that CUDA would not work in a fork.
     """
-    # An entry of None in sys.modules makes an import fail.
-    sys.modules.setdefault(FLASH_ATTENTION, None)  # type: ignore[arg-type]
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "FlashAttention 4 is installed but")
-            import transformer_engine.pytorch as te
-    finally:
-        if sys.modules[FLASH_ATTENTION] is None:
-            del sys.modules[FLASH_ATTENTION]
-    return te
+    if LIBRARY not in sys.modules:
+        # An entry of None in sys.modules makes an import fail.
+        sys.modules.setdefault(FLASH_ATTENTION, None)  # type: ignore[arg-type]
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "FlashAttention 4 is installed but")
+                importlib.import_module(LIBRARY)
+        finally:
+            if sys.modules[FLASH_ATTENTION] is None:
+                del sys.modules[FLASH_ATTENTION]
+    return sys.modules[LIBRARY]

@@ -5,7 +5,6 @@ Tests of Triton kernels also run on a CPU, under Triton's interpreter (TRITON_IN
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from pretrain.precision import transformer_engine
 from pretrain.precision.quantizers import E4M3, E5M2
 from pretrain.precision.quantizers.tensor import round_to_grid
 from pretrain.precision.selection import missing_on
@@ -71,7 +71,7 @@ def transformer_engine_is_imported_first() -> None:
     its own.
     """
     with suppress(ImportError):
-        importlib.import_module("transformer_engine.pytorch")
+        transformer_engine.library()
 
 
 @pytest.fixture
