@@ -24,12 +24,12 @@ from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
-from pretrain.plan.checks import check_fit
-from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision
+from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, configured
 from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
-from pretrain.run.job import Job, prepare_job
+from pretrain.run.job import Job, check_precision, prepare_job
 from pretrain.run.resume_point import find_checkpoint
 from pretrain.run.run import introduce_job
 from pretrain.run.startup import explaining_errors
@@ -119,16 +119,18 @@ def dataset_overrides(dataset: str, folder: Path) -> list[str]:
 def supported_precisions(names: Sequence[str], recipe: Recipe) -> tuple[Sequence[str], list[str]]:
     """Return `names` and [], unless `names` contains "all".
 
-    For "all", return the quantized precisions that support the pack length of `recipe`, and a
-    message for each other quantized precision. Raise InputError if no precision supports it.
+    For "all", return the quantized precisions that suit the pack length and the model of `recipe`,
+    and a message for each other quantized precision. Raise InputError if no precision suits them.
     """
     if "all" not in names:
         return names, []
+    shapes = build_on_meta(load_config(recipe.model))
     supported: list[str] = []
     skipped: list[str] = []
     for name in [name for name, precision in PRECISIONS.items() if precision.quantized]:
         try:
-            check_fit(ActivePrecision(name, PRECISIONS[name], "emulation"), recipe)
+            precision = configured(name, recipe.fp8_config)
+            check_precision(ActivePrecision(name, precision, "emulation"), recipe, shapes)
         except InputError as error:
             skipped.append(f"skipped: {error}")
         else:

@@ -336,12 +336,20 @@ def _check_model(recipe: Recipe, shapes: PreTrainedModel, phases: Sequence[Phase
     """
     check_architecture(shapes, recipe.data.length, recipe.loss)
     flops = ModelFlops.of(shapes)
-    layers = list(decoder_layers(shapes).values())
     for _, active in phases:
-        check_fit(active, recipe, flops.shape.layers)
-        if active.precision.quantized:
-            check_scope(shapes, layers, active)
+        check_precision(active, recipe, shapes)
     return flops
+
+
+def check_precision(active: ActivePrecision, recipe: Recipe, shapes: PreTrainedModel) -> None:
+    """Raise InputError if a quantized precision does not suit the pack length or the model.
+
+    shapes: the model on the meta device.
+    """
+    layers = list(decoder_layers(shapes).values())
+    check_fit(active, recipe, len(layers))
+    if active.precision.quantized:
+        check_scope(shapes, layers, active)
 
 
 def _load_tokenizer(

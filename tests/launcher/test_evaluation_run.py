@@ -132,6 +132,21 @@ def test_an_fp32_run_can_be_evaluated_in_bf16(
     assert "skipped: `data.length: 32` is not a multiple of 128" in evaluated.output
 
 
+def test_all_precisions_are_those_that_suit_the_model(
+    train_here: Callable, low_precision_recipe: dict[str, Any]
+) -> None:
+    low_precision_recipe["model"]["config"] |= {"hidden_size": 64, "head_dim": 16}
+    low_precision_recipe["model"]["config"] |= {"intermediate_size": 64}
+    evaluated = train_here("evaluate", "--precisions", "all", recipe=low_precision_recipe)
+    # The other precisions suit the model, but the run was not trained.
+    assert "has no checkpoint" in evaluated.err
+    reason = "64 is not a multiple of 128"
+    (skipped,) = re.findall("skipped: .*", evaluated.output)
+    assert "`precision: block`" in skipped and reason in skipped
+    named = train_here("evaluate", "--precisions", "block", recipe=low_precision_recipe)
+    assert reason in named.refusal
+
+
 def test_evaluate_prints_the_loss_in_every_precision(
     train_here: Callable, low_precision_recipe: dict[str, Any]
 ) -> None:
