@@ -33,7 +33,7 @@ from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.settings import DataSettings
-from packing.sources import open_source, recognise_chats
+from packing.sources import open_source, reading_settings
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -159,7 +159,7 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
             "set `data.text` to a column of text, or to a template of columns"
         )
     source = open_source(settings, Records((), ()))
-    settings = recognise_chats(settings, source)
+    settings = reading_settings(settings, source)
     source.records = TextTemplate.parse(settings.text)
     if settings.messages:
         source.records = chat_columns(settings, PLAIN, (("eos_token", ""),))

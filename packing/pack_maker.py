@@ -23,7 +23,7 @@ from packing.chunks import Chunk, Tokens, tokenize
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import LAYOUT_KEYS, TOKEN_KEYS, DataSettings
-from packing.sources import open_source, recognise_chats
+from packing.sources import open_source, reading_settings
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -62,9 +62,8 @@ class PackMaker(AbstractContextManager):
         self.processes = processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
         self.source = open_source(settings, Records((), ()))
-        # Settings with which the source is read: `messages` is set if the columns are those of a
-        # chat. The manifest of the packs records `settings`, without this change.
-        self.reading = recognise_chats(settings, self.source)
+        # The manifest of the packs records `settings`, without the changes of `reading_settings`.
+        self.reading = reading_settings(settings, self.source)
         self.records = records_of(self.reading, self.tokenizer)
         self.source.records = self.records
         # Let each worker load the tokenizer itself. A tokenizer is larger than the buffer of a

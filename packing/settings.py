@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from foundation.errors import InputError
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share
@@ -19,7 +19,7 @@ from foundation.settings import FilePath, PathText, PositiveCount, Settings, Sha
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 # Keys that determine the kind of a record.
-_RECORD = ("messages", "input_ids", "labels", "text")
+RECORD = ("messages", "input_ids", "labels", "text")
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -183,6 +183,8 @@ class DataSettings(SourceSettings):
     packing: Literal["truncate", "best_fit"] = "truncate"
     # error: stop at a record that cannot be read; skip: skip and count such records.
     on_bad_line: Literal["error", "skip"] = "error"
+    # Keys whose values a part has in common with the `data` section. Empty in the section itself.
+    _common: frozenset[str] = PrivateAttr(frozenset())
 
     @property
     def stream(self) -> StreamingSettings | None:
@@ -206,6 +208,28 @@ class DataSettings(SourceSettings):
         return self.validation is not None or any(
             part.source is not None for part in (self, *(self.sources or ()))
         )
+
+    def part(self, source: SourceSettings, packs: Path, **changes: Any) -> DataSettings:
+        """Return a copy of the settings for one source, whose packs are in the folder `packs`.
+
+        `changes` maps the names of other settings to their values for this source.
+        """
+        values = {key: getattr(source, key) for key in SourceSettings.model_fields}
+        part = self.model_copy(
+            update=values | {"sources": None, "validation": None, "packs": packs} | changes
+        )
+        part._common = frozenset(
+            key for key, value in values.items() if value == getattr(self, key)
+        )
+        return part
+
+    def chosen(self, names: tuple[str, ...]) -> list[str]:
+        """Return the settings in `names` that are not defaults and were set for this source.
+
+        The values of the `data` section are excluded. They apply only to the sources that they
+        suit.
+        """
+        return [name for name in self.changed(names) if name not in self._common]
 
     @model_validator(mode="before")
     @classmethod
@@ -299,8 +323,8 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
     keys = {key for key in SourceSettings.model_fields if key in data and key != "source"}
     if data.get("source") not in (None, source["source"]):
         keys -= {"subset", "split"}
-    if any(source.get(key) is not None for key in _RECORD):
-        keys -= {*_RECORD}
+    if any(source.get(key) is not None for key in RECORD):
+        keys -= {*RECORD}
         if not source.get("messages"):
             keys.discard("chat_template")
     return {key: data[key] for key in keys} | source

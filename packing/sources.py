@@ -50,7 +50,9 @@ from packing.chunks import (
 from packing.records import Records
 from packing.settings import (
     HUB_NAME,
+    RECORD,
     DataSettings,
+    SourceSettings,
     matching_files,
     refuse_near_name,
     split_revision,
@@ -96,7 +98,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     """Return the source that `settings` name. The content of its files is not read.
 
     Raises InputError if the source does not exist, if its format is not known, or if `settings` has
-    a setting that this kind of source does not use.
+    a setting of this source that its kind does not use.
     """
     name = str(settings.source)
     path = Path(name)
@@ -114,7 +116,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         )
     kind, paths, unread = _choose(name, matches or _files_below(path))
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
-    unused = settings.changed(("subset", "split", *columns))
+    unused = settings.chosen(("subset", "split", *columns))
     if settings.streaming is True:
         unused.append("streaming")
     if unused:
@@ -184,12 +186,17 @@ def _bytes_of(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def recognise_chats(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
-    """Return `settings` with `messages` set if the columns of `source` are those of a chat.
+def reading_settings(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
+    """Return the settings with which `source` is read.
 
-    `settings` are returned unchanged if they choose columns, or if the source has a column `text`
-    or `input_ids` and `settings` choose no chat template.
+    If the columns of `source` are those of a chat, `messages` is set. It is not set if `settings`
+    choose columns, or if the source has a column `text` or `input_ids` and `settings` choose no
+    chat template. For text files, which have no columns, the keys of columns have their defaults.
     """
+    if source.kind == "text":
+        return settings.model_copy(
+            update={key: SourceSettings.model_fields[key].default for key in RECORD}
+        )
     if settings.changed(("text", "messages", "input_ids")):
         return settings
     names = source.columns

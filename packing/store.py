@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from packing.arrow import (
 )
 from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, splitmix64
-from packing.settings import SOURCE_NAME, DataSettings, SourceSettings, matching_files
+from packing.settings import SOURCE_NAME, DataSettings, matching_files
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
@@ -61,7 +60,7 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
         if stream := settings.stream:
             window = max(settings.length, round(stream.window * source.weight))
             streaming = stream.model_copy(update={"window": window})
-        parts[name] = _part(settings, source, settings.packs / name, streaming=streaming)
+        parts[name] = settings.part(source, settings.packs / name, streaming=streaming)
     return parts
 
 
@@ -79,20 +78,7 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     name = str(validation.source)
     is_remote = not (Path(name).exists() or matching_files(name))
     streaming = is_remote if settings.stream else settings.streaming
-    return _part(settings, validation, packs, held_out=0.0, streaming=streaming)
-
-
-def _part(
-    settings: DataSettings, source: SourceSettings, packs: Path, **changes: Any
-) -> DataSettings:
-    """Return a copy of `settings` for one source, whose packs are in the folder `packs`.
-
-    `changes` maps the names of other settings to their values for this source.
-    """
-    values = {key: getattr(source, key) for key in SourceSettings.model_fields}
-    return settings.model_copy(
-        update=values | {"sources": None, "validation": None, "packs": packs} | changes
-    )
+    return settings.part(validation, packs, held_out=0.0, streaming=streaming)
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:

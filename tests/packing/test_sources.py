@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing.chunks import read_chunk
+from packing.prepare import check_sources
 from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
 from packing.sources import open_source
@@ -281,6 +282,29 @@ def test_an_unsupported_kind_of_file_is_rejected(tmp_path: Path) -> None:
     for source in (tmp_path / "x.xlsx", tmp_path):
         with pytest.raises(InputError, match=r"data.source: .*JSONL, JSON arrays, Parquet, CSV"):
             texts_of(source)
+
+
+def test_a_text_file_ignores_columns_of_the_data_section(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    (tmp_path / "x.jsonl").write_text('{"story": "so"}\n')
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "x.txt").write_text("so")
+
+    def check(**validation: Any) -> None:
+        check_sources(
+            DataSettings(
+                packs=tmp_path / "packs",
+                tokenizer=str(tokenizer_file),
+                source=str(tmp_path / "x.jsonl"),
+                text="story",
+                validation={"source": str(tmp_path / "texts"), **validation},
+            )
+        )
+
+    check()
+    with pytest.raises(InputError, match=r"data.text: .* is read as text, which has no such"):
+        check(text="title")
 
 
 def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
