@@ -53,6 +53,7 @@ from pretrain.precision.scope import decide
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.run.job import Job, cuda_graphs
+from pretrain.run.tokenizer import stop_after_answers
 
 # The number of packs from which delayed scaling fills its histories before the first step. At least
 # two packs are needed to record the gradients of all linears (see `rehearse`). With more packs, the
@@ -136,6 +137,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     recipe = job.recipe
     # `hf` is the Hugging Face model. `values` maps names of parameters to their initial values.
     hf, values = build_model(job, accelerator)
+    stop_after_answers(hf, job.tokenizer, recipe.data)
     model, precision, fused = convert_model(job, hf, accelerator.device)
 
     # Wrap each layer in gradient checkpointing, torch.compile and a cast of FP32 weights to BF16

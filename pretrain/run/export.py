@@ -55,7 +55,7 @@ from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.data import Data
 from pretrain.run.run import Run, best_evaluation
 from pretrain.run.served import served_weights
-from pretrain.run.tokenizer import fingerprint_in_use, load_tokenizer
+from pretrain.run.tokenizer import fingerprint_in_use, load_tokenizer, stop_after_answers
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -127,6 +127,7 @@ def write_export(
     facts: additional rows for the card's table. Keys are titles of rows, values are their texts.
     """
     tokenizer, why_not = tokenizer_of(recipe, run_dir)
+    stop_after_answers(hf, tokenizer, recipe.data)
     further_files = {}
     # Omit the card if the run's records are missing, or if the checkpoint's folder was renamed and
     # so has no step in its name.

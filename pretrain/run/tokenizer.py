@@ -17,15 +17,16 @@ from transformers import (
     AutoTokenizer,
     BatchEncoding,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error
-from packing.records import CHAT_TEMPLATE, chat_template
-from packing.settings import DataSettings, split_revision
-from packing.store import training_parts
+from packing.records import CHAT_TEMPLATE, chat_columns, chat_template
+from packing.settings import DataSettings, SourceSettings, split_revision
+from packing.store import folder_of, training_parts
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config
 from pretrain.run.data import Data
@@ -178,6 +179,54 @@ def load_tokenizer(
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     _check_export(tokenizer, location, load_config(model))
     return tokenizer
+
+
+def stop_after_answers(
+    hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: DataSettings
+) -> None:
+    """Add the token that ends an answer of the run's chats to the model's EOS ids.
+
+    So samples end after an answer, and so do texts of the exported model, because the export writes
+    the generation config of `hf`. Nothing changes if the run was not trained on chats.
+
+    tokenizer: the result of `load_tokenizer`, or None.
+    settings: the section `data` of the recipe. Its packs exist, unless they were deleted.
+    """
+    has_chats = any(
+        part.messages or part.chat_template or (folder_of(part) / CHAT_TEMPLATE).is_file()
+        for part in training_parts(settings).values()
+    )
+    if tokenizer is not None and has_chats and hf.can_generate():
+        eos = hf.generation_config.eos_token_id
+        ids = [*(eos if isinstance(eos, list) else [eos]), end_of_answers(tokenizer)]
+        hf.generation_config.eos_token_id = [
+            *dict.fromkeys(number for number in ids if number is not None)
+        ] or None
+
+
+def end_of_answers(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the special token that ends an answer in the tokenizer's chat template.
+
+    A short chat is encoded as for packs. The result is the first special token after the content of
+    the answer, if the token has a loss. Return None if there is no such token, or if the template
+    is missing or rejects the chat.
+    """
+    backend = tokenizer.backend_tokenizer
+    added = backend.get_added_tokens_decoder()
+    chat = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes."}]
+    # ValueError is raised if there is no such template, or no token with a loss after the content.
+    with contextlib.suppress(ValueError):
+        columns = chat_columns(
+            SourceSettings(messages="messages"),
+            str(tokenizer.get_chat_template()),
+            tuple(tokenizer.special_tokens_map.items()),
+        )
+        text, spans = columns.fill({"messages": chat}) or ("", [])
+        after_content = text.rindex("Yes.") + len("Yes.")
+        (ids,) = columns.encode(backend, [(text, [(after_content, spans[-1][1])])])
+        # The ids of tokens without a loss are marked, so they do not equal the id of any token.
+        return next((n for n in ids.tolist() if n in added and added[n].special), None)
+    return None
 
 
 def _location(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:

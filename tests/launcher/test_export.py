@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.__main__ import main
@@ -34,10 +34,14 @@ def exact(
         "weights": "bf16_exact",
         "train": {"steps": 8},
     }
-    recipe["data"] |= {"tokenizer": str(words)}
+    # The token w59 ends an answer.
+    tokenizer = AutoTokenizer.from_pretrained(words, extra_special_tokens=["w59"])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    template = "{% for m in messages %}{{ m.role }} w1 {{ m.content }} w59 {% endfor %}"
+    recipe["data"] |= {"tokenizer": str(folder / "tokenizer"), "chat_template": template}
     run = start_here(recipe, folder, "parity=off")
     assert run.status == 0, run.output
-    shutil.rmtree(run.run_dir / "final")
+    shutil.move(run.run_dir / "final", folder / "final")
     return run.run_dir
 
 
@@ -70,6 +74,13 @@ def test_an_export_has_the_stored_weights_tokenizer_and_card(
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1 w2").input_ids == [1, 2]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert "in 8 steps" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_end_of_an_answer_is_an_eos_token(exact: Path, tmp_path: Path, capsys: Any) -> None:
+    status, output = command(capsys, "export", exact, "--out", tmp_path / "out")
+    assert status == 0, output
+    for folder in (exact.parent / "final", tmp_path / "out"):
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [60, 59]
 
 
 def test_fp32_of_exact_weights_rounds_to_them(exact: Path, tmp_path: Path, capsys: Any) -> None:

@@ -17,11 +17,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
+from packing.records import CHATML, PLAIN
 from packing.settings import DataSettings
+from packing.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
-from packing.tokenizer import save_tokenizer, train_tokenizer
 from pretrain.model.huggingface import load_config
-from pretrain.run.tokenizer import encoded_prompt, load_tokenizer, tokens_of
+from pretrain.run.tokenizer import (
+    encoded_prompt,
+    end_of_answers,
+    load_tokenizer,
+    tokenizer_in,
+    tokens_of,
+)
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 from tests.conftest import ROOT
@@ -194,3 +201,29 @@ def test_a_tokenizer_saved_as_the_error_says_is_accepted(tmp_path: Path) -> None
         tmp_path / "new"
     )
     assert load_for(tmp_path / "new", "qwen2").encode("Hello")
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (PLAIN, END_OF_TEXT),
+        # The token before the answer is not its end.
+        ("{% for m in messages %}<|im_start|>{{ m.content }}\n{% endfor %}", None),
+        # The end has no loss.
+        (
+            "{% for m in messages %}<|im_start|>{% generation %}{{ m.content }}"
+            "{% endgeneration %}<|im_end|>{% endfor %}",
+            None,
+        ),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_an_answer_ends_with_a_special_token_of_the_template(
+    template: str, end: str | None, tmp_path: Path
+) -> None:
+    tokens = ("<|im_start|>", "<|im_end|>")
+    save_tokenizer(train_tokenizer(["So, yes."], 300, tokens), tmp_path / "chats")
+    tokenizer = tokenizer_in(str(tmp_path / "chats"))
+    tokenizer.chat_template = template
+    assert end_of_answers(tokenizer) == (end and tokenizer.convert_tokens_to_ids(end))
