@@ -57,6 +57,7 @@ from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.commands import ON_CPU, ON_GPU
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
+from pretrain.settings.launch import find_configuration
 from pretrain.settings.recipe import Recipe
 
 # Share of the steps after which candidates branch from the baseline.
@@ -86,7 +87,9 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError for a mistake in the arguments.
     """
-    accelerate = options.config or (ON_GPU if has_gpu() else ON_CPU)
+    accelerate = ON_GPU if has_gpu() else ON_CPU
+    if options.config:
+        accelerate = find_configuration(options.config)
     recipe = load_recipe(options.recipe, options.overrides)
     begin_with = options.begin_with or branch_checkpoint(recipe)
     options.begin_with = os.path.abspath(begin_with) if begin_with else None

@@ -26,18 +26,16 @@ from typing import Any
 
 import psutil
 
-from foundation.errors import InputError
 from foundation.overrides import overridden
-from foundation.reading import as_input_error, load_yaml
+from foundation.reading import as_input_error
 from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
 from foundation.units import plural
 from pretrain.settings.config import load_recipe
-from pretrain.settings.launch import is_true
+from pretrain.settings.launch import CONFIGURATIONS, find_configuration, is_true
 from pretrain.settings.recipe import Recipe
 
 # Script that trains, in the folder of the checkout or of the installed packages.
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
-CONFIGURATIONS = LAUNCHER.with_name("accelerate_configs")
 # Signals that are passed on to the training processes.
 PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
 # Beginnings of log lines that are not printed: accelerate's list of default values, and the lines
@@ -63,23 +61,6 @@ def main(options: argparse.Namespace) -> int:
     # Flush, so that the command comes before the output of the processes in a log file.
     print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)
     return run_launcher(launch, configuration)
-
-
-def find_configuration(name: str) -> Path:
-    """Return the path of an Accelerate configuration, which is readable YAML.
-
-    `name` is a path, or the name of a file in accelerate_configs/, with or without `.yaml`. Raises
-    InputError if there is no such file.
-    """
-    shipped = CONFIGURATIONS / f"{name.removesuffix('.yaml')}.yaml"
-    path = next(filter(Path.is_file, (Path(name).expanduser(), shipped)), None)
-    if path is None:
-        raise InputError(
-            f"--config {name}: there is no such file; name a path, or one of these configurations: "
-            + ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
-        )
-    load_yaml(path)
-    return path
 
 
 def choose_configuration(

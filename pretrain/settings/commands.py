@@ -382,9 +382,9 @@ def which(add: Callable) -> None:
     add(
         "--config",
         "--config_file",
-        type=Path,
         metavar="FILE",
-        help=f"Accelerate configuration; default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
+        help="Accelerate configuration: a path, or the name of a file in accelerate_configs/; "
+        f"default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
     )
     add(
         "--run_dir",

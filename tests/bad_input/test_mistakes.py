@@ -176,6 +176,7 @@ COMMANDS = {
     "sample nowhere one --top-p 2": "--top-p",
     "sample nowhere one --top-p x": "--top-p/--top_p: invalid float value: 'x'",
     "which nowhere.yaml --hours x": "--hours: x is not a number above 0",
+    "which nowhere.yaml --config nowhere": "--config nowhere: there is no such file",
     "matrix nowhere.yaml --gpus 0": "--gpus: 0 is not a whole number of at least 1",
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
