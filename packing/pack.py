@@ -26,8 +26,8 @@ from packing.order import permute
 from packing.records import UNTRAINED
 from packing.settings import DataSettings
 
-# Seed of the order of documents. It is not the seed of a run, so runs with different seeds use the
-# same packs.
+# Seed of the order of documents and of the choice of held-out documents. It is not the seed of a
+# run, so runs with different seeds use the same packs.
 SEED = 42
 # Number of tokens that are copied at once.
 _PACKS_TOKENS = 2**22
@@ -339,7 +339,9 @@ def split_documents(tokens: Tokens, settings: DataSettings) -> dict[Split, np.nd
     last = max(1, round(count * settings.held_out)) - 1
     ends = np.cumsum(tokens.lengths).tolist()
     ids = tokens.tokens.data
-    document_hashes = (xxh3_64_intdigest(ids[start:end]) for start, end in pairwise([0, *ends]))
+    document_hashes = (
+        xxh3_64_intdigest(ids[start:end], SEED) for start, end in pairwise([0, *ends])
+    )
     hashes = np.fromiter(document_hashes, np.uint64, count)
     is_held_out = (hashes <= np.partition(hashes, last)[last])[shuffled]
     if is_held_out.all():
