@@ -187,11 +187,12 @@ def _bytes_of(paths: Iterable[Path]) -> int:
 
 
 def reading_settings(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
-    """Return the settings with which `source` is read.
+    """Return `settings`, changed for reading `source` if necessary.
 
-    If the columns of `source` are those of a chat, `messages` is set. It is not set if `settings`
-    choose columns, or if the source has a column `text` or `input_ids` and `settings` choose no
-    chat template. For text files, which have no columns, the keys of columns have their defaults.
+    If `source` has the columns of a chat, `messages` is set. `messages` stays unchanged if
+    `settings` choose columns, or if the source has a column `text` or `input_ids` and `settings`
+    choose no chat template. Text files have no columns, so all keys that choose columns are set to
+    their defaults.
     """
     if source.kind == "text":
         return settings.model_copy(

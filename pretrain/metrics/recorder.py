@@ -104,14 +104,14 @@ class Recorder:
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:
-    """Return the memory of this process in GiB, and the number of memory retries.
+    """Return the memory of this process in GiB, and its memory retries.
 
     On a CUDA device, `memory_gib` is the peak of torch's allocations, without the memory of CUDA
     graphs. `memory_allocated_gib` is the memory that torch's tensors occupy at the time of the
     call. `memory_reserved_gib` is the memory that torch has reserved from the driver, with that of
-    CUDA graphs. `memory_retries` is the number of allocations for which torch first had to return
-    its cache to the driver. On other devices the only key is `memory_gib`, the resident memory of
-    the process.
+    CUDA graphs. `memory_retries` is the number of times that an allocation failed until torch had
+    returned its cache to the driver. On other devices the only key is `memory_gib`, the resident
+    memory of the process.
     """
     if device.type != "cuda":
         return {"memory_gib": psutil.Process().memory_info().rss / GIB}
