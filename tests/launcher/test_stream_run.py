@@ -159,10 +159,11 @@ def test_a_killed_run_ends_its_packer_and_resumes_exactly(
 
 
 def test_a_packer_of_a_user_serves_the_run_and_ends_with_it(
-    alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
+    alone: Finished, recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = elsewhere(recipe, tmp_path)
     packs = tmp_path / "packs"
+    packer_log = packs / "packer.log"
     command = [sys.executable, "-m", "packing", "follow", str(write_recipe(recipe, tmp_path))]
     packer = subprocess.Popen(command, cwd=ROOT, env=os.environ)
     try:
@@ -171,11 +172,18 @@ def test_a_packer_of_a_user_serves_the_run_and_ends_with_it(
             assert packer.poll() is None
             assert time.monotonic() < end
             time.sleep(0.02)
-        finished = start_here(recipe, tmp_path)
+        run = LauncherProcess(
+            [str(tmp_path / "recipe.yaml")], tmp_path / "log", Moment("logged", "^3$")
+        )
+        run.wait_until_it_waits()
+        # The packer that the run has started imports its modules meanwhile, and then waits too.
+        message = f"waiting for process {packer.pid} on"
+        run.wait_until(lambda: packer_log.exists() and message in packer_log.read_text())
+        run.go_on()
+        finished = Finished(run.end(), (tmp_path / "log").read_text(), "", tmp_path / "run")
         assert packer.wait(60) == 0
     finally:
         packer.kill()
-    assert f"waiting for process {packer.pid} on" in (packs / "packer.log").read_text()
     assert finished.status == 0, finished.output
     assert finished.losses() == alone.losses(), finished.output
 
