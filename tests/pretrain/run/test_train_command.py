@@ -122,6 +122,8 @@ def test_a_killed_rank_is_one_message(small_recipe: dict[str, Any], tmp_path: Pa
     next(child for child in children if child.environ().get("RANK") == "1").kill()
     _, err = process.communicate()
     assert process.returncode == 128 + signal.SIGKILL
+    # torchrun sends SIGTERM to rank 0, which announces it unless the lost connection came first.
+    err = err.removeprefix("\nSIGTERM: finishing this step, then saving\n")
     assert err.startswith("rank 1 was ended by SIGKILL; the same command continues")
     assert err.count("\n") == 1
 
