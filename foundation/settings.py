@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error, parse_yaml
@@ -40,6 +40,16 @@ def at_home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
+def with_escapes(text: str) -> str:
+    """Replace `\\n` and `\\t` in `text` by a line feed and a tab.
+
+    A shell passes each of them on as two characters, and so does YAML without double quotes. After
+    another backslash they are not replaced, because a chat template may contain such a text.
+    """
+    escapes = {"\\n": "\n", "\\t": "\t"}
+    return re.sub(r"(?<!\\)\\[nt]", lambda match: escapes[match[0]], text)
+
+
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 # Tensors, files and other libraries store a seed as a signed integer of 64 bits.
@@ -49,6 +59,8 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 # exists.
 PathText = Annotated[str, BeforeValidator(at_home)]
 FilePath = Annotated[Path, BeforeValidator(at_home)]
+# A template of documents.
+TemplateText = Annotated[str, AfterValidator(with_escapes)]
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -184,8 +196,6 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     `{title}: {text}` as a mapping. For a key that may hold a text or a path:
 
     * `null` means None. `parse` refuses None for a key that needs a value.
-    * `\\n` and `\\t` are replaced by a line feed and a tab. A shell passes each of them on as two
-      characters.
     * If the key may also hold a list, a text that begins with `[` is parsed as a list. If the key
       holds only lists, any other text becomes a list with one element.
 
@@ -205,7 +215,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     if lists and members == lists and text != "null" and not begins_list:
         return [text]
     if members & {str, Path} and text != "null" and not (lists and begins_list):
-        return text.replace("\\n", "\n").replace("\\t", "\t")
+        return text
     with as_input_error(
         (ValueError, TypeError, yaml.YAMLError),
         f"command line: the value of `{key}={text:.200}` is not valid YAML",

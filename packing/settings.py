@@ -10,10 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from foundation.errors import InputError
-from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share
+from foundation.settings import (
+    FilePath,
+    PathText,
+    PositiveCount,
+    Settings,
+    Share,
+    TemplateText,
+    at_home,
+)
 
 # Pattern of the names of repositories on the Hugging Face hub. Any other name is a path.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -76,18 +84,19 @@ class SourceSettings(Settings):
     subset: str | None = None
     # split of a Hugging Face dataset
     split: str = "train"
-    # Column with a text, or a template with columns: `"{title}\n\n{body}"`. An EOS token ends each
-    # document. A document begins with a BOS token only if the template has one: `"<s>{text}"`. A
-    # special token in the text, such as `<|endoftext|>`, becomes the id of the token, as is the
-    # default at Hugging Face.
-    text: str = "text"
+    # Column with a text, or a template with columns: `"{title}\n\n{body}"`, where `\n` is a line
+    # break and `\t` a tab. An EOS token ends each document. A document begins with a BOS token only
+    # if the template has one: `"<s>{text}"`. A special token in the text, such as `<|endoftext|>`,
+    # becomes the id of the token, as is the default at Hugging Face.
+    text: TemplateText = "text"
     # Chats instead of `text`: either one column with a list of {role, content}, or two entries,
-    # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
-    # assistant's messages have a loss. null: chats are recognised by their columns.
-    messages: str | tuple[str, str] | None = None
+    # [prompt, response]. Each entry is a column with a text or with messages, or a template with
+    # columns. Only the tokens of the assistant's messages have a loss. null: chats are recognised
+    # by their columns.
+    messages: TemplateText | tuple[TemplateText, TemplateText] | None = None
     # Template of chats: plain, chatml, a Jinja file, or a template itself; null: the tokenizer's
     # template.
-    chat_template: PathText | None = None
+    chat_template: Annotated[TemplateText, BeforeValidator(at_home)] | None = None
 
     # Tokens instead of `text`: a column with the token ids of a record. `tokenizer` must be the one
     # that made these ids.

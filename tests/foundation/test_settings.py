@@ -6,9 +6,19 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
+import yaml
 
 from foundation.errors import InputError
-from foundation.settings import Count, FilePath, PathText, Settings, Share, parse, value_from_text
+from foundation.settings import (
+    Count,
+    FilePath,
+    PathText,
+    Settings,
+    Share,
+    TemplateText,
+    parse,
+    value_from_text,
+)
 
 
 class Recompute(Settings):
@@ -30,6 +40,7 @@ class Example(Settings):
     names: tuple[str, ...] = ()
     folder: FilePath = Path("packs")
     source: PathText = "corpus"
+    template: TemplateText = "text"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +63,7 @@ class Example(Settings):
         ({"lora": 1}, ["`lora`: unknown key; known keys here: "]),
         (
             {"deepspeed": 1},
-            ["names, rate, recompute, shares, source, steps, switch; see docs/keys.md"],
+            ["names, rate, recompute, shares, source, steps, switch, template; see docs/keys.md"],
         ),
         ({"switch": {}, "rate": "x"}, ["`rate`", "`switch.layers`"]),
     ],
@@ -71,7 +82,7 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict, named: list[str]
         ("bound", "~", None),
         ("steps", "364e6", 364_000_000),
         ("name", "null", None),
-        ("name", "{title}: {text}\\n", "{title}: {text}\n"),
+        ("name", "{title}: {text}\\n", "{title}: {text}\\n"),
         ("names", "Hello, you", ["Hello, you"]),
         ("names", "null", None),
         ("names", "[a, b]", ["a", "b"]),
@@ -91,6 +102,25 @@ def test_a_value_on_a_command_line_is_yaml_except_for_texts(
 def test_an_empty_or_broken_override_is_rejected(key: str, text: str) -> None:
     with pytest.raises(InputError, match=rf"command line: .*`{key}="):
         value_from_text(Example, key, text)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"{title}\n\n{body}", "{title}\n\n{body}"),
+        (r"{a}\t{b}\n", "{a}\t{b}\n"),
+        (r"{{ '\n' }}", "{{ '\n' }}"),
+        (r"{{ '\\n' }}\r\x", r"{{ '\\n' }}\r\x"),
+    ],
+)
+def test_templates_have_equal_line_breaks_in_recipes_and_arguments(
+    written: str, read: str
+) -> None:
+    in_single_quotes = yaml.safe_load("template: '" + written.replace("'", "''") + "'")
+    in_block = yaml.safe_load(f"template: |-\n  {written}")
+    on_command_line = {"template": value_from_text(Example, "template", written)}
+    for values in (in_single_quotes, in_block, on_command_line, {"template": read}):
+        assert parse(Example, values, "file").template == read
 
 
 def test_only_a_leading_tilde_and_slash_is_expanded(
