@@ -13,6 +13,7 @@ import math
 import re
 import string
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,10 @@ _OTHER_ANSWER = "PLACEHOLDER"
 # Pattern of the statement with which a template marks the beginning of an answer.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Exceptions of a template that rejects a chat, or that expects a chat of another form.
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
 _MARK = (
     "set data.chat_template to a template of your own that marks the answers with {% generation %}"
 )
@@ -342,12 +346,8 @@ class ChatColumns(Records):
         # If the template changes the content, `words` are not in the text. So test whether the text
         # changes when the content of the message is blank.
         blank = {"role": role, "content": content.replace(words, "")}
-        try:
-            blank_text, _ = self._render([*chat[:number], blank, *chat[number + 1 :]], tools)
-        except ValueError:
-            # The template rejects a blank message, so it reads the message's content.
-            return True
-        return blank_text != text
+        # A template that rejects a blank message reads the message's content.
+        return self._text([*chat[:number], blank, *chat[number + 1 :]], tools) != text
 
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
@@ -356,27 +356,40 @@ class ChatColumns(Records):
 
         `answers` are the indices of the answers in `chat`. An answer starts where its prompt ends.
         The prompt is the text that the template writes when the model has to generate the answer.
-        The prompt may end with the start of a thought that the recorded answer does not have. In
-        this case, the answer starts where the template would write a placeholder for the answer.
+        The prompt may end with the start of a thought that the recorded answer does not have, or
+        the template may reject the prompt of a chat that begins with an answer. In these cases, the
+        answer starts where the template would write a placeholder for the answer.
         """
         spans = []
         for number in answers:
-            prompt, _ = self._render(chat[:number], tools, add_generation_prompt=True)
-            with_answer = text
-            if number + 1 < len(chat):
-                with_answer, _ = self._render(chat[: number + 1], tools)
-            if not with_answer.startswith(prompt):
+            prompt = self._text(chat[:number], tools, add_generation_prompt=True)
+            is_last = number + 1 == len(chat)
+            with_answer = text if is_last else self._text(chat[: number + 1], tools)
+            if prompt is None or not (with_answer or "").startswith(prompt):
                 other = [*chat[:number], {"role": "assistant", "content": _OTHER_ANSWER}]
-                other_text, _ = self._render(other, tools)
-                before_placeholder, _, _ = other_text.rpartition(_OTHER_ANSWER)
-                prompt = before_placeholder or prompt
-            if not (text.startswith(with_answer) and with_answer.startswith(prompt)):
+                before, found, _ = (self._text(other, tools) or "").rpartition(_OTHER_ANSWER)
+                prompt = before if found else None
+            if (
+                with_answer is None
+                or prompt is None
+                or not (text.startswith(with_answer) and with_answer.startswith(prompt))
+            ):
                 raise ValueError(
                     f"the chat template writes message {number + 1} in another way if other "
-                    f"messages follow, or does not begin it with the prompt for it; {_MARK}"
+                    "messages follow, rejects the chat without these, or does not begin the "
+                    f"message with the prompt for it; {_MARK}"
                 )
             spans.append((len(prompt), len(with_answer)))
         return spans
+
+    def _text(self, chat: list[dict[str, Any]], tools: Any, **more: Any) -> str | None:
+        """Return the text of a chat, or None if the template rejects the chat.
+
+        The arguments are those of `_render`.
+        """
+        with suppress(ValueError):
+            return self._render(chat, tools, **more)[0]
+        return None
 
     def _render(
         self, chat: list[dict[str, Any]], tools: Any, **more: Any
