@@ -16,7 +16,7 @@ from foundation.errors import InputError
 from foundation.units import plural
 from packing.records import UNTRAINED, Records
 from packing.settings import DataSettings
-from packing.tokenizer import TextTokenizer
+from packing.tokenizer import TextTokenizer, without_nulls
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 # Place in a source from which reading can continue. It is empty for the beginning of the source.
@@ -220,7 +220,10 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
         yield chunk.origin, Path(chunk.origin)
     else:
         table = pa.ipc.open_stream(chunk.payload).read_all()
-        for row, record in enumerate(table.to_pylist(), chunk.first):
+        # In a table all messages have the same keys, and the value of a missing key is null.
+        nested = [field.name for field in table.schema if "struct<" in str(field.type)]
+        for row, record in enumerate(table.to_pylist(maps_as_pydicts="strict"), chunk.first):
+            record |= {name: without_nulls(record[name]) for name in nested}
             yield f"{chunk.origin}{row}", record
 
 

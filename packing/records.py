@@ -32,7 +32,7 @@ from packing.token_columns import (
     trained_tokens,
     whole_numbers,
 )
-from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
+from packing.tokenizer import REMEDY, TextTokenizer, find_file
 
 # Bit that marks the id of a token without a loss. Packs store a mask instead of this bit.
 UNTRAINED = np.uint32(1 << 31)
@@ -66,15 +66,23 @@ _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
     **{role: role for role in ("observation", "ipython", "environment")},
     **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "claude", "bot", "model"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("ai", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("function_response", "tool_response"), "tool"),
     "human": "user",
 }
-_SHAREGPT_ROLES = _ROLES | {"observation": "tool", "function_response": "tool"}
+_SHAREGPT_ROLES = _ROLES | {"observation": "tool"}
 _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 # Keys of a message. If the value of one of them is 0 or false, the message has no loss.
 _LOSS_MARKS = ("weight", "train", "training", "loss")
 # Keys of a message that are read with any template.
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
+# Keys of a message with tool calls, in OpenAI's present and earlier format. They may be JSON text.
+_CALLS = ("tool_calls", "function_call")
+# Pattern of a JSON text of messages, in a column that may also have other texts.
+_MESSAGES_IN_JSON = re.compile(r'\s*\[\s*\{\s*"role"\s*:\s*"(system|developer|user|assistant)"')
+# Types of the parts of a content that have a text.
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+_TOOLS = 'objects, each with the schema of a function: {"type": "function", "function": {...}}'
 # Columns that may have the system message of a chat.
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 # Pattern that finds a comparison of a content with none. A template with such a comparison accepts
@@ -165,7 +173,8 @@ class TextTemplate(Records):
             if not isinstance(value, (str, int, float)):
                 raise ValueError(
                     f"column `{column}` has a value of type {type(value).__name__}, which is not a "
-                    "text; for chats set data.messages, for token ids set data.input_ids"
+                    "text; for chats set data.messages to the names of their columns, for token "
+                    "ids set data.input_ids"
                 )
             values[column] = value
         if all(value == "" for value in values.values()):
@@ -205,22 +214,25 @@ class ChatColumns(Records):
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of columns, and of keys of messages, that have a value but no effect."""
-        messages = [] if self.pair else record.get(self.columns[0]) or []
-        keys = {key for message in messages for key in message if message[key] is not None}
+        keys = {key for message in self._chat(record) for key in message}
         ignored = {key for key in keys - _MESSAGE_KEYS if not _has_word(self.template, key)}
         return super().unread(record) | {f"message.{key}" for key in ignored}
 
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
         """Return the text and spans of the chat in `record`.
 
-        Returns None if no answer has a loss, or if the response column of a record with a prompt is
-        empty. Raises ValueError if the chat is malformed, has no message of the assistant, or has a
+        Returns None if the record has no messages, or if every answer is empty or has no loss.
+        Raises ValueError if the chat is malformed, has no message of the assistant, or has a
         message that the template does not write.
         """
-        if self.pair and not self.pair[1].fill(record).strip():
-            return None
         chat = self._chat(record)
-        tools = record.get("tools") if "tools" in self.optional else None
+        # Indices in `chat`. `turns`: all messages of the assistant. `trained`: turns that are not
+        # empty and have a loss. `answers`: turns that the template writes.
+        turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+        trained = [number for number in turns if self._has_loss(chat[number])]
+        if not chat or ((turns or self.pair) and not trained):
+            return None
+        tools = _objects("tools", record.get("tools"), _TOOLS) if "tools" in self.optional else []
         text, spans = self._render(chat, tools)
         for number, message in enumerate(chat):
             has_words = message["role"] != "assistant" and (message.get("content") or "").strip()
@@ -230,16 +242,13 @@ class ChatColumns(Records):
                     f"{message['role']}; either give the message another role, or set "
                     "data.chat_template to another template"
                 )
-        # Indices in `chat`. `turns`: all messages of the assistant. `answers`: turns that the
-        # template writes. `trained`: answers that have a loss.
-        turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
         if not answers:
             raise ValueError(
                 "the chat has no answer: the chat template writes no message with the role "
                 "`assistant`"
             )
-        trained = [n for n in answers if all(chat[n].get(mark, 1) for mark in _LOSS_MARKS)]
+        trained = [number for number in trained if number in answers]
         if not _MARKED.search(self.template):
             spans = self._after_prompts(chat, trained, text, tools)
         elif trained != turns:
@@ -276,10 +285,19 @@ class ChatColumns(Records):
         Raises ValueError if the first message and the columns have different system messages.
         """
         if self.pair:
-            roles = zip(("user", "assistant"), self.pair, strict=True)
-            chat = [{"role": role, "content": template.fill(record)} for role, template in roles]
+            prompt, response = (
+                self._turns(role, template, record)
+                for role, template in zip(("user", "assistant"), self.pair, strict=True)
+            )
+            if response and response[0]["role"] != "assistant":
+                raise ValueError(
+                    f"column `{self.pair[1].columns[0]}` has messages that do not begin with the "
+                    "response; if the column has complete chats, set data.messages to this column"
+                )
+            # Answers in a prompt have no loss.
+            chat = [message | {_LOSS_MARKS[0]: 0} for message in prompt] + response
         else:
-            chat = self._messages(record[self.columns[0]])
+            chat = self._messages(self.columns[0], record.get(self.columns[0]))
         in_chat = [message.get("content") for message in chat[:1] if message["role"] == "system"]
         values = [record.get(name) for name in _SYSTEM_COLUMNS if name not in self.columns]
         in_columns = [text for text in values if text and isinstance(text, str)]
@@ -288,48 +306,66 @@ class ChatColumns(Records):
                 "the chat has several system messages, as messages or in the columns "
                 f"{' and '.join(_SYSTEM_COLUMNS)}; remove all but one"
             )
-        if in_columns and not in_chat:
+        if chat and in_columns and not in_chat:
             chat.insert(0, {"role": "system", "content": in_columns[0]})
         return chat
 
-    def _messages(self, value: Any) -> list[dict[str, Any]]:
+    def _turns(
+        self, role: str, template: TextTemplate, record: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Return the messages of a prompt (`role` is "user") or of a response ("assistant").
+
+        The column of a prompt or a response may have a text, or a list of messages. The list may be
+        a JSON text.
+        """
+        column = str(template.pieces[0][1])
+        value = record.get(column)
+        if isinstance(value, str) and _MESSAGES_IN_JSON.match(value):
+            value = _from_json(value)
+        if template.pieces == (("", column),) and isinstance(value, list):
+            return self._messages(column, value)
+        return [{"role": role, "content": template.fill(record)}]
+
+    def _messages(self, column: str, value: Any) -> list[dict[str, Any]]:
         """Return the messages in a column, with the usual keys and roles, and without null values.
 
-        A table gives all messages the same keys, with null for missing values. A null content is
-        kept if the template compares the content with none.
+        A null content is kept if the template compares the content with none. An empty list of tool
+        calls is dropped, because some templates write calls if a message has this key.
         """
-        column = self.columns[0]
         accepts_null = _NULL_CONTENT.search(self.template) is not None
         messages = []
-        if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-            raise ValueError(
-                f"column `{column}` is not a list of messages, each with a `role` and a `content`"
-            )
-        for message in value:
+        for message in _objects(column, value, "messages, each with a `role` and a `content`"):
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
             values: dict[str, Any] = {"content": None} if accepts_null else {}
             # Skip null and NaN. NaN is the only value that does not equal itself.
             values |= {
-                keys.get(key, key): without_nulls(item)
+                keys.get(key, key): _from_json(item) if key in _CALLS else item
                 for key, item in message.items()
-                if item == item and item is not None
+                if item == item and item is not None and (key not in _CALLS or item)
             }
             role = str(values.get("role", "(none)"))
-            if role not in roles and not _has_word(self.template, role):
+            if role.lower() not in roles and not _has_word(self.template, role):
                 raise ValueError(
                     f"column `{column}` has a message with the role {role}, which is neither a "
                     "usual role nor in the chat template; use user, assistant, system or tool"
                 )
-            if not isinstance(values.get("content") or "", str):
-                raise ValueError(f"column `{column}` has a message whose content is not a text")
+            if values.get("content") is not None:
+                values["content"] = _joined(column, values["content"])
             if any(values.get(mark, 1) not in (0, 1) for mark in _LOSS_MARKS):
                 raise ValueError(
                     f"column `{column}` has a message whose {' or '.join(_LOSS_MARKS)} is neither "
                     "0 nor 1"
                 )
-            messages.append(values | {"role": roles.get(role, role)})
+            messages.append(values | {"role": roles.get(role.lower(), role)})
         return messages
+
+    def _has_loss(self, answer: dict[str, Any]) -> bool:
+        """Return True if an answer is not empty, and is not marked as an answer without a loss."""
+        has_words = (answer.get("content") or "").strip() or any(
+            key in _CALLS or _has_word(self.template, key) for key in answer.keys() - _MESSAGE_KEYS
+        )
+        return bool(has_words) and all(answer.get(mark, 1) for mark in _LOSS_MARKS)
 
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
         """Return True if the template writes the content of message `number` of a chat.
@@ -396,17 +432,14 @@ class ChatColumns(Records):
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a chat, and the spans that the template marks.
 
-        `tools` is a list of objects, or a list as JSON text. `more` has further arguments of the
-        renderer. Raises ValueError if the template rejects the chat, and InputError if the template
-        is not valid Jinja.
+        `more` has further arguments of the renderer. Raises ValueError if the template rejects the
+        chat, and InputError if the template is not valid Jinja.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             if tools:
-                more["tools"] = (
-                    json.loads(tools) if isinstance(tools, str) else without_nulls(tools)
-                )
+                more["tools"] = tools
             rendered: Any = render_jinja_template(
                 [chat],
                 chat_template=_NO_CLOCK + self.template,
@@ -523,6 +556,45 @@ def chat_columns(
     return ChatColumns(columns, optional, pair, template, tokens)
 
 
+def _from_json(value: Any) -> Any:
+    """Return the object, list or null in a JSON text. Return any other value unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[", "null")):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _objects(column: str, value: Any, form: str) -> list[dict[str, Any]]:
+    """Return the list of objects in a column. The list, or each object, may be a JSON text.
+
+    Raises ValueError if `value` is not such a list. `form` describes the objects in the message.
+    """
+    items = _from_json(value) or []
+    objects: list[Any] = [_from_json(item) for item in items] if isinstance(items, list) else [None]
+    if not all(isinstance(item, dict) for item in objects):
+        raise ValueError(f"column `{column}` is not a list of {form}, but {value!r:.100}")
+    return objects
+
+
+def _joined(column: str, content: Any) -> str:
+    """Return the text of a message's content, which may be a list of texts: {type, text}.
+
+    Raises ValueError if `content` has another part, such as an image.
+    """
+    texts: list[Any] = [
+        part["text"]
+        if isinstance(part, dict) and "text" in part and part.get("type") in _TEXT_PARTS
+        else part
+        for part in (content if isinstance(content, list) else [content])
+    ]
+    if others := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(
+            f"column `{column}` has a message whose content is not a text, but {others[0]!r:.100}; "
+            "write the content as a text, or remove the message"
+        )
+    return "".join(texts)
+
+
 def _has_word(template: str, word: str) -> bool:
     """Return True if `template` contains `word`.
 
@@ -537,8 +609,7 @@ def chat_template(given: str | None, tokenizer: str) -> str:
     `given` may be "plain", "chatml", a template, or a Jinja file. None selects the tokenizer's
     template. Raises InputError if there is no such template.
     """
-    if given in _BUILT_IN:
-        return _BUILT_IN[given]
+    given = _BUILT_IN.get(given or "", given)
     if given is not None and ("{" in given or "\n" in given):
         return given
     if given is not None:

@@ -113,9 +113,7 @@ def test_an_empty_or_broken_override_is_rejected(key: str, text: str) -> None:
         (r"{{ '\\n' }}\r\x", r"{{ '\\n' }}\r\x"),
     ],
 )
-def test_templates_have_equal_line_breaks_in_recipes_and_arguments(
-    written: str, read: str
-) -> None:
+def test_templates_have_equal_line_breaks_in_recipes_and_arguments(written: str, read: str) -> None:
     in_single_quotes = yaml.safe_load("template: '" + written.replace("'", "''") + "'")
     in_block = yaml.safe_load(f"template: |-\n  {written}")
     on_command_line = {"template": value_from_text(Example, "template", written)}

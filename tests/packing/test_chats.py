@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from foundation.errors import InputError
+from packing.chunks import Chunk, Counts, read_chunk
 from packing.records import CHATML, ChatColumns, chat_columns
-from packing.settings import SourceSettings
+from packing.settings import DataSettings, SourceSettings
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 USER = {"role": "user", "content": "Weather?"}
 ANSWER = {"role": "assistant", "content": "It is sunny."}
+RESULT = {"role": "tool", "content": "sunny"}
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\n' }}"
     "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 )
+
+
+def calling(written: str, body: str = "") -> str:
+    """Return a template that writes the arguments of tool calls with the Jinja code `written`."""
+    return (
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for m in messages %}{{ '<' + m.role + '>' }}{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}"
+        "{% if call.function is defined %}{% set call = call.function %}{% endif %}"
+        "{{ '[' + call.name + '] ' }}" + written + "{% endfor %}{{ '<end>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+
+
+# Templates write arguments in these ways: Qwen2.5, Llama 3 and Hermes; Mistral; Qwen3 and Granite;
+# DeepSeek; Phi-4-mini; InternLM2; Qwen3-Coder; GLM; Gemma and Tiny Aya.
+TO_JSON = calling("{{ call.arguments | tojson }}")
 
 
 def rule(template: str, messages: Any = "messages") -> ChatColumns:
@@ -36,6 +58,134 @@ def trained(template: str, record: dict, messages: Any = "messages") -> tuple[st
 def expected(template: str, chat: list[dict], **more: Any) -> str:
     """Return the text that transformers writes for a chat."""
     return render_jinja_template([chat], chat_template=template, **more)[0][0]
+
+
+def call(arguments: Any) -> dict:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+
+
+def in_table(record: dict, columns: ChatColumns) -> tuple[list, Counts]:
+    """Return the documents of a record that is read from a table."""
+    table = pa.Table.from_pylist([record])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    chunk = Chunk("table", "x, row ", 0, sink.getvalue().to_pybytes(), {})
+    return read_chunk(chunk, columns, skip_bad=False)
+
+
+def test_nulls_in_tool_calls_are_kept_in_json_and_dropped_in_a_table() -> None:
+    record = {
+        "messages": [USER, call({"a": 1, "b": {"c": None}})],
+        "tools": [{"name": "f", "default": None}],
+    }
+    lines = Chunk("jsonl", "x:", 1, json.dumps(record).encode(), {})
+    (of_lines,), _ = read_chunk(lines, rule(TO_JSON), skip_bad=False)
+    assert of_lines[0] == expected(TO_JSON, record["messages"], tools=record["tools"])
+    assert '{"a": 1, "b": {"c": null}}' in of_lines[0] and '"default": null' in of_lines[0]
+    (of_rows,), counts = in_table(record, rule(TO_JSON))
+    dropped = [USER, call({"a": 1, "b": {}})]
+    assert of_rows[0] == expected(TO_JSON, dropped, tools=[{"name": "f"}])
+    assert not counts.unread
+
+
+def test_a_map_in_a_table_is_an_object() -> None:
+    arguments = pa.array([[("city", "X")]], pa.map_(pa.string(), pa.string()))
+    calls = pa.StructArray.from_arrays([pa.array(["f"]), arguments], ["name", "arguments"])
+    message = pa.StructArray.from_arrays(
+        [
+            pa.array(["assistant"]),
+            pa.array([""]),
+            pa.ListArray.from_arrays(pa.array([0, 1]), calls),
+        ],
+        ["role", "content", "tool_calls"],
+    )
+    table = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 1]), message)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    chunk = Chunk("table", "x, row ", 0, sink.getvalue().to_pybytes(), {})
+    ((text, _),), _ = read_chunk(chunk, rule(TO_JSON), skip_bad=False)
+    assert text == '<assistant>[f] {"city": "X"}<end>'
+
+
+def parts(*texts: str) -> list[dict]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+PAIR = ("prompt", "completion")
+SHAREGPT = [{"from": "human", "value": "Weather?"}, {"from": "gpt", "value": "It is sunny."}]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prompts", "marks"])
+@pytest.mark.parametrize(
+    ("record", "messages", "chat"),
+    [
+        ({"messages": json.dumps([USER, ANSWER])}, "messages", [USER, ANSWER]),
+        ({"messages": [json.dumps(USER), json.dumps(ANSWER)]}, "messages", [USER, ANSWER]),
+        ({"conversations": json.dumps(SHAREGPT)}, "conversations", [USER, ANSWER]),
+        ({"m": [SHAREGPT[0], ANSWER]}, "m", [USER, ANSWER]),
+        ({"m": [{"from": "human", "content": "Weather?"}, ANSWER]}, "m", [USER, ANSWER]),
+        ({"chosen": [USER, ANSWER], "rejected": [USER]}, "chosen", [USER, ANSWER]),
+        (
+            {"m": [USER | {"role": "User"}, ANSWER | {"role": "ASSISTANT"}]},
+            "m",
+            [USER, ANSWER],
+        ),
+        ({"m": [USER | {"content": parts("Wea", "ther?")}, ANSWER]}, "m", [USER, ANSWER]),
+        ({"m": [USER | {"content": parts("Weather?")[0]}, ANSWER]}, "m", [USER, ANSWER]),
+        ({"m": [USER, ANSWER | {"content": ["It is ", "sunny."]}]}, "m", [USER, ANSWER]),
+        (
+            {"m": [USER, ANSWER | {"content": [{"type": "output_text", "text": "It is sunny."}]}]},
+            "m",
+            [USER, ANSWER],
+        ),
+        ({"m": [USER | {"weight": None}, ANSWER | {"train": None}]}, "m", [USER, ANSWER]),
+        ({"m": [USER, ANSWER | {"tool_calls": []}]}, "m", [USER, ANSWER]),
+        ({"m": [USER, {"role": "tool_response", "content": "sunny"}, ANSWER]}, "m",
+         [USER, RESULT, ANSWER]),
+        ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, PAIR, [SYSTEM, USER, ANSWER]),
+        ({"prompt": [USER], "completion": "It is sunny."}, PAIR, [USER, ANSWER]),
+        ({"prompt": "Weather?", "completion": [ANSWER]}, PAIR, [USER, ANSWER]),
+        (
+            {"prompt": json.dumps([SYSTEM, USER]), "completion": json.dumps([ANSWER])},
+            PAIR,
+            [SYSTEM, USER, ANSWER],
+        ),
+        (
+            {"prompt": "[1, 2]", "completion": '[{"role": "king"}]'},
+            PAIR,
+            [
+                {"role": "user", "content": "[1, 2]"},
+                {"role": "assistant", "content": '[{"role": "king"}]'},
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_chat_of_any_form_equals_its_usual_form(
+    template: str, record: dict, messages: Any, chat: list[dict]
+) -> None:
+    result = trained(template, record, messages)
+    answer = chat[-1]["content"]
+    assert result == (expected(template, chat), f"{answer}<|im_end|>\n")
+
+
+def test_contents_in_parts_and_pairs_of_lists_are_read_from_tables() -> None:
+    chat = [USER | {"content": parts("Wea", "ther?")}, ANSWER | {"content": parts("It is sunny.")}]
+    document = rule(CHATML).fill({"messages": [USER, ANSWER]})
+    assert in_table({"messages": chat}, rule(CHATML))[0] == [document]
+    assert in_table({"prompt": chat[:1], "completion": chat[1:]}, rule(CHATML, PAIR))[0] == [
+        document
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prompts", "marks"])
+def test_answers_in_a_prompt_have_no_loss(template: str) -> None:
+    record = {"prompt": [USER, ANSWER | {"weight": 1}, USER], "completion": [ANSWER, USER, ANSWER]}
+    end = "It is sunny.<|im_end|>\n"
+    chat = [USER, ANSWER, USER, ANSWER, USER, ANSWER]
+    assert trained(template, record, PAIR) == (expected(template, chat), f"{end}|{end}")
 
 
 # Qwen2.5 and Llama 3.1 read the first message of the prompt, which has none.
@@ -58,6 +208,88 @@ def test_a_chat_may_begin_with_an_answer(template: str, before: list[dict]) -> N
     )
 
 
+@pytest.mark.parametrize("template", [CHATML, FIRST, MARKED])
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": ""}, "messages"),
+        ({"messages": "[]"}, "messages"),
+        ({"messages": "null"}, "messages"),
+        ({"messages": [], "system": "Be kind."}, "messages"),
+        ({"messages": [USER, ANSWER | {"content": " "}]}, "messages"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": [], "id": 7}]}, "messages"),
+        ({"messages": [USER, ANSWER | {"weight": 0}]}, "messages"),
+        ({"prompt": [USER], "completion": []}, PAIR),
+        ({"prompt": [USER], "completion": None}, PAIR),
+        ({"prompt": [USER, ANSWER, USER], "completion": ""}, PAIR),
+        ({"prompt": [], "completion": []}, PAIR),
+    ],
+    ids=str,
+)
+def test_a_chat_without_messages_or_answers_is_empty(
+    template: str, record: dict, messages: Any
+) -> None:
+    columns = rule(template, messages)
+    lines = Chunk("jsonl", "x:", 1, json.dumps(record).encode(), {})
+    for documents, counts in (read_chunk(lines, columns, False), in_table(record, columns)):
+        assert documents == [] and counts.empty == 1
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x.png"}}
+THOUGHT = {"type": "thinking", "text": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "message"),
+    [
+        ({"m": [USER]}, "m", "the chat has no answer"),
+        ({"m": [USER | {"content": [*parts("a"), IMAGE]}, ANSWER]}, "m", "text, but.*image_url"),
+        ({"m": [USER, ANSWER | {"content": [THOUGHT, *parts("a")]}]}, "m", "text, but.*thinking"),
+        ({"m": [USER, RESULT | {"content": {"t": 20}}, ANSWER]}, "m", "not a text, but {'t': 20}"),
+        ({"m": [USER | {"content": 7}, ANSWER]}, "m", "content is not a text, but 7"),
+        ({"m": {"messages": [USER, ANSWER]}}, "m", "not a list of messages.*{'messages': "),
+        ({"m": {"role": ["user"], "content": ["x"]}}, "m", "not a list of messages.*'role'"),
+        ({"m": "[{'role': 'user'}]"}, "m", "not a list of messages.*'role'"),
+        ({"m": ["Weather?", "sunny"]}, "m", "not a list of messages.*'Weather"),
+        ({"prompt": "Weather?", "chosen": [USER, ANSWER]}, ("prompt", "chosen"), "begin with the"),
+        ({"q": [USER], "a": "x"}, ("Q: {q}", "a"), "type list, which is not a text; for chats"),
+    ],
+)
+def test_a_chat_of_an_unknown_form_is_shown_in_the_message(
+    record: dict, messages: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        rule(CHATML, messages).fill(record)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
+
+
+@pytest.mark.parametrize(
+    "tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], json.dumps([json.dumps(TOOL)])]
+)
+def test_tools_may_be_json(tools: Any) -> None:
+    result = trained(TO_JSON, {"messages": [USER, ANSWER], "tools": tools})
+    assert result == (expected(TO_JSON, [USER, ANSWER], tools=[TOOL]), "It is sunny.<end>")
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
+def test_no_tools_are_passed_to_the_template_as_none(tools: Any) -> None:
+    template = "{{ tools is none }}" + CHATML
+    result = trained(template, {"messages": [USER, ANSWER], "tools": tools})
+    assert result is not None and result[0].startswith("True<|im_start|>")
+
+
+@pytest.mark.parametrize("tools", [TOOL, ["f"], "f", {"f": TOOL}, json.dumps(TOOL), 7], ids=str)
+def test_tools_of_another_form_are_refused_with_the_form(tools: Any) -> None:
+    message = "column `tools` is not a list of objects, each with the schema of a function: "
+    with pytest.raises(ValueError, match=message):
+        rule(TO_JSON).fill({"messages": [USER, ANSWER], "tools": tools})
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -69,3 +301,30 @@ def test_a_chat_may_begin_with_an_answer(template: str, before: list[dict]) -> N
 def test_a_template_that_cannot_be_computed_rejects_the_chat(code: str) -> None:
     with pytest.raises(ValueError, match="the chat template rejects this chat: "):
         rule(code + CHATML).fill({"messages": [USER, ANSWER]})
+
+
+ESCAPED = r"{title}\n\n{body}\t."
+
+
+@pytest.mark.parametrize("key", ["text", "messages", "chat_template"])
+def test_a_recipe_may_have_backslash_n_in_any_template(key: str) -> None:
+    value: Any = [ESCAPED, "answer"] if key == "messages" else ESCAPED
+    settings = DataSettings(packs="p", **{key: value})
+    wanted = "{title}\n\n{body}\t."
+    assert getattr(settings, key) == ((wanted, "answer") if key == "messages" else wanted)
+    assert DataSettings(**settings.model_dump(mode="json")) == settings
+
+
+def test_backslash_n_in_jinja_writes_the_same_text() -> None:
+    template = r"{{ '\n' }}{{ '\\n' }}{{ 'a\tb' }}" + CHATML
+    read = DataSettings(packs="p", chat_template=template).chat_template
+    assert read is not None
+    assert trained(read, {"messages": [USER, ANSWER]}) == trained(
+        template, {"messages": [USER, ANSWER]}
+    )
+
+
+def test_a_message_of_an_unreadable_chat_names_its_line() -> None:
+    lines = Chunk("jsonl", "x.jsonl:", 1, b'{"m": "x"}', {})
+    with pytest.raises(InputError, match=r"x\.jsonl:1: column `m` is not a list of messages"):
+        read_chunk(lines, rule(CHATML, "m"), skip_bad=False)
