@@ -12,7 +12,7 @@ import json
 import math
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -233,6 +233,7 @@ class ChatColumns(Records):
         if not chat or ((turns or self.pair) and not trained):
             return None
         tools = _objects("tools", record.get("tools"), _TOOLS) if "tools" in self.optional else []
+        chat = self._with_arguments(chat, tools)
         text, spans = self._render(chat, tools)
         for number, message in enumerate(chat):
             has_words = message["role"] != "assistant" and (message.get("content") or "").strip()
@@ -366,6 +367,25 @@ class ChatColumns(Records):
             key in _CALLS or _has_word(self.template, key) for key in answer.keys() - _MESSAGE_KEYS
         )
         return bool(has_words) and all(answer.get(mark, 1) for mark in _LOSS_MARKS)
+
+    def _with_arguments(self, chat: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Return `chat` with the arguments of tool calls in the form that the template expects.
+
+        In OpenAI's format, arguments are an object as JSON text. Most templates expect the object,
+        and would encode the text again. Other templates expect the text, and reject the object or
+        write it in Python's notation. A template that writes both forms alike gets the text.
+        """
+        objects = _change_arguments(chat, _as_object)
+        texts = _change_arguments(objects, _as_text)
+        if objects == texts:
+            return chat
+        with_objects, with_texts, in_python = (
+            self._text(messages, tools)
+            for messages in (objects, texts, _change_arguments(objects, str))
+        )
+        if with_texts is not None and with_objects in (None, with_texts, in_python):
+            return _change_arguments(chat, _as_text)
+        return objects
 
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
         """Return True if the template writes the content of message `number` of a chat.
@@ -593,6 +613,32 @@ def _joined(column: str, content: Any) -> str:
             "write the content as a text, or remove the message"
         )
     return "".join(texts)
+
+
+def _change_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with `change` applied to the arguments of each tool call inside of it."""
+    if isinstance(value, list):
+        return [_change_arguments(item, change) for item in value]
+    if isinstance(value, dict):
+        return {
+            key: change(item) if key == "arguments" else _change_arguments(item, change)
+            for key, item in value.items()
+        }
+    return value
+
+
+def _as_object(arguments: Any) -> Any:
+    """Return the arguments of a tool call as an object. Return a text that is not JSON unchanged.
+
+    An empty text means no arguments.
+    """
+    return {} if arguments == "" else _from_json(arguments)
+
+
+def _as_text(arguments: Any) -> str:
+    """Return the arguments of a tool call as JSON text. Return any text but "" unchanged."""
+    text = json.dumps(_as_object(arguments), ensure_ascii=False)
+    return arguments if arguments and isinstance(arguments, str) else text
 
 
 def _has_word(template: str, word: str) -> bool:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foundation.errors import InputError
@@ -40,6 +44,23 @@ def calling(written: str, body: str = "") -> str:
 # Templates write arguments in these ways: Qwen2.5, Llama 3 and Hermes; Mistral; Qwen3 and Granite;
 # DeepSeek; Phi-4-mini; InternLM2; Qwen3-Coder; GLM; Gemma and Tiny Aya.
 TO_JSON = calling("{{ call.arguments | tojson }}")
+WHOLE = calling("{{ call | tojson }}")
+TESTED = calling(
+    "{% if call.arguments is string %}{{ call.arguments }}"
+    "{% else %}{{ call.arguments | tojson }}{% endif %}"
+)
+ADDED = calling("{{ '' + call['arguments'] + '' }}")
+PRINTED = calling("{{ call.arguments }}")
+AS_STRING = calling("{{ '' + call.arguments | string }}")
+ITEMS = calling("{% for key, value in call.arguments | items %}{{ key ~ '=' ~ value }}{% endfor %}")
+METHOD = calling("{% set a = call.arguments %}{% for k, v in a.items() %}{{ k ~ v }}{% endfor %}")
+MAPPING = calling(
+    "{% if call.arguments is mapping %}"
+    "{% for key, value in call.arguments | dictsort %}{{ key ~ ':' ~ value }}{% endfor %}"
+    "{% elif call.arguments is string %}{{ call.arguments }}{% endif %}"
+)
+OBJECTS = {"tojson": TO_JSON, "whole": WHOLE, "items": ITEMS, "method": METHOD, "mapping": MAPPING}
+TEXTS = {"tested": TESTED, "added": ADDED, "printed": PRINTED, "string": AS_STRING}
 
 
 def rule(template: str, messages: Any = "messages") -> ChatColumns:
@@ -63,6 +84,69 @@ def expected(template: str, chat: list[dict], **more: Any) -> str:
 def call(arguments: Any) -> dict:
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+
+
+ARGUMENTS = st.dictionaries(
+    st.text("abc_", min_size=1, max_size=5),
+    st.none() | st.integers() | st.text(max_size=5) | st.booleans() | st.lists(st.integers()),
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("template", OBJECTS.values(), ids=OBJECTS)
+@given(arguments=ARGUMENTS, spaces=st.sampled_from([(", ", ": "), (",", ":")]))
+def test_arguments_in_json_are_objects_for_a_template_of_objects(
+    template: str, arguments: dict, spaces: tuple[str, str]
+) -> None:
+    for given_form in (arguments, json.dumps(arguments, separators=spaces)):
+        chat = [USER, call(given_form), RESULT, ANSWER]
+        result = trained(template, {"messages": chat})
+        assert result is not None
+        assert result[0] == expected(template, [USER, call(arguments), RESULT, ANSWER])
+
+
+@pytest.mark.parametrize("template", TEXTS.values(), ids=TEXTS)
+@given(arguments=ARGUMENTS, spaces=st.sampled_from([(", ", ": "), (",", ":")]))
+def test_a_template_that_writes_arguments_as_text_gets_them_as_json(
+    template: str, arguments: dict, spaces: tuple[str, str]
+) -> None:
+    text = json.dumps(arguments, separators=spaces, ensure_ascii=False)
+    result = trained(template, {"messages": [USER, call(text)]})
+    assert result == (expected(template, [USER, call(text)]), f"[f] {text}<end>")
+    of_object = trained(template, {"messages": [USER, call(arguments)]})
+    written = json.dumps(arguments, ensure_ascii=False)
+    assert of_object == (expected(template, [USER, call(written)]), f"[f] {written}<end>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"a": "{\\"b\\": 1}"}', '{"a": "{\\"b\\": 1}"}'),
+        ("[1, 2]", "[1, 2]"),
+        ("{}", "{}"),
+        ("", "{}"),
+        ("city=X", '"city=X"'),
+        ('{"a": 1', '"{\\"a\\": 1"'),
+        ("5", '"5"'),
+    ],
+)
+def test_only_arguments_that_are_json_are_decoded(arguments: str, written: str) -> None:
+    flat = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+    in_json = flat | {"tool_calls": json.dumps(flat["tool_calls"])}
+    for answer in (call(arguments), flat, in_json):
+        assert trained(TO_JSON, {"messages": [USER, answer]}) == (
+            f"<user>Weather?<end><assistant>[f] {written}<end>",
+            f"[f] {written}<end>",
+        )
+
+
+def test_arguments_of_an_earlier_function_call_are_decoded() -> None:
+    template = TO_JSON.replace(
+        "m.tool_calls or []", "([m.function_call] if m.function_call else [])"
+    )
+    answer = {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    result = trained(template, {"messages": [USER, answer]})
+    assert result is not None and result[1] == '[f] {"a": 1}<end>'
 
 
 def in_table(record: dict, columns: ChatColumns) -> tuple[list, Counts]:
@@ -186,6 +270,23 @@ def test_answers_in_a_prompt_have_no_loss(template: str) -> None:
     end = "It is sunny.<|im_end|>\n"
     chat = [USER, ANSWER, USER, ANSWER, USER, ANSWER]
     assert trained(template, record, PAIR) == (expected(template, chat), f"{end}|{end}")
+
+
+def test_the_mask_of_a_marked_template_is_that_of_transformers(tokenizer_file: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
+    tagged = TO_JSON.replace("{{ m.content or '' }}", "{% generation %}{{ m.content or '' }}", 1)
+    tagged = tagged.replace("{{ '<end>' }}", "{{ '<end>' }}{% endgeneration %}")
+    tagged = tagged.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}", 1)
+    tagged = tagged.replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
+    chat = [call({"a": 1}), call({"b": "世"}), ANSWER]
+    result = tokenizer.apply_chat_template(
+        chat, chat_template=tagged, return_assistant_tokens_mask=True, return_dict=True
+    )
+    of_openai = [call('{"a": 1}'), call('{"b":"世"}'), ANSWER]
+    documents = [rule(tagged).fill({"messages": of_openai})]
+    (ids,) = rule(tagged).encode(tokenizer.backend_tokenizer, documents)
+    assert (ids & 0x7FFFFFFF).tolist() == result["input_ids"]
+    assert (ids < 1 << 31).tolist() == [bool(bit) for bit in result["assistant_masks"]]
 
 
 # Qwen2.5 and Llama 3.1 read the first message of the prompt, which has none.
