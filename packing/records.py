@@ -336,7 +336,11 @@ class ChatColumns(Records):
         accepts_null = _NULL_CONTENT.search(self.template) is not None
         messages = []
         for message in _objects(column, value, "messages, each with a `role` and a `content`"):
-            keys = _SHAREGPT_KEYS if message.get("from") else {}
+            keys = {
+                key: name
+                for key, name in _SHAREGPT_KEYS.items()
+                if message.get(name) is None and isinstance(message.get(key), str)
+            }
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
             values: dict[str, Any] = {"content": None} if accepts_null else {}
             # Skip null and NaN. NaN is the only value that does not equal itself.

@@ -211,6 +211,8 @@ SHAREGPT = [{"from": "human", "value": "Weather?"}, {"from": "gpt", "value": "It
         ({"conversations": json.dumps(SHAREGPT)}, "conversations", [USER, ANSWER]),
         ({"m": [SHAREGPT[0], ANSWER]}, "m", [USER, ANSWER]),
         ({"m": [{"from": "human", "content": "Weather?"}, ANSWER]}, "m", [USER, ANSWER]),
+        ({"m": [{"role": "user", "value": "Weather?"}, ANSWER]}, "m", [USER, ANSWER]),
+        ({"m": [SHAREGPT[0], ANSWER | {"value": 0.5}]}, "m", [USER, ANSWER]),
         ({"chosen": [USER, ANSWER], "rejected": [USER]}, "chosen", [USER, ANSWER]),
         (
             {"m": [USER | {"role": "User"}, ANSWER | {"role": "ASSISTANT"}]},
