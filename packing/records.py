@@ -78,6 +78,8 @@ _LOSS_MARKS = ("weight", "train", "training", "loss")
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
 # Keys of a message with tool calls, in OpenAI's present and earlier format. They may be JSON text.
 _CALLS = ("tool_calls", "function_call")
+# Names of the key with the reasoning of an answer. transformers passes each of them on as the first.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 # Pattern of a JSON text of messages, in a column that may also have other texts.
 _MESSAGES_IN_JSON = re.compile(r'\s*\[\s*\{\s*"role"\s*:\s*"(system|developer|user|assistant)"')
 # Types of the parts of a content that have a text.
@@ -215,7 +217,7 @@ class ChatColumns(Records):
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of columns, and of keys of messages, that have a value but no effect."""
         keys = {key for message in self._chat(record) for key in message}
-        ignored = {key for key in keys - _MESSAGE_KEYS if not _has_word(self.template, key)}
+        ignored = {key for key in keys - _MESSAGE_KEYS if not self._reads(key)}
         return super().unread(record) | {f"message.{key}" for key in ignored}
 
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
@@ -368,9 +370,14 @@ class ChatColumns(Records):
     def _has_loss(self, answer: dict[str, Any]) -> bool:
         """Return True if an answer is not empty, and is not marked as an answer without a loss."""
         has_words = (answer.get("content") or "").strip() or any(
-            key in _CALLS or _has_word(self.template, key) for key in answer.keys() - _MESSAGE_KEYS
+            key in _CALLS or self._reads(key) for key in answer.keys() - _MESSAGE_KEYS
         )
         return bool(has_words) and all(answer.get(mark, 1) for mark in _LOSS_MARKS)
+
+    def _reads(self, key: str) -> bool:
+        """Return True if the template has the name of a message's key, or another name for it."""
+        names = _REASONING if key in _REASONING else (key,)
+        return any(_has_word(self.template, name) for name in names)
 
     def _with_arguments(self, chat: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
         """Return `chat` with the arguments of tool calls in the form that the template expects.

@@ -341,6 +341,19 @@ def test_a_chat_without_messages_or_answers_is_empty(
         assert documents == [] and counts.empty == 1
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_an_answer_of_reasoning_alone_has_a_loss(key: str) -> None:
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.reasoning_content }}"
+        "{{ message.content }};{% endfor %}"
+    )
+    record = {"messages": [USER, {"role": "assistant", "content": "", key: "hm"}]}
+    columns = rule(template, "messages")
+    assert columns.unread(record) == set()
+    text, [(start, end)] = columns.fill(record)
+    assert "hm" in text[start:end]
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "x.png"}}
 THOUGHT = {"type": "thinking", "text": "hm"}
 
