@@ -56,10 +56,11 @@ class PrecisionSchedule:
         planned = replace(self, switched=None)
         if step is None or step >= self.steps or self.unquantized is None:
             return planned
-        before = [
-            (min(span.last, step), span.active) for span in planned.spans if span.first <= step
-        ]
-        return replace(planned, switched=[*before, (None, self.unquantized)])
+        return replace(planned, switched=[*planned.until(step), (None, self.unquantized)])
+
+    def until(self, step: int) -> list[Phase]:
+        """Return the phases of the steps up to `step`, each with its last step."""
+        return [(min(span.last, step), span.active) for span in self.spans if span.first <= step]
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

@@ -28,8 +28,10 @@ from pretrain.metrics.run_record import NoStepYet, read_run
 from pretrain.optimizer.schedule import describe, learning_rate
 from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
-from pretrain.settings.recipe import Recipe
+from pretrain.settings.recipe import OptimizerSettings, Recipe, ScheduleSettings
 
+# Beginnings of the keys that determine the learning rates, except for the peak.
+_SCHEDULE = ("schedule.", *HORIZON)
 # Map each setting that differs between a checkpoint and the run to (saved value, present value).
 # The keys are sorted.
 Changes = dict[str, tuple[Any, Any]]
@@ -129,11 +131,7 @@ def where_to_resume(
         require_own_records(job)
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
-        changes = compare_identities(
-            source.record["identity"],
-            job.identity,
-            horizon_may_move=horizon_may_move(source.record, job),
-        )
+        changes = changes_since(source.record, job)
         if not accept_changes:
             require_same_training(source, changes, job, step_folders(checkpoints.folder))
         source = with_changes(source, changes, job)
@@ -191,32 +189,75 @@ def find_checkpoint(
 # ── Compare the checkpoint's settings with the run's settings ─────────────────────────────────────
 
 
-def compare_identities(
-    saved: Mapping[str, Any], present: Mapping[str, Any], *, horizon_may_move: bool = False
-) -> Changes:
-    """Return the settings that differ between two identities (see `identity_of`).
+def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
+    """Return the settings that differ between a checkpoint and the job.
 
-    saved: the identity in the checkpoint.
-    present: the identity of the run.
-    horizon_may_move: True to ignore the keys that set the length of the training.
+    record: the content of the checkpoint's state.json.
+
+    The settings of the schedule are not included if they do not change the steps before the
+    checkpoint (see `repeats_past`). The resumed run then equals an uninterrupted run of the job.
     """
-    if horizon_may_move:
-        present = {**present, **{key: saved.get(key) for key in HORIZON}}
-    return {key: (saved.get(key), present.get(key)) for key in changed_keys(saved, present)}
+    saved, present = record["identity"], job.identity
+    ignored = _SCHEDULE if repeats_past(record, job) else ()
+    return {
+        key: (saved.get(key), present.get(key))
+        for key in changed_keys(saved, present)
+        if not key.startswith(ignored)
+    }
 
 
 def lines_of(changes: Changes) -> dict[str, str]:
-    """Map each changed key to a line of text with its saved and its present value."""
+    """Map each changed key to a line of text with its saved and its present value.
+
+    Settings of the schedule have no line, because `schedule_line` describes them together.
+    """
     return {
         key: f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
         for key, (saved, present) in changes.items()
+        if not key.startswith(_SCHEDULE)
     }
+
+
+def saved_schedule(
+    record: Mapping[str, Any],
+) -> tuple[ScheduleSettings, OptimizerSettings, int]:
+    """Return the schedule, the optimizer and the number of steps of a checkpoint.
+
+    record: the content of the checkpoint's state.json.
+
+    The optimizer has only the peak of the learning rate.
+    """
+    identity = record["identity"]
+    schedule = {
+        key.removeprefix("schedule."): value
+        for key, value in identity.items()
+        if key.startswith("schedule.")
+    }
+    return (
+        ScheduleSettings(**schedule),
+        OptimizerSettings(learning_rate=identity["optimizer.learning_rate"]),
+        record["progress"]["steps"],
+    )
+
+
+def schedule_line(record: Mapping[str, Any], job: Job) -> list[str]:
+    """Return a line that describes the schedules of a checkpoint and of the job.
+
+    record: the content of the checkpoint's state.json.
+
+    Return [] if the schedules and the numbers of steps are equal.
+    """
+    schedule, optimizer, steps = saved_schedule(record)
+    if (schedule, steps) == (job.recipe.schedule, job.plan.steps):
+        return []
+    present = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
+    return [f"schedule: saved {describe(schedule, optimizer, steps)}; now {present}"]
 
 
 def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint:
     """Return `source` with its `notes` and its `past` filled in.
 
-    changes: the result of `compare_identities`.
+    changes: the result of `changes_since`.
 
     `past` has two keys, `changed` and `left_out`:
 
@@ -228,25 +269,19 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
         metrics.jsonl records none of its rollbacks. Then the number is taken from the checkpoint's
         counters, which count all rollbacks.
 
-    `notes` has a line for every change, except for two kinds of changes that follow from another
-    change: `train.begin_with` of a branch, and options in `fp8_config` that are new because the
-    precision has changed.
+    `notes` has a line for the schedule, if it differs, and a line for every other change. Two kinds
+    of changes that follow from another change have no line: `train.begin_with` of a branch, and
+    options in `fp8_config` that are new because the precision has changed.
     """
     progress = source.record["progress"]
     past = source.record["past"]
-    notes = []
+    notes = [f"the recipe has changed: {line}" for line in schedule_line(source.record, job)]
     changed = []
     if not source.is_branch:
         changed = list(past["changed"])
         if changes:
             changed.append(
                 {"step": source.step, "was": {key: saved for key, (saved, _) in changes.items()}}
-            )
-        if progress["steps"] != job.plan.steps and horizon_may_move(source.record, job):
-            schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
-            notes.append(
-                f"the horizon moves from step {progress['steps']:,} to {job.plan.steps:,}; "
-                f"{schedule}"
             )
     for key, line in lines_of(changes).items():
         is_new_option = key.startswith("fp8_config.") and changes[key][0] is None
@@ -257,26 +292,32 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     return replace(source, notes=notes, past={"changed": changed, "left_out": left_out})
 
 
-def horizon_may_move(record: Mapping[str, Any], job: Job) -> bool:
-    """Return whether a checkpoint may be continued to the job's number of steps (the horizon).
+def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
+    """Return True if the job's schedule does not change the steps before a checkpoint.
 
     record: the content of the checkpoint's state.json.
 
-    Return True if the number of steps is the same, even if the recipe gives it in another unit. If
-    the number of steps differs, return True if two conditions are met. First, the new schedule must
-    give all past steps the learning rates that they had. It is enough to compare the last past
-    step, because its learning rate differs if the decay had begun. Second, the precision must not
-    change during the run, because the phases of precision scale with the number of steps.
+    The schedules are compared as functions of the step: each past step must have the learning rate
+    and the precision that it would have in an uninterrupted run of the job. So the number of steps,
+    and everything that begins later, such as the decay, may differ.
     """
-    saved_steps = record["progress"]["steps"]
-    if saved_steps == job.plan.steps:
+    if not schedule_line(record, job):
         return True
-    last_step = max(record["progress"]["step"] - 1, 0)
-    saved_rate, present_rate = (
-        learning_rate(last_step, job.recipe.schedule, job.recipe.optimizer, steps)
-        for steps in (saved_steps, job.plan.steps)
+    past = record["progress"]["step"]
+    saved = saved_schedule(record)
+    precisions = job.plan.schedule
+    # Compare the last step first, because it differs if a decay has begun.
+    return all(
+        learning_rate(step, *saved)
+        == learning_rate(step, job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
+        for step in reversed(range(past))
+    ) and (
+        not precisions.changes
+        or (
+            "precision" not in changed_keys(record["identity"], job.identity)
+            and precisions.until(past) == replace(precisions, steps=saved[-1]).until(past)
+        )
     )
-    return saved_rate == present_rate and not job.plan.schedule.changes
 
 
 # ── Refuse a checkpoint ───────────────────────────────────────────────────────────────────────────
@@ -287,35 +328,43 @@ def require_same_training(
 ) -> None:
     """Raise InputError if a checkpoint to resume belongs to another training.
 
-    changes: the result of `compare_identities`. The message lists them.
+    changes: the result of `changes_since`. The message lists them.
     run_checkpoints: the checkpoints of the run folder.
 
-    If only the length of the training (the horizon) has changed, the message suggests a checkpoint
-    of `run_checkpoints` that may be continued to the new horizon. No error is raised if only the
-    horizon has changed and the checkpoint is past the new horizon: `require_steps_to_train` has a
-    simpler message for this case.
+    If only the schedule or the length of the training has changed, the message suggests a
+    checkpoint of `run_checkpoints` that may be continued with the new schedule. No error is raised
+    if only these have changed and the checkpoint is past the new end: `require_steps_to_train` has
+    a simpler message for this case.
     """
-    only_horizon = changes.keys() <= {*HORIZON}
-    if source.is_branch or not changes or (only_horizon and source.step > job.plan.steps):
+    in_schedule = [key for key in changes if key.startswith(_SCHEDULE)]
+    only_schedule = len(in_schedule) == len(changes)
+    if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
-    changed = "".join(f"\n  {line}" for line in lines_of(changes).values())
-    new_run = "Set another `name` or `run_dir`" if source.in_run_folder else "Omit --resume"
+    schedules = schedule_line(source.record, job) if in_schedule else []
+    changed = "".join(f"\n  {line}" for line in [*lines_of(changes).values(), *schedules])
+    new_run = "Set name=full or another `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
         "start a new run, or pass --accept-changes to continue this run with the present values."
     )
-    if only_horizon:
+    if in_schedule:
+        before = learning_rate(source.step - 1, *saved_schedule(source.record))
+        after = learning_rate(
+            source.step, job.recipe.schedule, job.recipe.optimizer, job.plan.steps
+        )
+        message += (
+            f" The learning rate then jumps from {before:.3g} in step {source.step:,} to "
+            f"{after:.3g} in the next step."
+        )
+    if only_schedule:
         earlier = (
-            f", such as {path}"
+            f" To continue without this jump, pass an earlier checkpoint to --resume: {path}."
             for path in run_checkpoints
             if path != source.path
             and (path / STATE).is_file()
-            and horizon_may_move(load_object(path / STATE, "choose another checkpoint"), job)
+            and repeats_past(load_object(path / STATE, "choose another checkpoint"), job)
         )
-        message += (
-            " To end at another step, pass a checkpoint from before the decay of the learning rate "
-            f"to --resume{next(earlier, '')}."
-        )
+        message += next(earlier, "")
     raise InputError(message)
 
 

@@ -151,7 +151,7 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
     assert run("schedule.kind=constant", "train.steps=8").status == 0
     longer = run("schedule.kind=constant")
     assert longer.status == 0, longer.output
-    assert "from step 8 to 12" in longer.out, longer.output
+    assert "= 8 steps, peak" in longer.out, longer.output
     uninterrupted = start_here(
         recipe | {"run_dir": str(tmp_path / "uninterrupted")}, tmp_path, "schedule.kind=constant"
     )
@@ -163,11 +163,11 @@ def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(
 ) -> None:
     assert run("schedule.kind=wsd", "train.steps=8").status == 0
     refusal = run("schedule.kind=wsd", "train.steps=10").refusal
-    checkpoint = re.search(r"--resume, such as (\S+)\.", refusal)[1]
+    checkpoint = re.search(r"--resume: (\S+)\.", refusal)[1]
     assert "step-00000004" in checkpoint
     longer = run("schedule.kind=wsd", "train.steps=10", "--resume", checkpoint)
     assert longer.status == 0, longer.output
-    assert "from step 8 to 10" in longer.out, longer.output
+    assert "= 8 steps, peak" in longer.out, longer.output
 
 
 def test_a_run_folder_to_resume_is_its_newest_checkpoint(

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.optimizer.schedule import learning_rate
+from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.run.resume_point import (
     Changes,
     ResumePoint,
-    compare_identities,
+    changes_since,
     find_checkpoint,
-    horizon_may_move,
+    repeats_past,
     require_own_records,
     require_same_stream,
     require_same_training,
@@ -29,14 +33,34 @@ from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 from tests.conftest import flip
 from tests.pretrain.compare.made_runs import make_run
 
+CONSTANT = ScheduleSettings(kind="constant")
+WSD = ScheduleSettings(kind="wsd")
+SCHEDULES = st.builds(
+    ScheduleSettings,
+    kind=st.sampled_from(["wsd", "cosine", "linear", "constant"]),
+    warmup=st.integers(0, 5),
+    decay=st.sampled_from([0.0, 0.2, 0.4]),
+    min_lr_ratio=st.sampled_from([0.0, 1.0]),
+)
 
-def record_of(step: int, steps: int = 12, **identity: Any) -> dict[str, Any]:
+
+def record_of(
+    step: int, steps: int = 12, schedule: ScheduleSettings = CONSTANT, **identity: Any
+) -> dict[str, Any]:
     """Return the content of state.json after `step` of `steps` steps of 1,024 tokens."""
     progress = {"step": step, "steps": steps, "tokens": 1024 * step, "left_out": 0, "shift": 0}
     return {
         "progress": progress | {"place": 4 * step},
         "health": {"losses": [2.0], "rollbacks": 1, "switched_after": 3},
-        "identity": {"batch.tokens": 1024, "data.length": 256, "seed": 0} | identity,
+        "identity": {
+            "batch.tokens": 1024,
+            "data.length": 256,
+            "seed": 0,
+            "optimizer.learning_rate": 3e-4,
+            "train.steps": steps,
+            **{f"schedule.{key}": value for key, value in schedule},
+        }
+        | identity,
         "past": {"changed": [], "left_out": 2},
     }
 
@@ -44,8 +68,8 @@ def record_of(step: int, steps: int = 12, **identity: Any) -> dict[str, Any]:
 def job_of(
     steps: int = 12,
     *,
-    schedule: str = "constant",
-    precision_changes: bool = False,
+    schedule: ScheduleSettings = CONSTANT,
+    phases: tuple[float | int | None, ...] = (None,),
     stream: object = None,
     begin_with: str | None = None,
     run_dir: Path = Path("run"),
@@ -53,14 +77,14 @@ def job_of(
 ) -> Any:
     """Return a stand-in for a job with the attributes that decide where it resumes."""
     recipe = SimpleNamespace(
-        schedule=ScheduleSettings(kind=schedule),
+        schedule=schedule,
         optimizer=OptimizerSettings(),
         train=SimpleNamespace(steps=None, begin_with=begin_with),
         data=SimpleNamespace(length=256),
     )
     plan = SimpleNamespace(
         steps=steps,
-        schedule=SimpleNamespace(changes=precision_changes),
+        schedule=PrecisionSchedule([(until, str(until)) for until in phases], steps),
         tokens_per_step=1024,
         packs_per_step=4,
         total_tokens=1024 * steps,
@@ -69,7 +93,7 @@ def job_of(
         recipe=recipe,
         plan=plan,
         data=SimpleNamespace(stream=stream),
-        identity=record_of(0, **identity)["identity"],
+        identity=record_of(0, steps, schedule, **identity)["identity"],
         run_dir=run_dir,
     )
 
@@ -146,65 +170,80 @@ def test_a_branch_needs_the_folder_of_a_checkpoint(folder: str, tmp_path: Path) 
 
 # ── Compare ───────────────────────────────────────────────────────────────────────────────────────
 
-SAVED = {"seed": 0, "train.steps": 8, "precision": "bf16"}
-
 
 @pytest.mark.parametrize(
-    ("present", "horizon_may_move", "changed"),
+    ("present", "changed"),
     [
-        ({}, False, set()),
-        ({"seed": 1}, False, {"seed"}),
-        ({"loss.penalty": None}, False, set()),
-        ({"schedule.decay_shape": "linear"}, False, set()),  # Earlier checkpoints lack the key.
-        ({"schedule.decay_shape": "cosine"}, False, {"schedule.decay_shape"}),
-        ({"loss.penalty": "neg_entropy"}, False, {"loss.penalty"}),
-        ({"train.steps": 9}, False, {"train.steps"}),
-        ({"train.steps": 9}, True, set()),
-        ({"train.steps": None, "train.tokens": 64}, True, set()),
-        ({"train.begin_with": "step-00000004"}, False, {"train.begin_with"}),
-        (
-            {"precision": "delayed", "fp8_config.margin": 0},
-            False,
-            {"precision", "fp8_config.margin"},
-        ),
+        ({}, set()),
+        ({"seed": 1}, {"seed"}),
+        ({"loss.penalty": None}, set()),
+        ({"loss.penalty": "neg_entropy"}, {"loss.penalty"}),
+        ({"train.steps": None, "train.tokens": 12 * 1024}, set()),
+        ({"train.begin_with": "step-00000004"}, {"train.begin_with"}),
+        ({"precision": "delayed", "fp8_config.margin": 0}, {"precision", "fp8_config.margin"}),
+        # Tuples equal the lists that JSON makes of them.
+        ({"betas": (0.9, 0.95)}, set()),
     ],
 )
-def test_identities_differ_by_these_keys(
-    present: dict[str, Any], horizon_may_move: bool, changed: set[str]
-) -> None:
-    changes = compare_identities(SAVED, SAVED | present, horizon_may_move=horizon_may_move)
+def test_identities_differ_by_these_keys(present: dict[str, Any], changed: set[str]) -> None:
+    record = record_of(4, betas=[0.9, 0.95])
+    changes = changes_since(record, job_of(**{"betas": [0.9, 0.95]} | present))
     assert changes.keys() == changed
     for key, (saved, now) in changes.items():
-        assert saved == SAVED.get(key) and now == present[key]
+        assert saved == record["identity"].get(key) and now == present[key]
 
 
-def test_tuples_equal_the_lists_that_json_makes_of_them() -> None:
-    changes = compare_identities({"betas": [0.9, 0.95]}, {"betas": (0.9, 0.95)})
-    assert not changes
+def test_a_checkpoint_without_a_decay_shape_has_a_linear_decay() -> None:
+    record = record_of(11, schedule=WSD)
+    del record["identity"]["schedule.decay_shape"]
+    assert not changes_since(record, job_of(schedule=WSD))
+    other = WSD.model_copy(update={"decay_shape": "1-sqrt"})
+    # The first step of the decay is at the peak in both shapes.
+    assert not changes_since(record, job_of(schedule=other))
+    record["progress"]["step"] = 12
+    assert "schedule.decay_shape" in changes_since(record, job_of(schedule=other))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    step=st.integers(0, 12),
+    steps=st.sampled_from([12, 13, 24, 60]),
+    saved=SCHEDULES,
+    present=SCHEDULES,
+    keeps=st.booleans(),
+)
+def test_a_resumed_run_has_the_rates_of_an_uninterrupted_run(
+    step: int, steps: int, saved: ScheduleSettings, present: ScheduleSettings, keeps: bool
+) -> None:
+    """The reference is the table of the rates of both runs, from the first step on."""
+    present = saved if keeps else present
+    record = record_of(step, 12, saved)
+    changes = changes_since(record, job_of(steps, schedule=present))
+    rates = [
+        [learning_rate(past, schedule, OptimizerSettings(), length) for past in range(step)]
+        for schedule, length in ((saved, 12), (present, steps))
+    ]
+    assert bool(changes) is (rates[0] != rates[1])
+    assert all(key.startswith(("schedule.", "train.")) for key in changes)
 
 
 @pytest.mark.parametrize(
-    ("step", "job", "may_move"),
+    ("step", "phases", "is_repeated"),
     [
-        (12, job_of(12, schedule="cosine"), True),  # the same horizon
-        (12, job_of(24), True),
-        # The precision changes at a share of the horizon.
-        (12, job_of(24, precision_changes=True), False),
-        (9, job_of(24, schedule="wsd"), True),  # the last two of 12 steps decay
-        (12, job_of(24, schedule="wsd"), False),
-        (4, job_of(24, schedule="cosine"), False),
-        (0, job_of(24, schedule="cosine"), True),
+        (5, (0.5, None), True),
+        (6, (0.5, None), True),
+        (7, (0.5, None), False),  # Step 7 was in the second phase, and would be in the first.
+        (12, (6, None), True),  # The phase ends at a step, not at a share of all steps.
     ],
 )
-def test_a_horizon_moves_while_the_learning_rate_is_the_same(
-    step: int, job: Any, may_move: bool
+def test_longer_runs_repeat_the_precisions_of_past_steps(
+    step: int, phases: tuple[float | int | None, ...], is_repeated: bool
 ) -> None:
-    assert horizon_may_move(record_of(step, steps=12), job) is may_move
+    assert repeats_past(record_of(step), job_of(24, phases=phases)) is is_repeated
 
 
 # ── Refuse ────────────────────────────────────────────────────────────────────────────────────────
 
-HORIZON_CHANGED = {"train.steps": (12, 24)}
 SEED_CHANGED = {"seed": (0, 1)}
 
 
@@ -215,18 +254,37 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
         require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
-    assert ("Set another `name` or `run_dir`" if in_run_folder else "Omit --resume") in message
-    assert "--accept-changes" in message and "To end at another step" not in message
+    assert ("Set name=full or another `run_dir`" if in_run_folder else "Omit --resume") in message
+    assert "--accept-changes" in message and "The learning rate" not in message
 
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
     early, newest = save(tmp_path, 4, 12)
-    checkpoint = ResumePoint(newest, record_of(12), in_run_folder=True)
-    job = job_of(24, schedule="wsd")
-    with pytest.raises(InputError, match=f"to --resume, such as {early}"):
-        require_same_training(checkpoint, HORIZON_CHANGED, job, [newest, early])
-    with pytest.raises(InputError, match=r"to --resume\.$"):
-        require_same_training(checkpoint, HORIZON_CHANGED, job, [newest])
+    checkpoint = ResumePoint(newest, record_of(12, schedule=WSD), in_run_folder=True)
+    job = job_of(24, schedule=WSD)
+    changes = changes_since(checkpoint.record, job)
+    with pytest.raises(InputError, match=rf"to --resume: {early}\.$"):
+        require_same_training(checkpoint, changes, job, [newest, early])
+    with pytest.raises(
+        InputError, match=r"from 0\.00015 in step 12 to 0\.0003 in the next step\.$"
+    ):
+        require_same_training(checkpoint, changes, job, [newest])
+
+
+def test_a_shortened_trial_is_refused_with_both_schedules() -> None:
+    """A run of three steps is there, whose warmup the launcher has shortened."""
+    trial = ScheduleSettings(warmup=2, decay=1 / 3)
+    whole = ScheduleSettings(warmup=20, decay=0.4)
+    checkpoint = ResumePoint(Path("step"), record_of(3, 3, trial), in_run_folder=True)
+    job = job_of(60, schedule=whole)
+    with pytest.raises(InputError) as error:
+        require_same_training(checkpoint, changes_since(checkpoint.record, job), job, [])
+    message = str(error.value)
+    assert "schedule.warmup" not in message and "schedule.decay" not in message
+    assert "warmup 2 + stable 0 + linear decay 1 = 3 steps" in message
+    assert "warmup 20 + stable 16 + linear decay 24 = 60 steps" in message
+    assert "name=full" in message and "--accept-changes" in message
+    assert "then jumps from 0.0003 in step 3 to 6e-05 in the next step" in message
 
 
 @pytest.mark.parametrize(
@@ -318,7 +376,7 @@ def test_a_branch_starts_with_an_empty_past() -> None:
     found = checkpoint_at(4, steps=8, is_branch=True, in_run_folder=False)
     changes = {"seed": (0, 1), "train.begin_with": (None, "x")}
     branch = with_changes(found, changes, job_of())
-    assert branch.notes == ["the recipe has changed: seed: saved 0, now 1"]
+    assert branch.notes[1:] == ["the recipe has changed: seed: saved 0, now 1"]
     assert branch.past == {"changed": [], "left_out": 0} and branch.is_branch
     assert branch.health.losses == [2.0]
     assert branch.health.rollbacks == 0 and branch.health.switched_after is None
@@ -337,7 +395,10 @@ def test_options_that_a_new_precision_brings_have_no_note() -> None:
 
 def test_a_moved_horizon_is_noted() -> None:
     point = with_changes(checkpoint_at(4, steps=8), {}, job_of(24))
-    assert point.notes[0].startswith("the horizon moves from step 8 to 24; constant: ")
+    assert point.notes == [
+        "the recipe has changed: schedule: saved constant: constant 8 = 8 steps, peak 0.0003; "
+        "now constant: constant 24 = 24 steps, peak 0.0003"
+    ]
     assert point.health.rollbacks == 1 and point.health.switched_after == 3
 
 
@@ -348,7 +409,6 @@ def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
     job.recipe.loss = SimpleNamespace(chunk=64)
     job.plan.loss = SimpleNamespace(tokens_at_once=64)
     job.plan.before_decay = 0
-    job.plan.schedule.switched_to_bf16_after = lambda step: job.plan.schedule
     job.with_plan = job.with_settings = lambda *_, **values: job
     with pytest.raises(InputError, match="seed: saved 0, now 1"):
         where_to_resume(job, "auto", accept_changes=False)
