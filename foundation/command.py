@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from foundation.errors import InputError
+from foundation.settings import local_path
 
 # Exit statuses that a shell reports for a process that SIGINT or SIGPIPE has ended.
 SIGINT_STATUS = 130
@@ -54,6 +55,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        # Refuse addresses in all arguments of the type Path.
+        self.register("type", Path, lambda text: Path(local_path(text)))
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed `arguments`. Options and positional arguments may be in any order."""

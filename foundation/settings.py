@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
@@ -50,6 +51,24 @@ def with_escapes(text: str) -> str:
     return re.sub(r"(?<!\\)\\[nt]", lambda match: escapes[match[0]], text)
 
 
+class AddressError(argparse.ArgumentTypeError, ValueError):
+    """An address is given instead of a path. argparse and pydantic both print the message."""
+
+
+def local_path(value: Any) -> Any:
+    """Expand `~` at the beginning of a path, like `at_home`.
+
+    Raises AddressError for an address such as s3://bucket/run. As a path, it would be a folder
+    `s3:` in the present folder.
+    """
+    if isinstance(value, str) and re.match(r"\w[\w+.-]*://", value):
+        raise AddressError(
+            f"{value} is an address, but a path on this machine is needed; mount the bucket as a "
+            "folder, or use a folder on a shared disk"
+        )
+    return at_home(value)
+
+
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 # Tensors, files and other libraries store a seed as a signed integer of 64 bits.
@@ -61,6 +80,11 @@ PathText = Annotated[str, BeforeValidator(at_home)]
 FilePath = Annotated[Path, BeforeValidator(at_home)]
 # A template of documents.
 TemplateText = Annotated[str, AfterValidator(with_escapes)]
+
+
+# A path on this machine. An address such as s3://bucket/run is refused.
+FilePath = Annotated[Path, BeforeValidator(local_path)]
+LocalPath = Annotated[str, BeforeValidator(local_path)]
 
 S = TypeVar("S", bound=BaseModel)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_arguments_after_two_dashes_are_no_options(capsys: pytest.CaptureFixture
 def test_an_option_named_like_a_recipe_key_stays_an_option() -> None:
     line = ["my.yaml", "--run_dir=folder", "--optimizer.learning_rate=1", "--weights=bf16"]
     options = commands.read("which", line)
-    assert options.run_dir == "folder"
+    assert options.run_dir == Path("folder")
     assert options.overrides == ["optimizer.learning_rate=1", "weights=bf16"]
 
 

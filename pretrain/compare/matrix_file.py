@@ -28,7 +28,7 @@ from foundation.errors import InputError
 from foundation.reading import load_yaml
 from foundation.settings import (
     FilePath,
-    PathText,
+    LocalPath,
     PositiveCount,
     Settings,
     parse,
@@ -115,7 +115,7 @@ class MatrixSettings(Settings):
     # first cell.
     baseline: Values | None = None
     # Run folder of each cell. {matrix} is replaced by `name`, and {cell} by the name of the cell.
-    run_dir: PathText = "runs/{matrix}/{cell}"
+    run_dir: LocalPath = "runs/{matrix}/{cell}"
     # Maximum number of runs at the same time. null: one run if `gpus` is not set. If `gpus` is set,
     # null means `gpus` divided by the number of processes of a run. If runs share a device, their
     # losses are comparable, but their speeds are not.

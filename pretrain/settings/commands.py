@@ -388,6 +388,7 @@ def which(add: Callable) -> None:
     )
     add(
         "--run_dir",
+        type=Path,
         metavar="FOLDER",
         help="folder of the runs; default: runs/which/NAME with the recipe's name",
     )

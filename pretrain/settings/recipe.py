@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
+from foundation.settings import Count, LocalPath, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings, split_revision
 from pretrain.precision.settings import LowPrecisionSettings, PrecisionSetting, Weights
 
@@ -172,7 +172,7 @@ class TrainSettings(Settings):
     # checkpoint, and continues with the precision and all other settings of this recipe. As soon as
     # this run has saved a checkpoint, it resumes from that checkpoint instead. Keys in braces are
     # replaced by their values, as in `run_dir`. null: start at step 0.
-    begin_with: PathText | None = None
+    begin_with: LocalPath | None = None
 
     @model_validator(mode="after")
     def _one_horizon(self) -> TrainSettings:
@@ -358,7 +358,7 @@ class Recipe(Settings):
     health: HealthSettings = HealthSettings()
     # Run folder. Keys in braces, such as {seed} and {optimizer.learning_rate}, are replaced by
     # their values.
-    run_dir: PathText = "runs/{name}-{precision}-{weights}"
+    run_dir: LocalPath = "runs/{name}-{precision}-{weights}"
 
     @field_validator("name")
     @classmethod

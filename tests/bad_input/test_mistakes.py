@@ -20,6 +20,9 @@ SETTINGS = {
     "seed=[[[": "seed",
     "run_dir=": "run_dir",
     "run_dir=runs/{nmae}": "{name}",
+    "run_dir=s3://bucket/run": "`run_dir`: s3://bucket/run is an address",
+    "data.packs=gs://bucket/packs": "`data.packs`: gs://bucket/packs is an address",
+    "train.begin_with=s3://bucket/step-00000004": "`train.begin_with`: s3://bucket/step-",
     "run_dir=/dev/null/run": "/dev/null/run",
     "weights": "'weights'",
     "--seed 3": "--seed",
@@ -182,6 +185,18 @@ COMMANDS = {
     "report {here} --out report.pdf": "--out report.pdf",
     "matrix {here}/matrix.yaml": "recipe",
     "plan {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
+    **{
+        command: "s3://bucket/x is an address, but a path on this machine is needed"
+        for command in (
+            "export {here} --out s3://bucket/x",
+            "report {here} --out s3://bucket/x",
+            "sample s3://bucket/x one",
+            "which nowhere.yaml --run_dir s3://bucket/x",
+            "doctor --card s3://bucket/x",
+            "tokenizer {here} --vocabulary 300 --out s3://bucket/x",
+            "matrix s3://bucket/x",
+        )
+    },
     "reprot": "report",
     "generate": "unknown command 'generate'",
     "plan {here}/fodler.yaml": "fodler.yaml: no such file",

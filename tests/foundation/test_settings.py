@@ -132,3 +132,15 @@ def test_only_a_leading_tilde_and_slash_is_expanded(
     )
     for name in ("~draft", "./~/packs", "a/~/b", "{{ a ~ '/' }}"):
         assert parse(Example, {"source": name}, "file").source == name
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hf://a/b", "https://a.org/b"])
+def test_an_address_is_no_path_of_this_machine(address: str) -> None:
+    with pytest.raises(InputError, match=f"file: `folder`: {address} is an address"):
+        parse(Example, {"folder": address}, "file")
+    assert parse(Example, {"source": address}, "file").source == address
+
+
+@pytest.mark.parametrize("path", ["runs/a", "/s3:/b", "./s3://b", "a:b", "c:/x", "runs/x://y"])
+def test_other_paths_are_unchanged(path: str) -> None:
+    assert parse(Example, {"folder": path}, "file").folder == Path(path)
