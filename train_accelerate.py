@@ -121,6 +121,8 @@ def launch(arguments: argparse.Namespace) -> int:
     """
     recipe = config.load_recipe(arguments.recipe, arguments.overrides)
     recipe = with_precision(recipe, os.environ)
+    if arguments.plan and recipe.fp8_config.on_unsupported == "error":
+        recipe = plan_command.emulating(recipe)
     accelerator, notices = distributed.as_launched(recipe)
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)

@@ -96,11 +96,17 @@ def _for_other_machines(recipe: Recipe) -> Recipe:
     A recipe without a precision gets DEFAULT_PRECISION. If this machine does not support the
     precision, no error is raised, because the plan is for other machines.
     """
-    changes = {
-        "precision": recipe.precision or DEFAULT_PRECISION,
-        "fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"}),
-    }
-    return with_precision(recipe.model_copy(update=changes), os.environ)
+    changes = {"precision": recipe.precision or DEFAULT_PRECISION}
+    return with_precision(emulating(recipe).model_copy(update=changes), os.environ)
+
+
+def emulating(recipe: Recipe) -> Recipe:
+    """Return a copy of the recipe that emulates each precision that this machine does not support.
+
+    So a launch on GPUs can be planned on a machine without a GPU.
+    """
+    options = recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})
+    return recipe.model_copy(update={"fp8_config": options})
 
 
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
@@ -156,6 +162,12 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
     """
     job, _, source = where_to_resume(job, resume_from, accept_changes)
     lines = [render(job.plan)]
+    if any(active.backend == "emulation" for active in job.plan.precisions):
+        lines.append(
+            "this plan is for emulation, which a training needs `fp8_config.on_unsupported: "
+            "emulate` for; to plan for GPUs, use `python -m pretrain plan RECIPE precision="
+            f"{job.plan.schedule.phases[0][1].requested}`"
+        )
     if source is not None:
         verb = "the run is finished at" if source.step >= job.plan.steps else "would resume from"
         lines += [f"{verb} {source.path}", *source.notes]

@@ -133,6 +133,7 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     # collection took a fifth of the time of the imports.
     gc.disable()
     from accelerate.commands import launch
+    from accelerate.utils import launch as launch_environment
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -145,12 +146,13 @@ def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
     try:
         with (
             _passing_on_signals(),
+            # A missing FP8 library is reported later, with the precision, and not for --plan.
+            overridden(launch_environment, is_fp8_available=lambda: True),
             overridden(launch, simple_launcher=single.append),
             as_input_error(
                 _REFUSED,
                 f"{configuration}: accelerate does not accept this configuration",
-                "correct the file, or choose another --config (bf16 and cpu need no FP8 library; "
-                "`--config cpu precision=nvfp4 fp8_config.on_unsupported=emulate` emulates nvfp4)",
+                "correct the file, or choose another --config, such as bf16 or cpu",
             ),
         ):
             launch.launch_command(launch.launch_command_parser().parse_args(arguments))

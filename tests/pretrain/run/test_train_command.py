@@ -174,6 +174,25 @@ def test_a_configuration_with_hosts_of_mpirun_is_refused(
     assert "because of `distributed_type: NO`, `distributed_type: MULTI_CPU`" in done.stderr
 
 
+def test_an_fp8_launch_is_planned_without_an_fp8_library(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = str(write_recipe(small_recipe, tmp_path))
+    command = [sys.executable, "-m", "pretrain", "train", recipe, "--config=fp8_delayed"]
+    planned, refused = (
+        subprocess.run(
+            [*command, *options], cwd=ROOT, env=forking(), capture_output=True, text=True
+        )
+        for options in (["--plan"], [])
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert "delayed compute, emulated" in planned.stdout
+    assert "`precision: delayed` needs a GPU of compute capability 8.9" in planned.stdout
+    assert "`python -m pretrain plan RECIPE precision=delayed`" in planned.stdout
+    assert refused.returncode == 2 and refused.stderr.count("error: ") == 1
+    assert "`precision: delayed` needs a GPU" in refused.stderr
+
+
 def test_a_training_that_a_signal_ends_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C ends a training by its signal until the loop can save, for example during packing."""
     code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
