@@ -43,6 +43,14 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     if recipe.deterministic:
         compute_in_a_fixed_order()
     replicas, notices = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
+    if "WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # torchrun has not connected the ranks yet. This waits for a rank that was never started.
+        group = {key: os.environ.get(key) for key in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+        print(
+            f"rank {group['RANK']} waits for all {os.environ['WORLD_SIZE']} ranks at "
+            f"{group['MASTER_ADDR']}:{group['MASTER_PORT']}",
+            flush=True,
+        )
     with _explaining_accelerate():
         # Mixed precision is off, because this project converts the linear layers itself.
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])

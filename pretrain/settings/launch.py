@@ -341,8 +341,17 @@ def _parse_value(text: str) -> Any:
 
 # ── Topology ──────────────────────────────────────────────────────────────────────────────────────
 
-# Environment variables that torchrun sets for a process group.
-_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Environment variables that torchrun sets for a process group, and variables that MPI and SLURM set
+# for a process, from which Accelerate would also create a process group.
+_GROUP = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *(
+        f"{prefix}_COMM_WORLD_{name}"
+        for prefix in ("OMPI", "MV2")
+        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
+)
 # Prefix of the environment variables for the keys of `parallelism_config`.
 _PARALLELISM = "PARALLELISM_CONFIG_"
 # Settings that are ignored, because a setting of the recipe replaces them or because they are not
@@ -497,7 +506,8 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
             "also works on CPUs; to train with one process, set `num_processes: 1` and unset the "
             "environment variable MASTER_ADDR"
         )
-    # Remove the variables for a process group if there is only one process.
+    # Remove the variables for a process group if there is only one process. Processes that only
+    # mpirun or srun has started are not counted: nobody has asked for a process group.
     if processes == 1 and environ.get("LOCAL_RANK", "0") == "0":
         for variable in _GROUP:
             environ.pop(variable, None)

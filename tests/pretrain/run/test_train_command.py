@@ -276,10 +276,13 @@ def test_a_configuration_that_accelerate_refuses_is_one_message(
 ) -> None:
     recipe = str(write_recipe(small_recipe, tmp_path))
     (tmp_path / "own.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
+    ddp = (ROOT / "accelerate_configs/ddp.yaml").read_text()
+    (tmp_path / "two.yaml").write_text(ddp.replace("num_machines: 1", "num_machines: 2"))
     handlers = {number: signal.getsignal(number) for number in train_command.PASSED_ON}
     for config, words in {
         "nowhere": "one of these",
         str(tmp_path / "own.yaml"): "`distributed_type` must be specified",
+        str(tmp_path / "two.yaml"): "`main_process_port: 0` is another free port on each machine",
     }.items():
         assert main(["train", recipe, "--config", config]) == 2
         message = capsys.readouterr().err

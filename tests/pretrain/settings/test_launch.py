@@ -16,6 +16,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils.environment import get_cpu_distributed_information
 
 from foundation.errors import InputError
 from foundation.settings import parse
@@ -393,6 +394,27 @@ def correct(environ: dict[str, str], *, has_gpu: bool = True) -> tuple[int, tupl
     """Correct `environ` as the launcher does."""
     take_requested_precision(environ)
     return with_topology(environ, has_gpu=has_gpu)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+        {f"OMPI_COMM_WORLD_{key}": "2" for key in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")},
+        {f"MV2_COMM_WORLD_{key}": "2" for key in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")},
+    ],
+)
+def test_variables_of_mpi_alone_start_one_process(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is the process group that Accelerate reads from the environment."""
+    environ = dict(variables)
+    assert correct(environ, has_gpu=False) == (1, ())
+    for key in variables:
+        if key in environ:
+            monkeypatch.setenv(key, environ[key])
+    group = get_cpu_distributed_information()
+    assert (group.world_size, group.rank, group.local_rank, group.local_world_size) == (1, 0, 0, 1)
 
 
 PLAIN = "one process"
