@@ -45,10 +45,9 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     replicas, notices = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     if "WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         # torchrun has not connected the ranks yet. This waits for a rank that was never started.
-        group = {key: os.environ.get(key) for key in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+        rank, address, port = map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))
         print(
-            f"rank {group['RANK']} waits for all {os.environ['WORLD_SIZE']} ranks at "
-            f"{group['MASTER_ADDR']}:{group['MASTER_PORT']}",
+            f"rank {rank} waits for all {os.environ['WORLD_SIZE']} ranks at {address}:{port}",
             flush=True,
         )
     with _explaining_accelerate():

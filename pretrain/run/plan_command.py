@@ -105,8 +105,8 @@ def emulating(recipe: Recipe) -> Recipe:
 
     So a launch on GPUs can be planned on a machine without a GPU.
     """
-    options = recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})
-    return recipe.model_copy(update={"fp8_config": options})
+    emulated = {"on_unsupported": "emulate"}
+    return recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update=emulated)})
 
 
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
@@ -161,13 +161,16 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
     Raises InputError if the launch would be refused.
     """
     job, _, source = where_to_resume(job, resume_from, accept_changes)
-    lines = [render(job.plan)]
-    if any(active.backend == "emulation" for active in job.plan.precisions):
-        lines.append(
-            "this plan is for emulation, which a training needs `fp8_config.on_unsupported: "
-            "emulate` for; to plan for GPUs, use `python -m pretrain plan RECIPE precision="
-            f"{job.plan.schedule.phases[0][1].requested}`"
-        )
+    lines = [
+        render(job.plan),
+        *(
+            f"to plan {active.requested} on other devices, use `python -m pretrain plan RECIPE "
+            f"precision={active.requested}`; to train in emulation here, set "
+            "`fp8_config.on_unsupported: emulate`"
+            for active in job.plan.precisions
+            if active.reason
+        ),
+    ]
     if source is not None:
         verb = "the run is finished at" if source.step >= job.plan.steps else "would resume from"
         lines += [f"{verb} {source.path}", *source.notes]

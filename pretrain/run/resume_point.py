@@ -206,16 +206,9 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     }
 
 
-def lines_of(changes: Changes) -> dict[str, str]:
-    """Map each changed key to a line of text with its saved and its present value.
-
-    Settings of the schedule have no line, because `schedule_line` describes them together.
-    """
-    return {
-        key: f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
-        for key, (saved, present) in changes.items()
-        if not key.startswith(_SCHEDULE)
-    }
+def schedule_of(job: Job) -> tuple[ScheduleSettings, OptimizerSettings, int]:
+    """Return the schedule, the optimizer and the number of steps of the job."""
+    return job.recipe.schedule, job.recipe.optimizer, job.plan.steps
 
 
 def saved_schedule(
@@ -240,18 +233,21 @@ def saved_schedule(
     )
 
 
-def schedule_line(record: Mapping[str, Any], job: Job) -> list[str]:
-    """Return a line that describes the schedules of a checkpoint and of the job.
+def lines_of(changes: Changes, record: Mapping[str, Any], job: Job) -> dict[str, str]:
+    """Map each changed key to a line of text with its saved and its present value.
 
     record: the content of the checkpoint's state.json.
 
-    Return [] if the schedules and the numbers of steps are equal.
+    The settings of the schedule have one line together, with the key "schedule". The result has
+    this line if the schedules differ, even if they do not differ in past steps.
     """
-    schedule, optimizer, steps = saved_schedule(record)
-    if (schedule, steps) == (job.recipe.schedule, job.plan.steps):
-        return []
-    present = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
-    return [f"schedule: saved {describe(schedule, optimizer, steps)}; now {present}"]
+    saved, present = describe(*saved_schedule(record)), describe(*schedule_of(job))
+    schedule = {"schedule": f"schedule: saved {saved}; now {present}"} if saved != present else {}
+    return schedule | {
+        key: f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
+        for key, (saved, present) in changes.items()
+        if not key.startswith(_SCHEDULE)
+    }
 
 
 def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint:
@@ -275,7 +271,7 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     """
     progress = source.record["progress"]
     past = source.record["past"]
-    notes = [f"the recipe has changed: {line}" for line in schedule_line(source.record, job)]
+    notes = []
     changed = []
     if not source.is_branch:
         changed = list(past["changed"])
@@ -283,7 +279,7 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
             changed.append(
                 {"step": source.step, "was": {key: saved for key, (saved, _) in changes.items()}}
             )
-    for key, line in lines_of(changes).items():
+    for key, line in lines_of(changes, source.record, job).items():
         is_new_option = key.startswith("fp8_config.") and changes[key][0] is None
         is_implied = is_new_option and "precision" in changes
         if not (is_implied or (key == "train.begin_with" and source.is_branch)):
@@ -301,15 +297,12 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
     and the precision that it would have in an uninterrupted run of the job. So the number of steps,
     and everything that begins later, such as the decay, may differ.
     """
-    if not schedule_line(record, job):
-        return True
     past = record["progress"]["step"]
     saved = saved_schedule(record)
     precisions = job.plan.schedule
     # Compare the last step first, because it differs if a decay has begun.
     return all(
-        learning_rate(step, *saved)
-        == learning_rate(step, job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
+        learning_rate(step, *saved) == learning_rate(step, *schedule_of(job))
         for step in reversed(range(past))
     ) and (
         not precisions.changes
@@ -336,27 +329,19 @@ def require_same_training(
     if only these have changed and the checkpoint is past the new end: `require_steps_to_train` has
     a simpler message for this case.
     """
-    in_schedule = [key for key in changes if key.startswith(_SCHEDULE)]
-    only_schedule = len(in_schedule) == len(changes)
+    only_schedule = all(key.startswith(_SCHEDULE) for key in changes)
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
-    schedules = schedule_line(source.record, job) if in_schedule else []
-    changed = "".join(f"\n  {line}" for line in [*lines_of(changes).values(), *schedules])
+    lines = lines_of(changes, source.record, job).values()
+    changed = "".join(f"\n  {line}" for line in lines)
     new_run = "Set name=full or another `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
         "start a new run, or pass --accept-changes to continue this run with the present values."
     )
-    if in_schedule:
-        before = learning_rate(source.step - 1, *saved_schedule(source.record))
-        after = learning_rate(
-            source.step, job.recipe.schedule, job.recipe.optimizer, job.plan.steps
-        )
-        message += (
-            f" The learning rate then jumps from {before:.3g} in step {source.step:,} to "
-            f"{after:.3g} in the next step."
-        )
     if only_schedule:
+        before = learning_rate(source.step - 1, *saved_schedule(source.record))
+        after = learning_rate(source.step, *schedule_of(job))
         earlier = (
             f" To continue without this jump, pass an earlier checkpoint to --resume: {path}."
             for path in run_checkpoints
@@ -364,7 +349,10 @@ def require_same_training(
             and (path / STATE).is_file()
             and repeats_past(load_object(path / STATE, "choose another checkpoint"), job)
         )
-        message += next(earlier, "")
+        message += (
+            f" The learning rate then jumps from {before:.3g} in step {source.step:,} to "
+            f"{after:.3g} in the next step.{next(earlier, '')}"
+        )
     raise InputError(message)
 
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import psutil
 
-from foundation.errors import InputError
 from foundation.overrides import overridden
 from foundation.reading import as_input_error, load_yaml
 from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
@@ -63,11 +62,6 @@ def main(options: argparse.Namespace) -> int:
     print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)
     machines = load_yaml(configuration)
     if machines.get("num_machines") not in (None, 0, 1):
-        if machines.get("main_process_port") == 0:
-            raise InputError(
-                f"{configuration}: `main_process_port: 0` is another free port on each machine, so "
-                "the machines would not find each other; set the same port on all machines"
-            )
         print(
             f"machine {machines.get('machine_rank')} waits for all {machines['num_machines']} "
             f"machines at {machines.get('main_process_ip')}:{machines.get('main_process_port')}",

@@ -61,7 +61,7 @@ def find_configuration(name: str) -> Path:
     """Return the path of an Accelerate configuration, which is readable YAML.
 
     `name` is a path, or the name of a file in accelerate_configs/, with or without `.yaml`. Raises
-    InputError if there is no such file.
+    InputError if there is no such file, or if its machines would not find each other.
     """
     shipped = CONFIGURATIONS / f"{name.removesuffix('.yaml')}.yaml"
     path = next(filter(Path.is_file, (Path(name).expanduser(), shipped)), None)
@@ -70,7 +70,12 @@ def find_configuration(name: str) -> Path:
             f"--config {name}: there is no such file; name a path, or one of these configurations: "
             + ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
         )
-    load_yaml(path)
+    settings = load_yaml(path)
+    if settings.get("num_machines") not in (None, 0, 1) and settings.get("main_process_port") == 0:
+        raise InputError(
+            f"{path}: `main_process_port: 0` is another free port on each machine, so the machines "
+            "would not find each other; set the same port in the file of every machine"
+        )
     return path
 
 
