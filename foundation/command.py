@@ -80,12 +80,12 @@ class CommandParser(argparse.ArgumentParser):
             # value and not as an option.
             is_known = any(option.startswith(name) for option in self._option_string_actions)
             if name.startswith("--") and not is_known and " " not in text and not self._subparsers:
-                meant = self.suggest(name.removeprefix("--").replace("-", "_"))
-                hint = f"did you mean {meant}?" if meant else self.remedy
+                meant = self.suggest(name.removeprefix("--").replace("-", "_")) or self.remedy
+                hint = meant if " " in meant else f"did you mean {meant}?"
                 raise InputError(f"command line: unknown option {name}; {hint}")
 
     def suggest(self, name: str) -> str | None:
-        """Return the option that was probably meant by an unknown option, or None.
+        """Return the option that was probably meant by an unknown option, a sentence, or None.
 
         name: the unknown option, with `_` for `-`.
         """

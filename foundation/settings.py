@@ -22,9 +22,10 @@ from foundation.reading import as_input_error, parse_yaml
 class Settings(BaseModel):
     """Base class of settings. Objects are immutable and reject unknown keys and non-finite numbers.
 
-    A subclass may define two class variables for the message about an unknown key. `OTHER_NAMES`
-    maps names of settings in other programs, in lower case, to keys of the subclass.
-    `UNKNOWN_KEY_HELP` is a sentence that is appended if no key has a similar name.
+    A subclass may define three class variables for messages. `OTHER_NAMES` maps names of settings
+    in other programs, in lower case, to keys of the subclass. A name without such a key is mapped
+    to a sentence instead. `UNKNOWN_KEY_HELP` is a sentence that is appended if no key has a similar
+    name. `LIST_HELP` is appended if a key has a list of values but needs a single value.
     """
 
     model_config = ConfigDict(
@@ -101,7 +102,8 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
         return cls.model_validate(values)
     except ValidationError as error:
         by_key: dict[str, list[str]] = {}
-        for item in error.errors(include_url=False):
+        # A file that is no recipe may have thousands of mistakes, so report only the first ones.
+        for item in error.errors(include_url=False)[:20]:
             key, mistake = _describe(cls, item)
             by_key.setdefault(key, []).append(mistake)
         lines = []
@@ -139,7 +141,11 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
             f"must be a section (its keys: {', '.join(sorted(_section(cls, keys).model_fields))})"
         )
     if item["type"] not in ("missing", "value_error"):
-        message += f", but is {item['input']!r:.200}"
+        help_text = getattr(cls, "LIST_HELP", "") if isinstance(item["input"], list) else ""
+        message += f", but is {item['input']!r:.200}{help_text}"
+    if item["type"] == "model_type":
+        meant = closest_key(cls, keys[-1], keys[:-1])
+        message += f"; {advice(meant)}" if meant not in (None, ".".join(keys)) else ""
     return ".".join(keys), message
 
 
@@ -149,18 +155,24 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
     The hint suggests the closest key, or else lists the keys of the section.
     """
     if match := closest_key(cls, name, keys):
-        return f"did you mean `{match}`?"
+        return advice(match)
     known_keys = ", ".join(sorted(_section(cls, keys).model_fields))
     help_text = getattr(cls, "UNKNOWN_KEY_HELP", "")
     return f"known keys here: {known_keys}{help_text and f'; {help_text}'}"
 
 
+def advice(match: str) -> str:
+    """Return a question for a result of `closest_key` that is a key, or `match` for a sentence."""
+    return match if " " in match else f"did you mean `{match}`?"
+
+
 def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> str | None:
     """Return the dotted key that was probably meant by the unknown key `name`, or None.
 
-    The result is the first key that is found in this order: a key with the same name, the key for a
-    name that another program uses (`OTHER_NAMES` of `cls`), a key with a similar name. If several
-    sections have keys with equal names, the key in the section `keys` is preferred.
+    The result is the first key that is found in this order: the key or the sentence for a name that
+    another program uses (`OTHER_NAMES` of `cls`), a key with the same name, a key with a similar
+    name. If several sections have keys with equal names, the key in the section `keys` is
+    preferred.
     """
     section = ".".join(keys)
     by_name: dict[str, str] = {}
@@ -172,7 +184,7 @@ def closest_key(cls: type[BaseModel], name: str, keys: Sequence[str] = ()) -> st
         # a section. The user meant something else.
         by_name.pop("name", None)
     other_names = getattr(cls, "OTHER_NAMES", {})
-    if match := by_name.get(name.lower()) or other_names.get(name.lower()):
+    if match := other_names.get(name.lower()) or by_name.get(name.lower()):
         return match
     similar = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8)
     return by_name[similar[0]] if similar else None

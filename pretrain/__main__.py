@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from foundation.signals import end_on_ctrl_c
@@ -89,7 +90,10 @@ def main(arguments: list[str]) -> int:
         print(f"low-precision {__version__}")
         return 0
     if arguments:
-        print(f"error: unknown command {arguments[0]!r}", file=sys.stderr)
+        similar = [
+            f"; did you mean {name}?" for name in get_close_matches(arguments[0], COMMANDS, 1)
+        ]
+        print(f"error: unknown command {arguments[0]!r}{''.join(similar)}", file=sys.stderr)
     print(usage(), file=sys.stderr)
     return 2
 

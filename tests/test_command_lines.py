@@ -41,7 +41,36 @@ UNKNOWN = {
     "tokenizer my_text --vocab 4000 --output tok": "did you mean --out?",
     "export runs/x --output=y": "did you mean --out?",
     "matrix my.yaml --dryrun": "did you mean --dry-run?",
+    "train --data my_text --steps 10": "did you mean data.source=VALUE?",
+    "train my.yaml --steps 10": "did you mean train.steps=VALUE?",
+    "plan my.yaml --model gpt2": "did you mean model.source=VALUE?",
+    "train my.yaml --optimizer muon": (
+        "the optimizer is always AdamW, with the keys in the section `optimizer`"
+    ),
+    "train my.yaml --lora_r=8": (
+        "LoRA and other adapters are out of scope, because this launcher trains all weights"
+    ),
+    "train my.yaml --deepspeed ds.json": (
+        "DeepSpeed is not supported; to shard the model, use `--config zero` or `--config fsdp2`"
+    ),
+    "evaluate runs/x --tasks hellaswag": (
+        "benchmarks are not part of this launcher; run `lm_eval --model hf --model_args "
+        "pretrained=RUN/final --tasks TASKS` after the training"
+    ),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("trian", "train"), ("evalute", "evaluate"), ("samples", "sample"), ("inspct", "inspect")],
+)
+def test_a_mistyped_command_is_answered_with_ours(
+    name: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "my.yaml"]) == 2
+    assert f"unknown command '{name}'; did you mean {command}?\n" in capsys.readouterr().err
+    assert main(["generate"]) == 2
+    assert "unknown command 'generate'\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", UNKNOWN)

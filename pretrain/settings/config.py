@@ -274,10 +274,11 @@ class LaunchParser(CommandParser):
     def suggest(self, name: str) -> str | None:
         """Return the option or the key=VALUE that the user probably meant by `--name`.
 
-        Return None if no option and no key is similar to `name`.
+        Return a sentence for a name in other programs that has no key. Return None if no option and
+        no key is similar to `name`.
         """
-        key = closest_key(Recipe, name)
-        return super().suggest(name) or (f"{key}=VALUE" if key else None)
+        key = closest_key(Recipe, name) or ""
+        return super().suggest(name) or (key if " " in key else key and f"{key}=VALUE")
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and overrides may be in any order."""

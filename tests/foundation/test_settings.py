@@ -26,7 +26,12 @@ class Recompute(Settings):
 
 
 class Example(Settings):
-    OTHER_NAMES: ClassVar = {"lr": "rate"}
+    OTHER_NAMES: ClassVar = {
+        "lr": "rate",
+        "recompute": "recompute.layers",
+        "layer": "layers are out of scope",
+    }
+    LIST_HELP: ClassVar = "; use a matrix"
     UNKNOWN_KEY_HELP: ClassVar = "see docs/keys.md"
 
     rate: float = 1.0
@@ -52,10 +57,19 @@ class Example(Settings):
         ({"recompute": {"layers": -1}}, ["`recompute.layers`"]),
         (
             {"switch": {"layers": 1, "layer": 1}},
-            ["`switch.layer`: unknown key; did you mean `switch.layers`?"],
+            ["`switch.layer`: unknown key; layers are out of scope"],
         ),
         ({"names": None}, ["`names`: Input should be a valid list, but is None"]),
-        ({"recompute": 5}, ["must be a section (its keys: layers), but is 5"]),
+        (
+            {"recompute": 5},
+            ["must be a section (its keys: layers), but is 5; did you mean `recompute.layers`?"],
+        ),
+        ({"rate": [1, 2]}, ["`rate`: Input should be a valid number, but is [1, 2]; use a matrix"]),
+        ({"shares": [0.5, [1]]}, ["but is [1]; use a matrix"]),
+        (
+            {"switch": {"layerz": 1}},
+            ["`switch.layerz`: unknown key; did you mean `switch.layers`?"],
+        ),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
         ({"layers": 1}, ["`layers`: unknown key; did you mean `recompute.layers`?"]),
         ({"lr": 1}, ["`lr`: unknown key; did you mean `rate`?"]),
@@ -144,3 +158,9 @@ def test_an_address_is_no_path_of_this_machine(address: str) -> None:
 @pytest.mark.parametrize("path", ["runs/a", "/s3:/b", "./s3://b", "a:b", "c:/x", "runs/x://y"])
 def test_other_paths_are_unchanged(path: str) -> None:
     assert parse(Example, {"folder": path}, "file").folder == Path(path)
+
+
+def test_a_file_with_thousands_of_mistakes_has_a_short_message() -> None:
+    with pytest.raises(InputError) as error:
+        parse(Example, {f"key{number}": 1 for number in range(10_000)}, "file")
+    assert str(error.value).count("unknown key") == 20
