@@ -60,7 +60,6 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed `arguments`. Options and positional arguments may be in any order."""
-        self._check_options(arguments)
         return self.parse_intermixed_args(arguments)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -115,6 +114,10 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     exit status to this file, unless `command` returns None. A batch script needs this file, because
     `accelerate launch` exits with 1 for every failure.
     """
+    # A daemon may start a command without standard streams. Open the null device for them. Without
+    # this, a file of the run could become the standard output of a library.
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))  # noqa: SIM115
     try:
         status = command()
         # Flush stdout here, so that the BrokenPipeError of a closed stdout is handled below.
@@ -189,7 +192,9 @@ def report_error(error: InputError | OSError) -> int:
     if error_file.parent.name == os.environ.get("LOCAL_RANK"):
         _record_first(message, reported_as.status, error_file)
     else:
-        print(message, file=sys.stderr)
+        # The message is lost if stderr is a file on a full disk.
+        with contextlib.suppress(OSError):
+            print(message, file=sys.stderr)
     return reported_as.status
 
 

@@ -93,7 +93,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     _require(
         recipe.weights == "fp32" or precision_called(precision).compute_dtype != "float32",
         f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other, because "
-        "BF16 weights cannot compute in FP32; set either `precision: bf16` or `weights: fp32`",
+        "BF16 weights cannot compute in FP32; set either `precision: bf16` or `weights: fp32` (if "
+        "the recipe sets no precision, the Accelerate configuration does: cpu.yaml sets fp32)",
     )
     _require_multiple(
         "batch.tokens", batch.tokens, data.length, "the number of tokens in a pack (`data.length`)"

@@ -145,11 +145,21 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     transformers_logging.disable_progress_bar()
     if (folder / "final").is_dir():
         folder = folder / "final"
-    if not (folder / "config.json").is_file() or not (folder / "tokenizer_config.json").is_file():
-        # If the files of the tokenizer are missing, transformers creates an empty tokenizer.
+    if not (folder / "config.json").is_file():
+        # `folder` may be a recipe, or a run folder without the precision at the end of its name.
+        name = f"{folder.stem}*/final"
+        runs = {str(path.parent) for path in (*folder.parent.glob(name), *Path("runs").glob(name))}
         raise InputError(
-            f"{folder}: this is not a folder with a model and its tokenizer; create such a folder "
-            "with `python -m pretrain export RUN_OR_CHECKPOINT`"
+            f"{folder}: this is not a folder with a model; "
+            f"choose {' or '.join(sorted(runs)) or 'a finished run'}, or create such a folder with "
+            "`python -m pretrain export RUN_OR_CHECKPOINT`"
+        )
+    # If the files of the tokenizer are missing, transformers creates an empty tokenizer.
+    if not (folder / "tokenizer_config.json").is_file():
+        raise InputError(
+            f"{folder}: the model has no tokenizer, because its packs name none; save the packs' "
+            "tokenizer into this folder, for example with AutoTokenizer.from_pretrained("
+            f"'openai-community/gpt2').save_pretrained({str(folder)!r})"
         )
     # `load_config` refuses a model whose folder contains its own Python code.
     load_config(ModelSettings(source=str(folder)))

@@ -282,13 +282,14 @@ class LaunchParser(CommandParser):
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse `arguments`. Options and overrides may be in any order."""
-        normalized = []
-        for text in arguments:
-            key, equals, _ = text.removeprefix("--").partition("=")
-            is_option = f"--{key}" in self._option_string_actions
-            is_setting = equals and ("." in key or key in Recipe.model_fields) and not is_option
-            normalized.append(text.removeprefix("--") if is_setting else text)
-        return super().read(normalized)
+        return super().read([self._without_dashes(text) for text in arguments])
+
+    def _without_dashes(self, text: str) -> str:
+        """Return an argument --key=value as key=value if it sets a key of the recipe."""
+        key, equals, _ = text.removeprefix("--").partition("=")
+        is_option = f"--{key}" in self._option_string_actions
+        is_setting = equals and ("." in key or key in Recipe.model_fields) and not is_option
+        return text.removeprefix("--") if is_setting else text
 
 
 class TrainingParser(LaunchParser):

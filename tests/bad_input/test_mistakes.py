@@ -40,6 +40,7 @@ SETTINGS = {
     "precision=[{until: 1.5, use: nvfp4}, {use: bf16}]": "`precision.0.until`: 1.5",
     "precision=delayed": "`precision: delayed`",
     "precision=fp32 weights=bf16": "`weights: bf16`",
+    "weights=bf16_exact": "if the recipe sets no precision, the Accelerate configuration does",
     "precision=bf16 fp8_config.margin=2": "`precision: bf16`",
     "precision=[{until: 0.5, use: bf16}]": "`precision`: a schedule needs two phases or more",
     "precision=[{until: 0.8, use: nvfp5}, {use: bf16}]": "`precision.0.use`",
