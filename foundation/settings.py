@@ -24,8 +24,8 @@ class Settings(BaseModel):
 
     A subclass may define three class variables for messages. `OTHER_NAMES` maps names of settings
     in other programs, in lower case, to keys of the subclass. A name without such a key is mapped
-    to a sentence instead. `UNKNOWN_KEY_HELP` is a sentence that is appended if no key has a similar
-    name. `LIST_HELP` is appended if a key has a list of values but needs a single value.
+    to a sentence instead. `UNKNOWN_KEY_HELP` is appended if no key has a similar name, and
+    `LIST_HELP` if a key has a list of values but needs a single value. Both begin with "; ".
     """
 
     model_config = ConfigDict(
@@ -157,8 +157,7 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
     if match := closest_key(cls, name, keys):
         return advice(match)
     known_keys = ", ".join(sorted(_section(cls, keys).model_fields))
-    help_text = getattr(cls, "UNKNOWN_KEY_HELP", "")
-    return f"known keys here: {known_keys}{help_text and f'; {help_text}'}"
+    return f"known keys here: {known_keys}{getattr(cls, 'UNKNOWN_KEY_HELP', '')}"
 
 
 def advice(match: str) -> str:

@@ -46,7 +46,7 @@ _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 class _Recipe(Settings):
     """The section of a recipe that these commands read."""
 
-    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md maps names of other trainers to these keys"
+    UNKNOWN_KEY_HELP: ClassVar = "; docs/coming_from.md maps names of other trainers to these keys"
 
     data: DataSettings
 

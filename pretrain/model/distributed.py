@@ -45,9 +45,9 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     replicas, notices = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
     if "WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         # torchrun has not connected the ranks yet. This waits for a rank that was never started.
-        rank, address, port = map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))
         print(
-            f"rank {rank} waits for all {os.environ['WORLD_SIZE']} ranks at {address}:{port}",
+            f"rank {os.environ.get('RANK')} waits for all {os.environ['WORLD_SIZE']} ranks at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
             flush=True,
         )
     with _explaining_accelerate():

@@ -196,8 +196,9 @@ def try_training(recipe: Mapping[str, Any], folder: Path) -> tuple[float, float]
         lines = failure.stderr.strip().splitlines() or [f"status {failure.returncode}"]
         errors = [line for line in lines if line.startswith(("error: ", "halted: "))]
         raise InputError(errors[0] if errors else lines[-1]) from None
-    steps = [line for line in read_metrics(Path(recipe["run_dir"])) if kind(line) == "step"]
-    timed = steps[-TIMED:]
+    timed = [line for line in read_metrics(Path(recipe["run_dir"])) if kind(line) == "step"][
+        -TIMED:
+    ]
     return (
         statistics.median(step["step_ms"] for step in timed),
         statistics.median(step["tokens_per_second"] for step in timed),

@@ -66,8 +66,8 @@ def main(parsed: argparse.Namespace) -> int:
     with ExitStack() as stack, explaining_errors():
         if datasets:
             folder = packing_folder(recipe, accelerator, stack)
-            with_dataset = load_recipe(path, [*overrides, *dataset_overrides(datasets[0], folder)])
-            recipe = recipe.model_copy(update={"data": with_dataset.data})
+            with_dataset = [*overrides, *dataset_overrides(datasets[0], folder)]
+            recipe = recipe.model_copy(update={"data": load_recipe(path, with_dataset).data})
         job = prepare_job(recipe, accelerator, overrides)
         _evaluate(job, accelerator, [*skipped, *notices], parsed.resume)
         end_processes(accelerator)
@@ -155,9 +155,13 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     # the precision in which the run was trained.
     accepted = {key for name in names if name in PRECISIONS for key in PRECISIONS[name].options}
     removed = [f"fp8_config.{key}=null" for key in OPTIONS if key not in accepted]
-    # A schedule needs a step for each phase, and the run may have fewer steps.
-    steps = f"train.steps={10**9}"
-    return [f"precision={setting}", "fp8_config.on_unsupported=emulate", steps, *removed]
+    return [
+        f"precision={setting}",
+        "fp8_config.on_unsupported=emulate",
+        # A schedule needs a step for each phase, and the run may have fewer steps.
+        f"train.steps={10**9}",
+        *removed,
+    ]
 
 
 def _evaluate(job: Job, accelerator: Accelerator, notices: Iterable[str], resume_from: str) -> None:

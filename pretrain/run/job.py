@@ -147,8 +147,11 @@ class Job:
         The batches depend only on the recipe, the packs, the launch's ranks, and `shift`.
         """
         packs = self.data.train
-        order = order_of(packs, self.plan.packs_per_step, self.recipe.seed, shift)
-        return BatchStream(packs=packs, order=order, **self.batching(accelerator))
+        return BatchStream(
+            packs=packs,
+            order=order_of(packs, self.plan.packs_per_step, self.recipe.seed, shift),
+            **self.batching(accelerator),
+        )
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
         """Return the keyword arguments of `Batching`, for training and evaluation on this rank."""

@@ -105,8 +105,9 @@ def emulating(recipe: Recipe) -> Recipe:
 
     So a launch on GPUs can be planned on a machine without a GPU.
     """
-    emulated = {"on_unsupported": "emulate"}
-    return recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update=emulated)})
+    return recipe.model_copy(
+        update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})}
+    )
 
 
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:

@@ -332,8 +332,7 @@ def require_same_training(
     only_schedule = all(key.startswith(_SCHEDULE) for key in changes)
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
-    lines = lines_of(changes, source.record, job).values()
-    changed = "".join(f"\n  {line}" for line in lines)
+    changed = "".join(f"\n  {line}" for line in lines_of(changes, source.record, job).values())
     new_run = "Set name=full or another `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "

@@ -39,9 +39,10 @@ def start_stream(
     if stream is None:
         return
     continue_stream(job, source)
-    is_first = accelerator.is_main_process
     stream.packer = refused_together(
-        lambda: PackerProcess(job.recipe.data, stream.position) if is_first else None
+        lambda: (
+            PackerProcess(job.recipe.data, stream.position) if accelerator.is_main_process else None
+        )
     )
     if stream.packer is not None:
         folder.enter_context(stream.packer)

@@ -440,8 +440,12 @@ def with_topology(
             ignored.append(text)
     replicas = 1
     if is_true(environ, "ACCELERATE_USE_FSDP"):
-        on_cpus = not has_gpu or is_true(environ, "ACCELERATE_USE_CPU")
-        replicas = _correct_fsdp(environ, processes, ignored, on_cpus=on_cpus)
+        replicas = _correct_fsdp(
+            environ,
+            processes,
+            ignored,
+            on_cpus=not has_gpu or is_true(environ, "ACCELERATE_USE_CPU"),
+        )
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
             f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
@@ -520,8 +524,7 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
     # a GPU, so train on the CPU. With several machines, the GPUs of only one machine may be
     # invisible. This machine must not train on its CPU while the other machines use GPUs.
     on_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    uses_cpu = is_true(environ, "ACCELERATE_USE_CPU")
-    if processes > 1 and on_one_machine and not has_gpu and not uses_cpu:
+    if processes > 1 and on_one_machine and not (has_gpu or is_true(environ, "ACCELERATE_USE_CPU")):
         environ["ACCELERATE_USE_CPU"] = "true"
         notices.append(f"no GPU is visible, so {processes} processes train on the CPU")
     return processes

@@ -381,7 +381,7 @@ class Recipe(Settings):
     OTHER_NAMES: ClassVar = {
         name: key for key, names in _OTHER_NAMES.items() for name in names.split()
     }
-    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md lists the names in other trainers"
+    UNKNOWN_KEY_HELP: ClassVar = "; docs/coming_from.md lists the names in other trainers"
     LIST_HELP: ClassVar = "; to train with each value of a list, use `matrix` (docs/sweeps.md)"
 
     # Name of the run. It is also part of the name of the run folder.

@@ -32,7 +32,7 @@ class Example(Settings):
         "layer": "layers are out of scope",
     }
     LIST_HELP: ClassVar = "; use a matrix"
-    UNKNOWN_KEY_HELP: ClassVar = "see docs/keys.md"
+    UNKNOWN_KEY_HELP: ClassVar = "; see docs/keys.md"
 
     rate: float = 1.0
     bound: float | None = None
@@ -66,10 +66,6 @@ class Example(Settings):
         ),
         ({"rate": [1, 2]}, ["`rate`: Input should be a valid number, but is [1, 2]; use a matrix"]),
         ({"shares": [0.5, [1]]}, ["but is [1]; use a matrix"]),
-        (
-            {"switch": {"layerz": 1}},
-            ["`switch.layerz`: unknown key; did you mean `switch.layers`?"],
-        ),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
         ({"layers": 1}, ["`layers`: unknown key; did you mean `recompute.layers`?"]),
         ({"lr": 1}, ["`lr`: unknown key; did you mean `rate`?"]),
