@@ -21,3 +21,12 @@ def test_every_named_key_exists():
     keys = {key for key, *_ in rows(Recipe)} | {"fp8_config.keep_bf16_layers"}
     named = set(re.findall(rf"`((?:{'|'.join(sections)})\.[\w.]+)(?=[`:=])", " ".join(OURS)))
     assert len(named) > 40 and named <= keys, named - keys
+
+
+def test_each_other_name_has_an_existing_key_or_a_sentence():
+    keys = (
+        {key for key, *_ in rows(Recipe)} | {"data.validation.source"} | Recipe.model_fields.keys()
+    )
+    for name, meant in Recipe.OTHER_NAMES.items():
+        assert name == name.lower()
+        assert meant in keys or " " in meant, name
