@@ -77,6 +77,7 @@ def job_of(
 ) -> Any:
     """Return a stand-in for a job with the attributes that decide where it resumes."""
     recipe = SimpleNamespace(
+        name="my",
         schedule=schedule,
         optimizer=OptimizerSettings(),
         train=SimpleNamespace(steps=None, begin_with=begin_with),
@@ -254,7 +255,7 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
         require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
-    assert ("Set name=full or another `run_dir`" if in_run_folder else "Omit --resume") in message
+    assert ("Set another `run_dir`, for example by name=my-new," if in_run_folder else "Omit --resume") in message
     assert "--accept-changes" in message and "The learning rate" not in message
 
 
@@ -283,7 +284,7 @@ def test_a_shortened_trial_is_refused_with_both_schedules() -> None:
     assert "schedule.warmup" not in message and "schedule.decay" not in message
     assert "warmup 2 + stable 0 + linear decay 1 = 3 steps" in message
     assert "warmup 20 + stable 16 + linear decay 24 = 60 steps" in message
-    assert "name=full" in message and "--accept-changes" in message
+    assert "name=my-new" in message and "--accept-changes" in message
     assert "then jumps from 0.0003 in step 3 to 6e-05 in the next step" in message
 
 
