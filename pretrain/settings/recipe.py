@@ -330,6 +330,10 @@ _OTHER_NAMES = {
     "after the training, `hf upload OWNER/NAME RUN/final` uploads the model": (
         "push_to_hub hub_model_id hub_strategy"
     ),
+    "the section `model.config` has the settings of the architecture, as in transformers": (
+        "n_layer n_layers num_layers num_hidden_layers depth n_head n_heads num_heads "
+        "num_attention_heads n_embd d_model hidden_size intermediate_size vocab_size dropout"
+    ),
     "the optimizer is always AdamW, with the keys in the section `optimizer`": (
         "optimizer optim optimizer_type optimizer_name muon"
     ),

@@ -66,6 +66,7 @@ SETTINGS = {
     "model=tinybase": "did you mean `model.source`?",
     "data.validation=val.txt": "did you mean `data.validation.source`?",
     "optimizer=adamw": "the optimizer is always AdamW",
+    "n_layer=2": "`n_layer`: unknown key; the section `model.config` has the settings",
     "lora.r=8": "`lora`: unknown key; LoRA and other adapters are out of scope",
     "train_on_inputs=true": "a chat is always trained on its answers alone",
     "--eval-only": "pretrain evaluate",

@@ -5,6 +5,7 @@ All of them have the same loss curve. tests/golden tests the bits of every topol
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -94,6 +95,11 @@ def test_two_processes_train_and_export_as_one_and_pass_parity(
     final = tensors_of(two.run_dir / "final")
     assert exported.keys() == final.keys()
     assert all(torch.equal(exported[name], final[name]) for name in final)
+
+
+def test_ranks_without_torchrun_say_whom_they_wait_for(two: Finished) -> None:
+    lines = re.findall(r"rank \d waits for all 2 ranks at 127\.0\.0\.1:\d+$", two.out, re.MULTILINE)
+    assert sorted(line[:6] for line in lines) == ["rank 0", "rank 1"]
 
 
 @pytest.mark.parametrize("two", ["fsdp2"], indirect=True)  # Golden runs test DDP's bits.

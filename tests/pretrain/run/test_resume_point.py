@@ -255,7 +255,9 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
         require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
-    assert ("Set another `run_dir`, for example by name=my-new," if in_run_folder else "Omit --resume") in message
+    assert (
+        "Set another `run_dir`, for example by name=my-new," if in_run_folder else "Omit --resume"
+    ) in message
     assert "--accept-changes" in message and "The learning rate" not in message
 
 
