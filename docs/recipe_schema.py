@@ -3,9 +3,9 @@
 The file is a JSON schema of recipes, for editors. An editor with a YAML language server, such as
 VS Code with the YAML extension, then completes keys, shows their documentation, and marks mistakes.
 
-The schema accepts every recipe that the launcher accepts, unless `true` or `false` stands for a
-number. So no key is required, and a section may be empty, because the command line or the recipe of
-`base` may set its keys. Only the launcher checks combinations of keys.
+The schema accepts every recipe that the launcher accepts. So no key is required, and a section may
+be empty, because the command line or the recipe of `base` may set its keys. Only the launcher
+checks combinations of keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUMBER = {
 WORDS = ("true", "false", "yes", "no", "on", "off", "y", "n", "t", "f")
 IN_ANY_CASE = "|".join("".join(f"[{c}{c.upper()}]" for c in word) for word in WORDS)
 # Other spellings of true and false that the launcher reads. An editor may read `yes` as text.
-BOOLEAN = ({"enum": [0, 1]}, {"type": "string", "pattern": f"^({IN_ANY_CASE}|0|1)$"})
+BOOLEAN = {"type": "string", "pattern": f"^({IN_ANY_CASE}|0|1)$"}
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -110,7 +110,7 @@ def value_schema(
     if kind in ("integer", "number"):
         return {"anyOf": [schema, NUMBER]}
     if kind == "boolean":
-        return {"anyOf": [schema, *BOOLEAN]}
+        return {"anyOf": [schema, BOOLEAN]}
     if "on" in schema.get("enum", ()):
         return {"anyOf": [schema, {"type": "boolean"}]}
     return schema

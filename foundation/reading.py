@@ -18,10 +18,12 @@ from foundation.errors import InputError
 # Use the loader with libyaml, because a report reads many YAML files. libyaml is faster than
 # PyYAML's parser in Python.
 class _Loader(yaml.CSafeLoader):
-    """YAML loader that rejects repeated keys and reads `1e6`, `1e-5` and `1.0e6` as numbers.
+    """YAML loader that rejects repeated keys, and reads numbers as they are usually meant.
 
-    PyYAML's own loaders silently use the last of several equal keys. PyYAML's loaders also read a
-    number with an exponent as a text, unless the number has both a dot and a sign after the `e`.
+    PyYAML's own loaders silently use the last of several equal keys. They also read a number with
+    an exponent as a text, unless the number has both a dot and a sign after the `e`. They read
+    `1:30` as 90 (base 60), `017` as 15 (base 8), and `2026-11-28` as a date. Here, `1e6` is a
+    number, and the other three are texts.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -36,9 +38,21 @@ class _Loader(yaml.CSafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if not pair[0].endswith((":int", ":float", ":timestamp"))]
+    for first, pairs in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0|[1-9][\d_]*|0b[01_]+|0x[\da-fA-F_]+)$"),
+    list("-+0123456789"),
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    re.compile(
+        r"[-+]?((\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*"
+        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
     list("-+.0123456789"),
 )
 
@@ -48,7 +62,7 @@ def parse_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: The text is not YAML, repeats a key, or has a tag.
-        ValueError: The text has a date that does not exist.
+        ValueError: The text has a number without digits, such as `0x_`.
         TypeError: A key of a mapping is a list.
     """
     return yaml.load(text, Loader=_Loader)

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error, parse_yaml
@@ -31,6 +40,24 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _switches_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject true and false for a number, and a number for true and false.
+
+        YAML reads `on`, `yes`, `off` and `no` as true and false, which pydantic would convert to 1
+        and 0.
+        """
+        parts = _parts(cls.model_fields[str(info.field_name)].annotation)
+        takes_numbers = int in parts or float in parts
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if bool in map(type, items) and takes_numbers and bool not in parts:
+            allowed = ["a number", *(part for part in parts if isinstance(part, str))]
+            raise ValueError(f"must be {' or '.join(allowed)}, but is {value}")
+        if type(value) in (int, float) and bool in parts and not takes_numbers:
+            raise ValueError(f"must be true or false, but is {value}")
+        return value
 
 
 def at_home(value: Any) -> Any:
@@ -135,7 +162,8 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
         return ".".join([*keys, str(last)]), f"unknown key; {_hint(cls, keys, str(last))}"
     message = item["msg"].removeprefix("Value error, ")
     # The settings store the lists of a recipe as tuples.
-    message = message.replace("tuple", "list").replace("Tuple", "List")
+    for word, meaning in (("tuple", "list"), ("Tuple", "List"), ("valid string", "text in quotes")):
+        message = message.replace(word, meaning)
     if item["type"] == "model_type":
         message = (
             f"must be a section (its keys: {', '.join(sorted(_section(cls, keys).model_fields))})"
@@ -209,11 +237,18 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return tuple(member for part in typing.get_args(annotation) for member in _members(part))
 
 
+def _parts(annotation: Any) -> list[Any]:
+    """Return an annotation, and everything inside of it: types, and values of Literal."""
+    return [annotation, *(part for inner in typing.get_args(annotation) for part in _parts(inner))]
+
+
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
     """Return the settings classes in an annotation, including those inside of lists and unions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for part in typing.get_args(annotation) for section in sections_in(part)]
+    return [
+        part
+        for part in _parts(annotation)
+        if isinstance(part, type) and issubclass(part, BaseModel)
+    ]
 
 
 def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:

@@ -135,7 +135,7 @@ def read(tmp_path: Path, text: str) -> None:
         "batch: {microbatch: 8.0}",
         "model: {source: gpt2, gradient_checkpointing: 2, fused: on}",
         "model: {source: ~/gpt2@main, fused: off, from_scratch: yes}",
-        "checkpoint: {best: 'on', at_end: 0, every: null}",
+        "checkpoint: {best: 'on', at_end: no, every: null}",
         "parity: off",
         "precision: [{until: 0.8, use: nvfp4}, {until: 9e2, use: delayed}, {use: bf16}]",
         "precision: [{use: nvfp4, forward: bf16}]",
@@ -190,6 +190,13 @@ def test_the_schema_accepts_what_editors_read_as_text(values: dict[str, Any]):
         "data: {sources: [{source: a}]}",
         "log: {trackers: wandb}",
         "name: 7",
+        "name: off",
+        "seed: no",
+        "evaluate: {every: on}",
+        "optimizer: {betas: [no, 0.9]}",
+        "train: {steps: 1:30}",
+        "checkpoint: {at_end: 0}",
+        "data: {packs: p, streaming: 1}",
     ],
 )
 def test_the_schema_marks_what_the_launcher_refuses(tmp_path: Path, text: str):

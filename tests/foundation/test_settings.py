@@ -59,6 +59,12 @@ class Example(Settings):
             {"switch": {"layers": 1, "layer": 1}},
             ["`switch.layer`: unknown key; layers are out of scope"],
         ),
+        ({"rate": True}, ["`rate`: must be a number, but is True"]),
+        ({"bound": False}, ["`bound`: must be a number, but is False"]),
+        ({"shares": [0.1, True]}, ["`shares`: must be a number, but is [0.1, True]"]),
+        ({"steps": False}, ["`steps`: must be a number, but is False"]),
+        ({"switch": 1}, ["`switch`: must be true or false, but is 1"]),
+        ({"name": False}, ["`name`: Input should be a text in quotes, but is False"]),
         ({"names": None}, ["`names`: Input should be a valid list, but is None"]),
         (
             {"recompute": 5},
@@ -84,6 +90,12 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict, named: list[str]
         parse(Example, values, "file")
     for line, part in zip(str(error.value).splitlines(), named, strict=True):
         assert line.startswith("file: ") and part in line
+
+
+def test_a_setting_of_both_kinds_takes_numbers_and_switches() -> None:
+    for value in (True, False, 1, 0, 0.5):
+        either = parse(Example, {"either": value}, "file").either
+        assert either == value and isinstance(either, bool) == isinstance(value, bool)
 
 
 @pytest.mark.parametrize(

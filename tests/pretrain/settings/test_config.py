@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from foundation.errors import InputError
+from foundation.settings import parse, sections_in
 from packing.store import all_parts
 from pretrain.settings.config import LaunchParser, identity_of, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
@@ -44,6 +47,73 @@ def test_overrides_precede_the_file_and_the_file_precedes_defaults(tmp_path: Pat
     assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0), (
         "setting one horizon drops the others"
     )
+
+
+def kinds_in(schema: object) -> set[str]:
+    """Return all types in a JSON schema."""
+    if isinstance(schema, list):
+        return set().union(*map(kinds_in, schema))
+    if not isinstance(schema, dict):
+        return set()
+    inner = set().union(*map(kinds_in, schema.values()))
+    return inner | {schema["type"]} if isinstance(schema.get("type"), str) else inner
+
+
+def classes_in(cls: type[BaseModel]) -> set[type[BaseModel]]:
+    inner = [sections_in(field.annotation) for field in cls.model_fields.values()]
+    return {cls}.union(*(classes_in(section) for section in chain.from_iterable(inner)))
+
+
+def test_no_number_is_a_switch_and_no_switch_is_a_number() -> None:
+    """The types are those of pydantic's JSON schema."""
+    refused = []
+    for cls in classes_in(Recipe):
+        for key, schema in cls.model_json_schema()["properties"].items():
+            kinds = kinds_in(schema)
+            if kinds.isdisjoint({"integer", "number"}) == ("boolean" not in kinds):
+                continue
+            values = [0, 1, 0.0, 1.0] if "boolean" in kinds else [True, False]
+            if "array" in kinds:
+                values = [[value, value] for value in values]
+            for value in values:
+                with pytest.raises(InputError, match=rf"file: `{key}`: must be "):
+                    parse(cls, {key: value}, "file")
+                refused.append(key)
+    assert len(refused) > 100 and {"betas", "seed", "every", "at_end", "until"} < set(refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("seed: no", "seed"),
+        ("evaluate: {every: on}", "evaluate.every"),
+        ("train: {steps: 1:30}", "train.steps"),
+        ("train: {steps: 0o17}", "train.steps"),
+        ("train: {steps: .inf}", "train.steps"),
+        ("optimizer: {eps: .nan}", "optimizer.eps"),
+        ("optimizer: {clip: 2026-11-28}", "optimizer.clip"),
+        ("name: no", "name"),
+        ("name: 12", "name"),
+        ("name: null", "name"),
+        ("data: {packs: p, subset: 20231101}", "data.subset"),
+    ],
+)
+def test_words_of_yaml_that_mean_something_else_are_refused(
+    tmp_path: Path, text: str, key: str
+) -> None:
+    sections = {name: value for name, value in SMALLEST.items() if not text.startswith(name)}
+    path = write(tmp_path, f"{text}\n{yaml.safe_dump(sections)}")
+    with pytest.raises(InputError, match=rf"`{key}`"):
+        load_recipe(path)
+
+
+def test_dates_and_numbers_that_begin_with_zero_are_texts(tmp_path: Path) -> None:
+    sections = yaml.safe_dump({key: SMALLEST[key] for key in ("model", "train")})
+    path = write(tmp_path, f"name: 2026-11-28\ndata: {{packs: p, subset: 007}}\n{sections}")
+    recipe = load_recipe(path)
+    assert (recipe.name, recipe.data.subset) == ("2026-11-28", "007")
+    # Written with quotation marks, as another program may read it.
+    assert load_recipe(write(tmp_path, resolved(recipe))) == recipe
 
 
 def test_a_recipe_overrides_its_base_key_by_key(tmp_path: Path) -> None:
