@@ -153,12 +153,13 @@ class StreamingSettings(Settings):
 class DataSettings(SourceSettings):
     """Source of the tokens, and how they are packed.
 
-    With `packs` alone, existing packs are read (Arrow, MDS, token .bin). With `source` and
+    With `packs` alone, existing packs are read (Arrow, MDS, token files). With `source` and
     `tokenizer`, packs are prepared on first use. If `tokenizer` is set without `source`, it is
     the tokenizer of existing packs. The run encodes prompts with it and exports it.
     """
 
-    # Folder of packs (Arrow, MDS), or a token .bin file. With `source`, packs are prepared in it.
+    # Folder of packs (Arrow, MDS), or a token file (.bin, .npy). With `source`, packs are prepared
+    # in it.
     packs: FilePath
     # number of tokens in a pack
     length: PositiveCount = 4096
@@ -183,9 +184,9 @@ class DataSettings(SourceSettings):
     # before the run. A mapping, for any source: make packs while the run trains, and limit their
     # size on the disk.
     streaming: bool | StreamingSettings = False
-    # Hub name, folder, or tokenizer.json. In a token .bin file, and in MDS packs without columns
-    # that mark documents, each EOS token of this tokenizer ends a document. If no tokenizer is set,
-    # each pack of such files is one document.
+    # Hub name, folder, or tokenizer.json. In a token file without an index, and in MDS packs
+    # without columns that mark documents, each EOS token of this tokenizer ends a document. If no
+    # tokenizer is set, each pack of such files is one document.
     tokenizer: PathText | None = None
     # truncate: documents are concatenated and cut where a pack is full; best_fit: only documents
     # longer than a pack are cut.

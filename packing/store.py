@@ -240,7 +240,7 @@ def find_splits(
         A candidate has packs if it is a token file or an MDS folder, or if it contains MDS folders.
         """
         for candidate in candidates:
-            if candidate.suffix == ".bin" and candidate.is_file():
+            if candidate.suffix in (".bin", ".npy") and candidate.is_file():
                 end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
                 return partial(TokenBin, candidate, length or _DEFAULT_LENGTH, end_token)
             inside = sorted(
@@ -252,13 +252,15 @@ def find_splits(
                 return partial(MDSPacks, folders, path, length, tokenizer)
         return None
 
-    train = first_of(path / "train", path / "train.bin")
+    suffixes = ("", ".bin", ".npy")
+    train = first_of(*(path / f"train{suffix}" for suffix in suffixes))
     held_out = train and first_of(
-        *(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in ("", ".bin"))
+        *(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in suffixes)
     )
     if train := train or first_of(path):
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
     raise InputError(
-        f"{path}: the folder has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no "
-        f"train.bin; {_MAKE}"
+        f"{path}: the path has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin and "
+        "no train.npy (tokens). If a token file has another name, set data.packs to this file, "
+        f"which must end in .bin or .npy; {_MAKE}"
     )

@@ -1,62 +1,68 @@
-"""Read flat token files, as nanoGPT and llm.c write them.
+"""Read flat token files, as nanoGPT, llm.c, Megatron-LM, OLMo and numpy.save write them.
 
-A .bin file has token ids one after another, as uint16, uint32 or int64 (the default of numpy). It
-does not mark where documents or packs start. Files of llm.c have a header of 256 int32 before the
-ids. The first number identifies the dtype, and the third is the number of tokens. A folder has
-`train.bin`, and possibly `val.bin`.
+A token file has token ids one after another. It does not mark where packs start. The dtype of the
+ids is taken from the first of these that exists:
+
+* the index of Megatron-LM, a file with the suffix .idx beside the token file, which also marks
+  where documents end,
+* the header of NumPy,
+* the header of llm.c: 256 int32 before the ids. The first number identifies the dtype, and the
+  third is the number of tokens.
+
+Otherwise the dtype is uint16, uint32 or int64, which is inferred from the beginning of the file.
 """
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
 
 from foundation.errors import InputError
 from foundation.files import hash_file, hash_of
+from foundation.reading import as_input_error
 from packing.arrow import Pack, Packs, checked_index
 
 # Number of uint16 values from which the dtype is inferred.
-_SAMPLED_TOKENS = 2**20
-# Bits 16 to 31 of every id below 2^20 are less than this number.
-_HIGH_WORD_LIMIT = 16
-# Size of llm.c's header in bytes.
-_HEADER_BYTES = 1024
+_SAMPLED_WORDS = 2**20
+# Number of different observations that an inferred dtype needs. The probability that tokens of
+# another dtype agree by chance is about 2 ** -_EVIDENCE.
+_EVIDENCE = 16
 # Dtypes by the first number of llm.c's header.
-_MAGIC = {20240520: "uint16", 20240801: "uint32"}
+_MAGIC = {20240520: "<u2", 20240801: "<u4"}
+# Dtypes by their number in Megatron-LM's index.
+_INDEX_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class TokenBin(Packs):
-    """Packs of one .bin file: windows of `length` consecutive tokens. The last window is padded.
+    """Packs of one token file: windows of `length` consecutive tokens. The last window is padded.
 
-    Each token with the id `end_token` ends a document. If `end_token` is None, each pack is one
-    document. The positions of a document that is cut between packs restart at 0 in each pack.
+    Documents end where the file's index says. Without an index, each token with the id `end_token`
+    ends a document. If `end_token` is None too, each pack is one document. The positions of a
+    document that is cut between packs restart at 0 in each pack.
     """
 
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
-        """Open the file `path`. Raise InputError if the file is truncated.
+        """Open the file `path`.
 
-        path: a .bin file, with or without the header of llm.c.
+        Raise InputError if the file is truncated, if its index is not supported or does not fit the
+        file, or if the dtype of the tokens cannot be determined.
+
+        path: a token file.
         length: number of tokens in a pack.
         end_token: id of the token that ends a document, or None.
         """
         self.path = Path(path)
         self.length = length
         self.end_token = end_token
-        header = np.fromfile(self.path, "<i4", _HEADER_BYTES // 4)
-        has_header = len(header) == _HEADER_BYTES // 4 and int(header[0]) in _MAGIC
-        dtype = _MAGIC[int(header[0])] if has_header else _dtype_of(self.path)
-        start = _HEADER_BYTES if has_header else 0
-        size = self.path.stat().st_size - start
-        tokens, rest = divmod(size, np.dtype(dtype).itemsize)
-        # The third number of a header is the number of tokens.
-        if rest or tokens == 0 or (has_header and tokens != header[2]):
-            raise InputError(
-                f"{self.path}: the file is truncated: it has {size} bytes of {dtype} tokens, which "
-                "is not the size of a complete file; write or copy the file again"
-            )
-        self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), "r", start)
-        self.fingerprint = hash_of([hash_file(self.path, "xxh3_128"), dtype, length, end_token])
+        index = self.path.with_suffix(".idx")
+        # `_ends` has the offsets [documents] int64 at which documents end. Without an index, it is
+        # None, as is the dtype.
+        dtype, self._ends = _read_index(index, self.path) if index.exists() else (None, None)
+        self._tokens = _map_tokens(self.path, dtype)
+        hashes = [hash_file(file, "xxh3_128") for file in (self.path, index) if file.exists()]
+        self.fingerprint = hash_of([*hashes, self._tokens.dtype.name, length, end_token])
 
     def __len__(self) -> int:
         return -(-len(self._tokens) // self.length)
@@ -66,23 +72,92 @@ class TokenBin(Packs):
         tokens = self._tokens[start : start + self.length]
         ids = np.full(self.length, self.end_token or 0, np.uint32)
         ids[: len(tokens)] = tokens
-        ends = np.zeros(0, np.int64)
-        if self.end_token is not None:
+        if self._ends is not None:
+            inside = np.searchsorted(self._ends, [start, start + len(tokens)], "right")
+            ends = self._ends[slice(*inside)] - start
+        else:
+            # No token is equal to None.
             ends = np.flatnonzero(tokens == self.end_token) + 1
         return Pack(ids, np.diff(np.union1d(ends, len(tokens)), prepend=0).astype(np.int32))
 
 
-def _dtype_of(path: Path) -> str:
-    """Return "uint16", "uint32" or "int64", the probable dtype of a token file without a header.
+def _read_index(path: Path, token_file: Path) -> tuple[str | None, np.ndarray | None]:
+    """Return the dtype of a token file, and the offsets at which its documents end.
 
-    The beginning of the file is read as uint16 values. In a uint32 or int64 file, the second value
-    of each pair has upper bits of an id. So the ids are wider than 16 bits if the second values of
-    all pairs are below _HIGH_WORD_LIMIT, and a first value is not. In an int64 file, the first
-    value of every second pair is 0 too.
+    Both are read from the index `path` of Megatron-LM (megatron/core/datasets/indexed_dataset.py).
+    After the version, the dtype and two counts, the index has the number of tokens of each
+    sequence, the byte at which each sequence starts, and the number of sequences before each
+    document. The number of all sequences is at the end. Raise InputError if the index has another
+    format, or does not fit the token file.
     """
-    sample = np.fromfile(path, "<u2", _SAMPLED_TOKENS)
-    low_words = sample[0::2]
-    high_words = sample[1::2]
-    if not high_words.max(initial=0) < _HIGH_WORD_LIMIT <= low_words.max(initial=0):
-        return "uint16"
-    return "uint32" if low_words[1::2].any() else "int64"
+    content = path.read_bytes()
+    with as_input_error(
+        (ValueError, LookupError, ArithmeticError, struct.error),
+        f"{path}: the file is not an index of Megatron-LM for {token_file.name}",
+        "write or copy both files again, or move the index away if it belongs to other files",
+    ):
+        *magic, number, sequences, boundaries = struct.unpack_from("<9sQBQQ", content)
+        dtype = _INDEX_DTYPES[number]
+        lengths = np.frombuffer(content, "<i4", sequences, 34)
+        documents = np.frombuffer(content, "<i8", boundaries, 34 + 12 * sequences)
+        offsets = np.append(0, np.cumsum(lengths, dtype=np.int64))
+        if (
+            magic != [b"MMIDIDX\0\0", 1]
+            or lengths.min(initial=0) < 0
+            or np.diff(documents, prepend=0).min() < 0
+            or documents[-1] != sequences
+            or offsets[-1] * np.dtype(dtype).itemsize != token_file.stat().st_size
+        ):
+            raise ValueError(f"its format is unknown, or it does not cover {token_file.name}")
+        return dtype, offsets[documents]
+
+
+def _map_tokens(path: Path, dtype: str | None) -> np.ndarray:
+    """Return the tokens of a file as a memory-mapped array.
+
+    `dtype` is the dtype in the file's index, or None if the file has no index. Raise InputError if
+    the file is damaged or truncated, or if the dtype cannot be determined.
+    """
+    header = np.fromfile(path, "<i4", 3)
+    has_header = len(header) == 3 and int(header[0]) in _MAGIC and dtype is None
+    with as_input_error(
+        (ValueError,),
+        f"{path}: the file is not a complete list of token ids",
+        "copy the file again, or write the ids as an array of integers with one dimension",
+    ):
+        if header.tobytes().startswith(np.lib.format.MAGIC_PREFIX):
+            tokens = np.load(path, "r")
+        elif has_header:
+            tokens = np.memmap(path, _MAGIC[int(header[0])], "r", 256 * 4)
+        else:
+            tokens = np.memmap(path, dtype or _infer_dtype(path), "r")
+        # The third number of llm.c's header is the number of tokens.
+        is_cut = not tokens.size or (has_header and tokens.size != header[2])
+        if is_cut or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"it has an array of {tokens.dtype} with the shape {tokens.shape}")
+    return tokens
+
+
+def _infer_dtype(path: Path) -> str:
+    """Return the dtype of a token file that does not record it: uint16, uint32 or int64.
+
+    The beginning of the file is read as uint16 values. In a uint32 or int64 file, every second
+    value is the upper half of an id, and most ids below 2^28 have a lower half that is much larger
+    than all upper halves. In a uint16 file, the values at both places are of the same kind. Raise
+    InputError if neither is certain, for example because the file is short or all ids are equal.
+    """
+    words: np.ndarray = np.fromfile(path, np.dtype(("<u2", 4)), _SAMPLED_WORDS // 4)
+    low, high = words[:, 0::2], words[:, 1::2]
+    larger = low[low > 16 * int(high.max(initial=0))]
+    # In an int64 file, the upper two of the four values of an id are 0.
+    is_int64 = not words[:, 2:].any()
+    # If all upper halves are 0, the ids may be few numbers, such as digits.
+    kinds = len(np.unique(larger))
+    if len(larger) >= _EVIDENCE and kinds >= (_EVIDENCE if high.any() else 2):
+        return "<i8" if is_int64 else "<u4"
+    if not len(larger) and high.size >= _EVIDENCE and np.ptp(high) and not is_int64:
+        return "<u2"
+    raise InputError(
+        f"{path}: the file does not record the dtype of its token ids, and its content fits "
+        "several dtypes; write the ids with numpy.save, as .npy, which records the dtype"
+    )

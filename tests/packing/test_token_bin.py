@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import struct
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.arrow import Packs
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.token_bin import TokenBin
@@ -21,10 +24,49 @@ def write(path: Path, tokens: object, dtype: str = "uint16") -> Path:
     return path
 
 
+def write_npy(path: Path, tokens: object, dtype: str = "uint16") -> Path:
+    with open(path, "wb") as file:
+        np.save(file, np.asarray(tokens, dtype))
+    return path
+
+
+def write_llm_c(path: Path, tokens: object, magic: int = 20240520, dtype: str = "uint16") -> Path:
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, 1, len(tokens)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+    return path
+
+
+def write_megatron(path: Path, documents: list[list[list[int]]], dtype: str, number: int) -> Path:
+    """Write documents, lists of sequences, as Megatron-LM does: `path` and an index beside it."""
+    sequences = [np.asarray(sequence, dtype) for document in documents for sequence in document]
+    path.write_bytes(b"".join(sequence.tobytes() for sequence in sequences))
+    sizes = np.array([len(sequence) for sequence in sequences], np.int32)
+    pointers = np.cumsum([0, *sizes[:-1]], dtype=np.int64) * np.dtype(dtype).itemsize
+    boundaries = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    path.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, number, len(sizes), len(boundaries))
+        + sizes.tobytes()
+        + pointers[: len(sizes)].tobytes()
+        + boundaries.tobytes()
+    )
+    return path
+
+
+def lengths_of(packs: Packs) -> list[list[int]]:
+    return [packs[index].lengths.tolist() for index in range(len(packs))]
+
+
+def tokens_of(packs: Packs) -> list[int]:
+    read = [packs[index] for index in range(len(packs))]
+    return [token for pack in read for token in pack.input_ids[: pack.lengths.sum()].tolist()]
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 9))
 def test_packs_hold_the_tokens_cut_at_the_end_token(tmp_path_factory, tokens, length):
     folder = tmp_path_factory.mktemp("bin")
-    packs = TokenBin(write(folder / "train.bin", tokens), length, end_token=5)
+    packs = TokenBin(write_npy(folder / "train.npy", tokens), length, end_token=5)
     read = []
     documents = []
     for index in np.random.default_rng(0).permutation(len(packs)).tolist():
@@ -44,51 +86,197 @@ def test_packs_hold_the_tokens_cut_at_the_end_token(tmp_path_factory, tokens, le
     assert len(documents) >= tokens.count(5)
 
 
-def test_a_folder_has_two_splits_and_a_file_has_one(tmp_path):
-    write(tmp_path / "train.bin", range(64))
-    write(tmp_path / "val.bin", range(16))
-    settings = DataSettings(packs=tmp_path, length=8, held_out=0.5)
-    assert (len(open_packs(settings, "train")), len(open_packs(settings, "held_out"))) == (8, 2)
-    settings = DataSettings(packs=tmp_path / "val.bin", length=8)
-    assert (len(open_packs(settings, "train")), open_packs(settings, "held_out")) == (2, None)
+@pytest.mark.parametrize(("suffix", "writer"), [("bin", write), ("npy", write_npy)])
+def test_a_folder_has_two_splits_and_a_file_has_one(tmp_path, suffix, writer):
+    writer(tmp_path / f"train.{suffix}", range(64))
+    writer(tmp_path / f"val.{suffix}", range(32))
+    data = DataSettings(packs=tmp_path, length=8, held_out=0.5)
+    assert (len(open_packs(data, "train")), len(open_packs(data, "held_out"))) == (8, 4)
+    data = DataSettings(packs=tmp_path / f"val.{suffix}", length=8)
+    assert (len(open_packs(data, "train")), open_packs(data, "held_out")) == (4, None)
 
 
 def test_documents_end_with_the_tokenizers_eos_token(tmp_path):
     # The id of its EOS token is 0.
     save_tokenizer(train_tokenizer(["abc"], 260), tmp_path / "tokenizer")
-    path = write(tmp_path / "train.bin", [5, 7, 0, 8, 9, 6, 0, 4])
+    path = write_npy(tmp_path / "train.npy", [5, 7, 0, 8, 9, 6, 0, 4])
     named = DataSettings(packs=path, length=8, tokenizer=str(tmp_path / "tokenizer"))
     assert open_packs(named, "train")[0].lengths.tolist() == [3, 4, 1]
     assert open_packs(DataSettings(packs=path, length=8), "train")[0].lengths.tolist() == [8]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "vocab_size"),
-    [
-        ("uint16", 60),
-        ("uint16", 50_257),
-        ("uint32", 151_936),
-        ("int64", 50_257),
-        ("int64", 151_936),
-    ],
+@given(
+    dtype=st.sampled_from(["uint16", "int16", "uint32", "int32", "int64", "uint64"]),
+    lowest=st.sampled_from([0, 1, 7, 256, 50_000, 65_530, 65_536, 131_072, 2**19]),
+    vocabulary=st.sampled_from([1, 2, 4, 8, 16, 65, 256, 512, 50_257, 151_936, 2**20]),
+    rows=st.sampled_from([1, 2, 5, 8, 16, 17, 40, 1001]),
+    pattern=st.sampled_from(["uniform", "zipf", "counting"]),
+    seed=st.integers(0, 2**16),
 )
-def test_the_dtype_is_inferred_from_the_file(tmp_path, dtype, vocab_size):
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
+@settings(max_examples=300, deadline=None)
+def test_ids_of_any_width_and_range_are_read_right_or_refused(
+    tmp_path_factory, dtype, lowest, vocabulary, rows, pattern, seed
+):
+    rng = np.random.default_rng(seed)
+    draw = {"uniform": rng.integers(0, vocabulary, rows), "zipf": rng.zipf(1.4, rows) - 1}
+    ids = np.minimum(draw.get(pattern, np.arange(rows)), 2**20) % vocabulary
+    tokens = np.minimum(lowest + ids, min(np.iinfo(dtype).max, 2**31))
+    path = write(tmp_path_factory.getbasetemp() / "any.bin", tokens, dtype)
+    try:
+        read = tokens_of(TokenBin(path, 7))
+    except InputError as error:
+        assert "fits several dtypes" in str(error)
+    else:
+        assert read == tokens.tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [4, 12, 60, 50_257, 65_536, 151_936])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+@pytest.mark.parametrize("end", [None, 0, 3])
+def test_the_dtype_of_a_usual_file_is_inferred(tmp_path, dtype, vocab_size, end):
+    tokens = np.random.default_rng(0).integers(0, min(vocab_size, np.iinfo(dtype).max), 1000)
+    if end is not None:
+        # Documents of an even length, so that the end token is at even or at odd places only.
+        tokens[7::8] = end
     packs = TokenBin(write(tmp_path / "train.bin", tokens, dtype), 10)
     assert packs[3].input_ids.tolist() == tokens[30:40].tolist() and len(packs) == 100
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [
+        ([], "uint16"),
+        ([5], "uint16"),
+        ([0] * 4096, "uint16"),
+        ([0] * 4096, "int64"),
+        ([50_256] * 4096, "uint32"),
+        ([1, 0] * 2048, "uint16"),
+        ([65_536, 65_539] * 2048, "uint32"),
+        ([65_536, 65_539] * 2048, "int64"),
+        # Digits that always have a large id before them.
+        ([50_256, *range(10), 3] * 512, "uint16"),
+    ],
+)
+def test_a_file_that_fits_several_dtypes_is_refused(tmp_path, tokens, dtype):
+    path = write(tmp_path / "train.bin", tokens, dtype)
+    with pytest.raises(InputError, match=r"train\.bin: .* fits several dtypes; .* numpy\.save"):
+        TokenBin(path, 8)
+    if tokens:
+        packs = TokenBin(write_npy(tmp_path / "train.npy", tokens, dtype), 8)
+        assert tokens_of(packs) == tokens
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", ">u2", "int32", "uint64"])
+def test_files_of_numpy_have_the_dtype_of_their_header(tmp_path, dtype):
+    tokens = np.random.default_rng(0).integers(0, 100, 50)
+    packs = TokenBin(write_npy(tmp_path / "train.npy", tokens, dtype), 8)
+    assert tokens_of(packs) == tokens.tolist()
+    # OLMo's files have the same suffix, but no header.
+    raw = TokenBin(write(tmp_path / "raw.npy", tokens), 8)
+    assert tokens_of(raw) == tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((4, 8), np.uint16), r"uint16 with the shape \(4, 8\)"),
+        (np.zeros(8, np.float32), r"float32 with the shape \(8,\)"),
+        (np.zeros(0, np.uint16), "is not a complete list"),
+        (np.array([[1], "text"], object), "is not a complete list"),
+    ],
+)
+def test_files_of_numpy_without_a_list_of_ids_are_refused(tmp_path, array, message):
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(InputError, match=rf"x\.npy: .*{message}"):
+        TokenBin(tmp_path / "x.npy", 8)
+
+
+def test_a_cut_file_of_numpy_is_refused(tmp_path):
+    path = write_npy(tmp_path / "x.npy", range(100))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"x\.npy: the file is not a complete list of token ids"):
+        TokenBin(path, 8)
+
+
+@given(
+    documents=st.lists(
+        st.lists(st.lists(st.integers(0, 9), max_size=9), min_size=1, max_size=3),
+        min_size=1,
+        max_size=9,
+    ).filter(lambda documents: sum(map(sum_of_lengths, documents)) > 0),
+    kind=st.sampled_from([("uint8", 1), ("int32", 4), ("int64", 5), ("uint16", 8)]),
+    length=st.integers(1, 12),
+)
+def test_documents_end_where_the_index_says(tmp_path_factory, documents, kind, length):
+    path = tmp_path_factory.getbasetemp() / "indexed.bin"
+    packs = TokenBin(write_megatron(path, documents, *kind), length, end_token=9)
+    whole = [list(chain.from_iterable(document)) for document in documents]
+    assert tokens_of(packs) == list(chain.from_iterable(whole))
+    ends = np.cumsum([0, *map(len, whole)]).tolist()
+    for number, lengths in enumerate(lengths_of(packs)):
+        first = number * length
+        last = min(first + length, ends[-1])
+        expected = np.unique([first, last, *(end for end in ends if first < end < last)])
+        assert lengths == np.diff(expected).tolist()
+
+
+def sum_of_lengths(document: list[list[int]]) -> int:
+    return sum(map(len, document))
+
+
+def _fairseq(content: bytes) -> bytes:
+    return content[:18] + struct.pack("<Q", 3) + content[34:-24]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"TNTIDX\x00\x00" + content[8:],
+        lambda content: b"\x00\x00\x08\x03" + content[4:],
+        lambda content: content[:9] + struct.pack("<Q", 2) + content[17:],
+        lambda content: content[:17] + b"\x07" + content[18:],
+        lambda content: content[:17] + b"\x05" + content[18:],
+        lambda content: content[:18] + struct.pack("<Q", 2**63) + content[26:],
+        lambda content: content[:-1],
+        lambda content: content[:-8] + struct.pack("<q", 2),
+        lambda content: content[:34] + struct.pack("<i", -1) + content[38:],
+        lambda content: content[:34] + struct.pack("<i", 9) + content[38:],
+        _fairseq,
+        lambda content: b"",
+        None,
+    ],
+)
+def test_an_index_that_does_not_fit_the_file_is_refused(tmp_path, change):
+    path = write_megatron(tmp_path / "x.bin", [[[1, 2]], [[3]], [[4, 5]]], "uint16", 8)
+    assert lengths_of(TokenBin(path, 4)) == [[2, 1, 1], [1]]
+    if change is None:
+        path.write_bytes(path.read_bytes() + b"\x00\x00")
+    else:
+        index = path.with_suffix(".idx")
+        index.write_bytes(change(index.read_bytes()))
+    with pytest.raises(InputError, match=r"x\.idx: the file is not an index of Megatron-LM for x"):
+        TokenBin(path, 4)
+
+
+@pytest.mark.parametrize("name", ["corpus.idx", "corpus.jsonl", "folder"])
+def test_packs_that_are_no_token_file_are_refused(tmp_path, name):
+    path = tmp_path / name
+    path.mkdir() if name == "folder" else path.write_bytes(b"{}")
+    with pytest.raises(InputError, match=r"has no packs: .* must end in \.bin or \.npy"):
+        open_packs(DataSettings(packs=path, length=8), "train")
 
 
 @pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
 def test_tokens_behind_a_header_of_llm_c(tmp_path, magic, dtype):
     tokens = np.arange(100, dtype=dtype) * 300
-    header = np.zeros(256, np.int32)
-    header[:3] = magic, 1, len(tokens)
-    path = tmp_path / "train.bin"
-    path.write_bytes(header.tobytes() + tokens.tobytes())
+    path = write_llm_c(tmp_path / "train.bin", tokens, magic, dtype)
+    header = path.read_bytes()[:1024]
     packs = TokenBin(path, 10)
     assert len(packs) == 10 and packs[0].input_ids.tolist() == tokens[:10].tolist()
-    path.write_bytes(header.tobytes() + tokens[:-1].tobytes())
-    with pytest.raises(InputError, match=rf"bytes of {dtype} tokens, which is not the size"):
+    path.write_bytes(header + tokens[:-1].tobytes())
+    with pytest.raises(
+        InputError, match=rf"complete list of .*: it has an array of {dtype} with the shape \(99,\)"
+    ):
         TokenBin(path, 10)
 
 
