@@ -436,3 +436,17 @@ def test_packs_continue_where_the_checkpoints_ended(
         record = {"progress": progress, "identity": {"batch.tokens": tokens, "data.length": length}}
         source = ResumePoint(Path("step-00000005"), record)
         assert source.shift(job) == shift and source.place(job) == 6 * packs_per_step + shift
+
+
+@given(place=st.integers(0, 10**6), before=st.integers(1, 9000), after=st.integers(1, 9000))
+def test_another_pack_length_repeats_no_token_and_skips_less_than_a_pack(
+    place: int, before: int, after: int
+) -> None:
+    checkpoint = checkpoint_at(3)
+    checkpoint.record["progress"]["place"] = place
+    checkpoint.record["identity"]["data.length"] = before
+    job = job_of()
+    job.recipe.data.length = after
+    tokens_read = place * before
+    first_token = checkpoint.place(job) * after
+    assert tokens_read <= first_token < tokens_read + after
