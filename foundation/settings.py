@@ -43,20 +43,20 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _switches_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject true and false for a number, and a number for true and false.
+    def _numbers_are_no_switches(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject true and false for a number, and a number for true or false.
 
         YAML reads `on`, `yes`, `off` and `no` as true and false, which pydantic would convert to 1
         and 0.
         """
         parts = _parts(cls.model_fields[str(info.field_name)].annotation)
         takes_numbers = int in parts or float in parts
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if bool in map(type, items) and takes_numbers and bool not in parts:
-            allowed = ["a number", *(part for part in parts if isinstance(part, str))]
-            raise ValueError(f"must be {' or '.join(allowed)}, but is {value}")
-        if type(value) in (int, float) and bool in parts and not takes_numbers:
-            raise ValueError(f"must be true or false, but is {value}")
+        given = set(map(type, value if isinstance(value, (list, tuple)) else [value]))
+        if takes_numbers != (bool in parts) and given & ({bool} if takes_numbers else {int, float}):
+            raise ValueError(
+                f"must {'not ' if takes_numbers else ''}be true or false (yes, no, on, off), but "
+                f"is {value}"
+            )
         return value
 
 
@@ -160,10 +160,9 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
     if is_unknown:
         return ".".join([*keys, str(last)]), f"unknown key; {_hint(cls, keys, str(last))}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").replace("valid string", "text in quotes")
     # The settings store the lists of a recipe as tuples.
-    for word, meaning in (("tuple", "list"), ("Tuple", "List"), ("valid string", "text in quotes")):
-        message = message.replace(word, meaning)
+    message = message.replace("tuple", "list").replace("Tuple", "List")
     if item["type"] == "model_type":
         message = (
             f"must be a section (its keys: {', '.join(sorted(_section(cls, keys).model_fields))})"
