@@ -252,10 +252,9 @@ def find_splits(
                 return partial(MDSPacks, folders, path, length, tokenizer)
         return None
 
-    suffixes = ("", ".bin", ".npy")
-    train = first_of(*(path / f"train{suffix}" for suffix in suffixes))
+    train = first_of(path / "train", path / "train.bin", path / "train.npy")
     held_out = train and first_of(
-        *(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in suffixes)
+        *(path / f"{name}{end}" for name in _HELD_OUT_NAMES for end in ("", ".bin", ".npy"))
     )
     if train := train or first_of(path):
         return {"train": train, "held_out": held_out} if held_out else {"train": train}

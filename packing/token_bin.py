@@ -24,8 +24,6 @@ from foundation.files import hash_file, hash_of
 from foundation.reading import as_input_error
 from packing.arrow import Pack, Packs, checked_index
 
-# Number of uint16 values from which the dtype is inferred.
-_SAMPLED_WORDS = 2**20
 # Number of different observations that an inferred dtype needs. The probability that tokens of
 # another dtype agree by chance is about 2 ** -_EVIDENCE.
 _EVIDENCE = 16
@@ -131,9 +129,13 @@ def _map_tokens(path: Path, dtype: str | None) -> np.ndarray:
             tokens = np.memmap(path, _MAGIC[int(header[0])], "r", 256 * 4)
         else:
             tokens = np.memmap(path, dtype or _infer_dtype(path), "r")
-        # The third number of llm.c's header is the number of tokens.
-        is_cut = not tokens.size or (has_header and tokens.size != header[2])
-        if is_cut or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        if (
+            tokens.size == 0
+            or tokens.ndim != 1
+            or tokens.dtype.kind not in "iu"
+            # The third number of llm.c's header is the number of tokens.
+            or (has_header and tokens.size != header[2])
+        ):
             raise ValueError(f"it has an array of {tokens.dtype} with the shape {tokens.shape}")
     return tokens
 
@@ -141,19 +143,18 @@ def _map_tokens(path: Path, dtype: str | None) -> np.ndarray:
 def _infer_dtype(path: Path) -> str:
     """Return the dtype of a token file that does not record it: uint16, uint32 or int64.
 
-    The beginning of the file is read as uint16 values. In a uint32 or int64 file, every second
+    The first 2 MiB of the file are read as uint16 values. In a uint32 or int64 file, every second
     value is the upper half of an id, and most ids below 2^28 have a lower half that is much larger
     than all upper halves. In a uint16 file, the values at both places are of the same kind. Raise
     InputError if neither is certain, for example because the file is short or all ids are equal.
     """
-    words: np.ndarray = np.fromfile(path, np.dtype(("<u2", 4)), _SAMPLED_WORDS // 4)
+    words: np.ndarray = np.fromfile(path, np.dtype(("<u2", 4)), 2**18)
     low, high = words[:, 0::2], words[:, 1::2]
     larger = low[low > 16 * int(high.max(initial=0))]
     # In an int64 file, the upper two of the four values of an id are 0.
     is_int64 = not words[:, 2:].any()
-    # If all upper halves are 0, the ids may be few numbers, such as digits.
-    kinds = len(np.unique(larger))
-    if len(larger) >= _EVIDENCE and kinds >= (_EVIDENCE if high.any() else 2):
+    # If all upper halves are 0, the ids may be few different numbers, such as digits.
+    if len(larger) >= _EVIDENCE and len(np.unique(larger)) >= (_EVIDENCE if high.any() else 2):
         return "<i8" if is_int64 else "<u4"
     if not len(larger) and high.size >= _EVIDENCE and np.ptp(high) and not is_int64:
         return "<u2"
