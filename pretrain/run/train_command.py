@@ -42,7 +42,15 @@ PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
 # that torchrun logs before its error.
 _OMITTED = ("The following values were not passed", "failed (", "Sending process")
 # Errors that accelerate raises for a mistake in its configuration.
-_REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError, RuntimeError)
+_REFUSED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    AssertionError,
+    RuntimeError,
+)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -57,6 +65,9 @@ def main(options: argparse.Namespace) -> int:
     launch = ["--config_file", os.path.relpath(configuration)]
     if processes is not None:
         launch += ["--num_processes", str(processes)]
+    if load_yaml(configuration).get("mixed_precision") is False:
+        # YAML reads `no` without quotation marks as false, which accelerate does not accept.
+        launch += ["--mixed_precision", "no"]
     launch += [os.path.relpath(LAUNCHER), *training_arguments(options)]
     # Flush, so that the command comes before the output of the processes in a log file.
     print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)

@@ -250,7 +250,8 @@ def take_requested_precision(
     is FP32, as in plain PyTorch. The options in `fp8_config` are ignored unless `mixed_precision`
     is fp8. Raises InputError if a value is not supported.
     """
-    mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
+    # The cells of a matrix get `false` from a file with `no` without quotation marks.
+    mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower().replace("false", "no")
     variables = {
         name.removeprefix(_PREFIX): environ.pop(name)
         for name in list(environ)

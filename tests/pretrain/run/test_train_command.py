@@ -278,17 +278,40 @@ def test_a_configuration_that_accelerate_refuses_is_one_message(
     (tmp_path / "own.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
     ddp = (ROOT / "accelerate_configs/ddp.yaml").read_text()
     (tmp_path / "two.yaml").write_text(ddp.replace("num_machines: 1", "num_machines: 2"))
+    (tmp_path / "yes.yaml").write_text("distributed_type: 'NO'\nmixed_precision: yes\n")
     handlers = {number: signal.getsignal(number) for number in train_command.PASSED_ON}
     for config, words in {
         "nowhere": "one of these",
         str(tmp_path / "own.yaml"): "`distributed_type` must be specified",
         str(tmp_path / "two.yaml"): "`main_process_port: 0` is another free port on each machine",
+        str(tmp_path / "yes.yaml"): "yes.yaml: accelerate does not accept this configuration",
     }.items():
         assert main(["train", recipe, "--config", config]) == 2
         message = capsys.readouterr().err
         assert message.startswith("error: ")
         assert words in message
         assert message.count("\n") == 1
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_mixed_precision_no_needs_no_quotation_marks(
+    small_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training itself is replaced, as it would end this process."""
+    started: list[str] = []
+    monkeypatch.setattr(
+        train_command,
+        "_train_here",
+        lambda command, environment: started.append(environment["ACCELERATE_MIXED_PRECISION"]),
+    )
+    recipe = str(write_recipe(small_recipe, tmp_path))
+    handlers = {number: signal.getsignal(number) for number in train_command.PASSED_ON}
+    for value in ("no", "'no'", "bf16"):
+        text = f"distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: {value}\n"
+        (tmp_path / "own.yaml").write_text(text)
+        assert main(["train", recipe, "--config", str(tmp_path / "own.yaml")]) == 0
+    assert started == ["no", "no", "bf16"]
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

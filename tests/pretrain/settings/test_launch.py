@@ -69,6 +69,7 @@ def resolve(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]
     ("environ", "name"),
     [
         ({}, "fp32"),
+        ({"ACCELERATE_MIXED_PRECISION": "False"}, "fp32"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16"),
         ({"ACCELERATE_MIXED_PRECISION": "BF16"}, "bf16"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "block"}, "block"),
