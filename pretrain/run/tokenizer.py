@@ -125,9 +125,8 @@ def tokens_of(
                 f"({tokenizer.get('name', 'unnamed')}) is {token}; remove `{key}` from "
                 "`model.config`"
             )
-        if hasattr(config, key):
-            values[key] = token
-    return values | dict(given)
+        values[key] = token
+    return {key: value for key, value in values.items() if hasattr(config, key)} | dict(given)
 
 
 def fingerprint_in_use(
