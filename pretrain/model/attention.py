@@ -231,7 +231,8 @@ def check(model: PreTrainedModel, length: int) -> None:
         if value := getattr(config, key, None):
             raise InputError(
                 f"{name} has {key} {value}, but packed attention does not compute dropout; "
-                f"set `model.config.{key}: 0.0`"
+                f"set `model.config.{key}: 0.0` (dropout elsewhere, such as resid_pdrop and "
+                "embd_pdrop of GPT-2, has keys of its own)"
             )
     longest = longest_rotated(config.get_text_config())
     if longest is not None and length > longest:

@@ -56,6 +56,9 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "n_inner",
+    "ffn_dim",
+    "moe_intermediate_size",
 )
 # Files that some exports contain and others do not.
 _OPTIONAL_FILES = re.compile(
@@ -432,7 +435,8 @@ def build(
         return model
     remedy = (
         "either download the source again, or change `model.config` so that the model has exactly "
-        "the parameters of the source"
+        "the parameters of the source. If names differ in a prefix, such as `_orig_mod.` of "
+        "torch.compile or `module.` of DDP, remove it from the names in the file"
     )
     source = f"`model.source`: {settings.source}"
     if getattr(config, "quantization_config", None):
@@ -447,20 +451,26 @@ def build(
             revision=settings.revision,
             dtype=weights,
             output_loading_info=True,
+            # Weights of other sizes raise InputError below, with the sizes in the message.
+            ignore_mismatched_sizes=True,
             **options,
         )
     model, loading = loaded
-    # transformers initializes missing weights at random, and differently in each process.
-    if missing := sorted(loading["missing_keys"]):
+    for name, stored, expected in sorted(loading["mismatched_keys"]):
+        has_vocabulary = expected[0] == config.get_text_config().vocab_size
         raise InputError(
-            f"{source}: the source has no weights for {len(missing)} of the model's parameters, "
-            f"for example {missing[0]}; {remedy}"
+            f"{source}: {name} has the shape {list(stored)}, but {list(expected)} by the "
+            "configuration; "
+            + (f"set `model.config.vocab_size: {stored[0]}`" if has_vocabulary else remedy)
         )
+    # transformers initializes missing weights at random, and differently in each process.
+    missing = sorted(loading["missing_keys"])
     surplus = sorted(name for name in loading["unexpected_keys"] if not _OLD_BUFFERS.search(name))
-    if surplus:
+    if missing or surplus:
         raise InputError(
-            f"{source}: {len(surplus)} of its weights have no place in the model, for example "
-            f"{surplus[0]}; {remedy}"
+            f"{source}: the source has no weights for {len(missing)} of the model's parameters "
+            f"({', '.join(missing[:1]) or 'none'}), and {len(surplus)} of its weights have no "
+            f"place in the model ({', '.join(surplus[:1]) or 'none'}); {remedy}"
         )
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():

@@ -438,6 +438,15 @@ def test_a_model_with_other_modules_is_rejected(kind: str, message: str) -> None
         model.check_architecture(model.build_on_meta(config), LENGTH, LossSettings())
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("gpt2", "n_inner"), ("gpt2", "n_layer"), ("opt", "ffn_dim"), ("llama", "head_dim")],
+)
+def test_a_size_of_zero_is_rejected(kind: str, key: str) -> None:
+    with pytest.raises(InputError, match=rf"`model\.config\.{key}: 0` is below 1"):
+        model.load_config(ModelSettings(config={"model_type": kind, key: 0}))
+
+
 def test_a_disabled_key_is_rejected_only_over_a_source(tmp_path: Path) -> None:
     """Qwen2.5's file has a sliding window that is off.
 
@@ -508,6 +517,48 @@ def test_a_source_that_lacks_weights_is_rejected(build_model: Callable, tmp_path
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
         build_from(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_a_prefix_of_all_weights_is_named(
+    prefix: str, build_model: Callable, tmp_path: Path
+) -> None:
+    build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {f"{prefix}{name}": weight for name, weight in weights.items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError) as error:
+        build_from(tmp_path)
+    message = str(error.value)
+    assert f"({min(weights)})" in message and f"({min(weights).removeprefix(prefix)})" in message
+    assert "differ in a prefix, such as `_orig_mod.` of torch.compile or `module.`" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "name", "shapes", "remedy"),
+    [
+        (
+            *("vocab_size", 96, r"(lm_head|model\.embed_tokens)\.weight"),
+            *(r"\[61, 32\], but \[96, 32\]", r"set `model\.config\.vocab_size: 61`$"),
+        ),
+        (
+            *("intermediate_size", 80, r"model\.layers\.0\.mlp\.down_proj\.weight"),
+            *(r"\[32, \d+\], but \[32, 80\]", "change `model.config`"),
+        ),
+    ],
+)
+def test_weights_of_another_size_are_named_with_both_shapes(
+    key: str,
+    size: int,
+    name: str,
+    shapes: str,
+    remedy: str,
+    build_model: Callable,
+    tmp_path: Path,
+) -> None:
+    build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=rf"{name} has the shape {shapes} by .*{remedy}"):
+        build_from(tmp_path, {key: size})
 
 
 # Weights that the source has beyond its configuration: what it was written and is read with.
