@@ -260,6 +260,7 @@ def find_splits(
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
     raise InputError(
         f"{path}: the path has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin and "
-        "no train.npy (tokens). If a token file has another name, set data.packs to this file, "
-        f"which must end in .bin or .npy; {_MAKE}"
+        "no train.npy (tokens). To read a token file with another name, set data.packs to this "
+        "file, which must end in .bin or .npy. To read several token files of a folder, name each "
+        f"in data.sources, as {{name: x_train_000001.bin, weight: 1}}; {_MAKE}"
     )

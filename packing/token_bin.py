@@ -28,7 +28,7 @@ from packing.arrow import Pack, Packs, checked_index
 # another dtype agree by chance is about 2 ** -_EVIDENCE.
 _EVIDENCE = 16
 # Dtypes by the first number of llm.c's header.
-_MAGIC = {20240520: "<u2", 20240801: "<u4"}
+_MAGIC = {struct.pack("<i", 20240520): "<u2", struct.pack("<i", 20240801): "<u4"}
 # Dtypes by their number in Megatron-LM's index.
 _INDEX_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -88,12 +88,12 @@ def _read_index(path: Path, token_file: Path) -> tuple[str | None, np.ndarray | 
     document. The number of all sequences is at the end. Raise InputError if the index has another
     format, or does not fit the token file.
     """
-    content = path.read_bytes()
     with as_input_error(
-        (ValueError, LookupError, ArithmeticError, struct.error),
+        (OSError, ValueError, LookupError, ArithmeticError, struct.error),
         f"{path}: the file is not an index of Megatron-LM for {token_file.name}",
         "write or copy both files again, or move the index away if it belongs to other files",
     ):
+        content = path.read_bytes()
         *magic, number, sequences, boundaries = struct.unpack_from("<9sQBQQ", content)
         dtype = _INDEX_DTYPES[number]
         lengths = np.frombuffer(content, "<i4", sequences, 34)
@@ -116,17 +116,17 @@ def _map_tokens(path: Path, dtype: str | None) -> np.ndarray:
     `dtype` is the dtype in the file's index, or None if the file has no index. Raise InputError if
     the file is damaged or truncated, or if the dtype cannot be determined.
     """
-    header = np.fromfile(path, "<i4", 3)
-    has_header = len(header) == 3 and int(header[0]) in _MAGIC and dtype is None
+    start = np.fromfile(path, np.uint8, 12).tobytes()
+    has_header = start[:4] in _MAGIC and dtype is None
     with as_input_error(
         (ValueError,),
         f"{path}: the file is not a complete list of token ids",
         "copy the file again, or write the ids as an array of integers with one dimension",
     ):
-        if header.tobytes().startswith(np.lib.format.MAGIC_PREFIX):
+        if start.startswith(np.lib.format.MAGIC_PREFIX):
             tokens = np.load(path, "r")
         elif has_header:
-            tokens = np.memmap(path, _MAGIC[int(header[0])], "r", 256 * 4)
+            tokens = np.memmap(path, _MAGIC[start[:4]], "r", 256 * 4)
         else:
             tokens = np.memmap(path, dtype or _infer_dtype(path), "r")
         if (
@@ -134,9 +134,13 @@ def _map_tokens(path: Path, dtype: str | None) -> np.ndarray:
             or tokens.ndim != 1
             or tokens.dtype.kind not in "iu"
             # The third number of llm.c's header is the number of tokens.
-            or (has_header and tokens.size != header[2])
+            or (has_header and tokens.size != int.from_bytes(start[8:], "little"))
+            # A pointer of Git LFS, or a zip, gzip or zstd file.
+            or start.startswith((b"version http", b"PK\3\4", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"))
         ):
-            raise ValueError(f"it has an array of {tokens.dtype} with the shape {tokens.shape}")
+            raise ValueError(
+                f"it has {tokens.dtype} in the shape {tokens.shape}, and begins with {start[:8]!r}"
+            )
     return tokens
 
 

@@ -179,8 +179,8 @@ def test_files_of_numpy_have_the_dtype_of_their_header(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.zeros((4, 8), np.uint16), r"uint16 with the shape \(4, 8\)"),
-        (np.zeros(8, np.float32), r"float32 with the shape \(8,\)"),
+        (np.zeros((4, 8), np.uint16), r"uint16 in the shape \(4, 8\)"),
+        (np.zeros(8, np.float32), r"float32 in the shape \(8,\)"),
         (np.zeros(0, np.uint16), "is not a complete list"),
         (np.array([[1], "text"], object), "is not a complete list"),
     ],
@@ -258,6 +258,28 @@ def test_an_index_that_does_not_fit_the_file_is_refused(tmp_path, change):
         TokenBin(path, 4)
 
 
+def test_shards_of_a_folder_are_read_as_sources(tmp_path):
+    rng = np.random.default_rng(0)
+    names = ["fineweb_train_000001.bin", "fineweb_train_000002.bin"]
+    shards = [write_llm_c(tmp_path / name, rng.integers(0, 50_257, 32)) for name in names]
+    with pytest.raises(
+        InputError, match=r"data\.sources, as {name: x_train_000001\.bin, weight: 1}"
+    ):
+        open_packs(DataSettings(packs=tmp_path, length=8), "train")
+    sources = [{"name": name, "weight": 1} for name in names]
+    packs = open_packs(DataSettings(packs=tmp_path, length=8, sources=sources), "train")
+    assert tokens_of(packs) == [token for path in shards for token in tokens_of(TokenBin(path, 8))]
+
+
+@pytest.mark.parametrize("start", [b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04"])
+def test_a_file_of_another_kind_is_refused(tmp_path, start):
+    tokens = np.random.default_rng(0).integers(0, 50_257, 100).astype("uint16")
+    path = tmp_path / "train.bin"
+    path.write_bytes(start + bytes(len(start) % 2) + tokens.tobytes())
+    with pytest.raises(InputError, match=rf"train\.bin: .*begins with b'{start[:2].decode()}"):
+        TokenBin(path, 8)
+
+
 @pytest.mark.parametrize("name", ["corpus.idx", "corpus.jsonl", "folder"])
 def test_packs_that_are_no_token_file_are_refused(tmp_path, name):
     path = tmp_path / name
@@ -275,7 +297,7 @@ def test_tokens_behind_a_header_of_llm_c(tmp_path, magic, dtype):
     assert len(packs) == 10 and packs[0].input_ids.tolist() == tokens[:10].tolist()
     path.write_bytes(header + tokens[:-1].tobytes())
     with pytest.raises(
-        InputError, match=rf"complete list of .*: it has an array of {dtype} with the shape \(99,\)"
+        InputError, match=rf"complete list of .*: it has {dtype} in the shape \(99,\)"
     ):
         TokenBin(path, 10)
 
