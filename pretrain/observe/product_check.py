@@ -30,10 +30,9 @@ from torch import Tensor
 from foundation.overrides import overridden
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.formats.definition import Along, OptionValues, Role
 from pretrain.precision.observed import ALONG, OPERANDS
 from pretrain.precision.product import PrecisionContext
-from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
 # The number of rows and of columns in a sample: a multiple of every format's block size.
@@ -236,15 +235,15 @@ class _ProductCheck:
         if role != "input" and name != self._head and is_repeated:
             # The weight or the gradient of this layer was already sampled. It occurs again because
             # the layer is recomputed, so ignore it. There are two exceptions. The LM head is always
-            # sampled again, so that its sample is from the last chunk of tokens: the documents with
-            # labels are at the end of a microbatch. An input is always sampled again, because a
-            # forward may call a layer several times, and backward starts with the last call.
+            # sampled again, so that its input, gradient and results are from the same chunk of
+            # tokens, which is the last one. An input is always sampled again, because a forward may
+            # call a layer several times, and backward starts with the last call.
             return
         # The infinity norm is the largest magnitude. It makes no copy of the tensor.
         amax = torch.linalg.vector_norm(tensor, math.inf).float()
         is_weight = role == "weight"
         part = _of_largest_expert(tensor, ends, is_weight=is_weight)
-        rows = _sampled(name, len(part)) if is_weight else _token_rows(part)
+        rows = _sampled(name, len(part)) if is_weight else token_rows(part)
         columns = _sampled(name, part.shape[1])
         # Copy the rows and columns, because a view would keep the whole operand in memory.
         of_rows = part[rows].clone()
@@ -398,7 +397,7 @@ def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) ->
     return rows[bounds[expert] : bounds[expert + 1]]
 
 
-def _token_rows(tensor: Tensor) -> Tensor:
+def token_rows(tensor: Tensor) -> Tensor:
     """Return the indices of at most ROWS rows, spread over the tensor.
 
     Rows of zeros are chosen only if there are too few other rows. The gradients of tokens with a
@@ -477,21 +476,48 @@ def _wrong_histories(
     history = stacked(after, "amax_history")
     scale = stacked(after, "scale")
     settings = active.settings
-    expected_history, expected_scale = update_scale(
-        torch.cat([history[-1:], stacked(before, "amax_history")[1:]]),
+    # A history of length 1 stores no past amax. Then the scale is compared with the observed amax.
+    is_short = len(history) == 1
+    newest = amax if is_short else history[-1]
+    expected_history, expected_scale = delayed_scaling(
+        stacked(before, "amax_history"),
+        newest,
         stacked(before, "scale"),
         active.quantized_precision.grid(role).maximum,
-        settings.margin or 0,
-        settings.amax_compute_algo or "max",
+        settings,
     )
-    is_right = (history == expected_history).all(0)
-    is_right &= torch.isclose(history[-1], amax, rtol=AMAX_TOLERANCE, atol=0)
-    is_right &= torch.isclose(scale, expected_scale, rtol=SCALE_TOLERANCE, atol=0)
-    # Amaxes that are not finite are not judged, because the health check reports overflows. A
-    # history of length 1 is not judged, because it stores no past amax that could be compared.
-    is_judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0) & (len(history) > 1)
+    tolerance = AMAX_TOLERANCE if is_short else SCALE_TOLERANCE
+    is_right = torch.isclose(scale, expected_scale, rtol=tolerance, atol=0)
+    is_right &= torch.isclose(newest, amax, rtol=AMAX_TOLERANCE, atol=0)
+    is_right &= (history == expected_history).all(0) | is_short
+    is_right &= len(history) == settings.amax_history_len
+    # Amaxes that are not finite are not judged, because the health check reports overflows.
+    is_judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0)
     return [
         f"{name} ({role})"
         for name, is_wrong in zip(names, (is_judged & ~is_right).tolist(), strict=True)
         if is_wrong
     ]
+
+
+def delayed_scaling(
+    history: Tensor, newest: Tensor, scale: Tensor, maximum: float, settings: OptionValues
+) -> tuple[Tensor, Tensor]:
+    """Return the history and the scale that delayed scaling has after a microbatch.
+
+    This is a second implementation of the rule, which shares no code with the emulation.
+
+    history: the history before the microbatch, [length, operands]. Row 0 is unused, and the oldest
+        amax is in row 1.
+    newest: the amaxes of the microbatch, [operands].
+    scale: the scales before the microbatch, [operands].
+    maximum: the maximum of the format.
+    settings: the settings of the precision.
+    """
+    amaxes = torch.cat([history[1:], newest[None]])
+    following = torch.cat([torch.zeros_like(newest)[None], amaxes[1:]])
+    amax = newest if settings.amax_compute_algo == "most_recent" else amaxes.amax(0)
+    following_scale = maximum / amax.double() / 2.0 ** (settings.margin or 0)
+    largest = torch.finfo(torch.float32).max
+    is_usable = amax.isfinite() & (amax > 0)
+    return following, following_scale.clamp(max=largest).float().where(is_usable, scale)

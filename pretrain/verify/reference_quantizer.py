@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foundation.overrides import overridden
-from pretrain.observe.product_check import Compared
+from pretrain.observe.product_check import Compared, token_rows
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, OptionValues, Role, Scaling
 from pretrain.precision.product import PrecisionContext
@@ -40,9 +40,8 @@ CLOSE = 1e-5
 SIGNS = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])
 # Orthogonal 16 x 16 matrix of the random Hadamard transform.
 HADAMARD = SIGNS[:, None] * functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4) / 4
-# Largest number of rows and columns of an operand that are compared. Both are multiples of the
-# block sizes of all formats.
-ROWS = 128
+# Largest number of columns of an operand that are compared, a multiple of the block sizes of all
+# formats.
 COLUMNS = 1024
 # Share of codes that may differ from the reference quantizer's codes. Some codes differ because a
 # GPU adds the summands of the Hadamard transform in another order than the reference.
@@ -65,11 +64,13 @@ def watching_quantizers(
     compared: list[Compared] = []
 
     def see_operand(name: str, role: Role, tensor: Tensor, ends: Tensor | None) -> None:
-        part = tensor[-ROWS:, :COLUMNS]
         if role == "grad_output" and active.quantized_precision.plain_backward:
             return
-        if (role, tensor.shape[1]) not in operands and part.any():
-            operands[role, tensor.shape[1]] = name, part.clone()
+        if (role, tensor.shape[1]) not in operands:
+            # Rows of zeros, such as gradients of tokens without a label, would show no fault.
+            part = tensor[token_rows(tensor), :COLUMNS]
+            if part.any():
+                operands[role, tensor.shape[1]] = name, part
 
     with overridden(context, observers=[*context.observers, see_operand]):
         yield compared

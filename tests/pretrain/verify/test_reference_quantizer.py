@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 
 from foundation.overrides import overridden
 from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers import blocks
 from pretrain.precision.settings import PRECISIONS
-from pretrain.verify.reference_quantizer import TOLERATED_SHARE, differing_share
+from pretrain.verify.reference_quantizer import (
+    TOLERATED_SHARE,
+    differing_share,
+    watching_quantizers,
+)
 from tests.pretrain.conftest import active_in
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -73,3 +78,16 @@ def test_a_wrong_choice_of_4over6_is_found(mode: str) -> None:
 def test_operands_that_are_not_finite_do_not_match() -> None:
     x = torch.full((128, 128), float("nan"))
     assert np.isnan(differing_share(active_in("mxfp8", "emulation"), "input", "features", x, None))
+
+
+def test_a_gradient_is_compared_although_its_last_tokens_have_no_label() -> None:
+    gradient = torch.zeros(512, 128, dtype=torch.bfloat16)
+    gradient[64:96] = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    context = PrecisionContext(None, torch.bfloat16)
+    with watching_quantizers(context, active_in("mxfp8")) as compared:
+        context.observers[-1]("linear", "grad_output", gradient, None)
+    assert [comparison.excess for comparison in compared] == [0, 0]
+    with watching_quantizers(context, active_in("mxfp8")) as compared:
+        context.observers[-1]("linear", "grad_output", gradient, None)
+        context.observers[-1]("linear", "grad_output", gradient / 3, None)
+    assert len(compared) == 2, "one operand of each role and size"
