@@ -46,8 +46,11 @@ Pass = Callable[..., float]
 # Boundaries of the four documents in a random pack, in sevenths of the pack's length. Sevenths are
 # used because they are not boundaries of the blocks of tokens that attention kernels process.
 SEVENTHS = (0, 1, 3, 5, 7)
-# Number of documents with labels in the first microbatch.
+# The reference evaluates the first tokens of all documents of the first microbatch, as many tokens
+# as DOCUMENTS documents of LABELS tokens have, but at least LEAST tokens of each document. All
+# documents are compared, because a leak between two documents changes the second one alone.
 DOCUMENTS = 3
+LEAST = 8
 # Largest number of labels of a document.
 LABELS = 341
 # Map each device type to the largest number of tokens of a document that plain transformers
@@ -535,10 +538,10 @@ def draw_microbatch(
         vocabulary: Number of tokens in the vocabulary.
         generator: Generator of the random tokens.
         longest: None, or the number of tokens at the beginning of a long document that the
-            reference evaluates. If `longest` is None, each pack has four documents. The last three
-            documents of the microbatch have labels, for at most their first LABELS tokens. If
-            `longest` is a number, each pack is one document. Only the first document has labels,
-            for at most LABELS tokens, which are evenly spaced among its first `longest` tokens.
+            reference evaluates. If `longest` is None, each pack has four documents, and the first
+            tokens of every document have labels. If `longest` is a number, each pack is one
+            document. Only the last document has labels, for at most LABELS tokens, which are evenly
+            spaced among its first `longest` tokens.
     """
     size = shapes.input_ids.shape[1]
     length = shapes.max_seqlen
@@ -546,17 +549,23 @@ def draw_microbatch(
     rows = generator.integers(vocabulary, size=(size // length, length), dtype=np.uint32)
     batch = build_microbatch([Pack(row, np.diff(ends)) for row in rows], mask_boundaries=True)
     spans = batch.cu_seqlens.unique().long().unfold(0, 2, 1)
-    spans = spans[:1] if longest else spans[-DOCUMENTS:]
-    # The reference evaluates the same number of tokens of each document.
-    tokens = min(longest or LABELS, int(spans.diff().min()))
-    indices = spans[:, :1] + torch.arange(tokens)
+    spans = spans[-1:] if longest else spans
+    whole = int(spans.diff().max())
+    # The reference evaluates the same number of tokens for each document. In the row of a shorter
+    # document, the tokens after its end have no labels, so they do not affect the comparison.
+    share = DOCUMENTS * min(LABELS, whole) // len(spans)
+    tokens = min(whole, longest or max(share, LEAST))
+    indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=size - 1)
     # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
     # distance, the labels take all positions in a block, one after the other.
     distance = -(-tokens // LABELS) | 1
-    labelled = indices[:, torch.arange(tokens - 2, -1, -distance)]
+    is_place = torch.arange(tokens - 2, -2, -1) % distance == 0
+    has_label = is_place & (indices < spans[:, 1:] - 1)
+    labelled = indices[has_label]
     labels = torch.full_like(batch.labels, IGNORE)
     labels[0, labelled] = batch.labels[0, labelled]
-    documents = Documents(batch.input_ids[0, indices], labels[0, indices], indices)
+    document_labels = torch.where(has_label, batch.labels[0, indices], IGNORE)
+    documents = Documents(batch.input_ids[0, indices], document_labels, indices)
     return replace(batch, labels=labels, valid_tokens=labelled.numel()), documents
 
 

@@ -94,6 +94,38 @@ def test_kernels_agree_with_fp32_attention_for_any_documents(
     assert max(errors.values()) < 2**-7, errors
 
 
+@pytest.mark.parametrize("kind", [*KERNELS, "sdpa"])
+def test_each_document_has_the_attention_of_this_document_alone(kind: str) -> None:
+    """A leak at one boundary changes only the two documents beside it, in both directions."""
+    heads = Heads(4, 2, 64)
+    if kind != "sdpa":
+        kernel_of(kind, heads)
+    sizes = [63, 1, 448, 130, 129, 253, 2, 510]
+    states = random_states(heads)
+    packed = attend(kind, states, sizes, 3)
+    # The gradient of the output that `attend` draws.
+    torch.manual_seed(1)
+    d_output = torch.randn(packed[0].shape, device="cuda").to(packed[0].dtype)[0].double()
+    leaves = [state[0].transpose(0, 1).double().requires_grad_() for state in states]
+    outputs = []
+    for q, k, v in zip(*(leaf.split(sizes) for leaf in leaves), strict=True):
+        k, v = (t.repeat_interleave(heads.query // heads.kv, 1).transpose(0, 1) for t in (k, v))
+        scores = 0.11 * q.transpose(0, 1) @ k.transpose(1, 2)
+        is_later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        outputs.append((scores.masked_fill(is_later, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    output = torch.cat(outputs)
+    exact = [output.detach(), *torch.autograd.grad(output, leaves, d_output)]
+    actual = [packed[0][0], *(gradient[0].transpose(0, 1) for gradient in packed[1:])]
+    for name, computed, expected in zip(("output", "dq", "dk", "dv"), actual, exact, strict=True):
+        # In a document of one token, the exact gradients of the query and the key are 0. So the
+        # error of each document is compared with the usual size of the values.
+        usual = expected.square().mean().sqrt()
+        pairs = zip(computed.double().split(sizes), expected.split(sizes), strict=True)
+        for number, (of_document, alone) in enumerate(pairs):
+            error = (of_document - alone).square().mean().sqrt()
+            assert error < 2**-6 * usual, (name, number)
+
+
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("size", [128, 4096])
 def test_output_dk_and_dv_repeat_bit_for_bit_and_dq_nearly(kind: Any, size: int) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -117,6 +119,95 @@ def test_attention_without_document_boundaries_raises() -> None:
     states = torch.randn(1, 2, LENGTH, 8)
     with pytest.raises(InputError, match="document boundaries"):
         AttentionInterface()["packed_sdpa"](torch.nn.Linear(1, 1), states, states, states, None)
+
+
+# ── Documents apart from each other ────────────────────────────────────────────────────
+
+
+def attend_alone(
+    q: Tensor, k: Tensor, v: Tensor, d_output: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, ...]:
+    """Return the output of one document, and the gradients of q, k and v, in FP64."""
+    leaves = [states.double().requires_grad_() for states in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    query, key, value = (
+        states.repeat_interleave(repeats, 1).transpose(0, 1)
+        for states, repeats in zip(leaves, (1, group, group), strict=True)
+    )
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    is_hidden = (distance < 0) | (distance >= (window or len(q)))
+    scores = (scale * query @ key.transpose(1, 2)).masked_fill(is_hidden, -torch.inf)
+    output = (scores.softmax(-1) @ value).transpose(0, 1)
+    return output.detach(), *torch.autograd.grad(output, leaves, d_output.double())
+
+
+def varlen_attn_on_a_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute torch's attention for variable lengths, which has no kernel for a CPU."""
+    assert torch.equal(cu_seq_q, cu_seq_k) and cu_seq_q.diff().max() <= max_q == max_k
+    assert enable_gqa == (len(query[0]) != len(key[0])) and window_size[1] == 0
+    lengths = cu_seq_q.diff().tolist()
+    outputs = []
+    for q, k, v in zip(*(states.split(lengths) for states in (query, key, value)), strict=True):
+        place = torch.arange(len(q))
+        distance = place[:, None] - place
+        last = len(q) if window_size[0] < 0 else window_size[0]
+        mask = (distance >= 0) & (distance <= last)
+        q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
+        output = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents", "packed_varlen", "packed_fa4"])
+@pytest.mark.parametrize(
+    "lengths", [[24], [5, 9, 1, 9, 17, 7], [3, 21, 1, 23, 22, 2], [1] * 10 + [14, 12, 12]], ids=str
+)
+def test_each_document_has_the_attention_of_this_document_alone(
+    lengths: list[int],
+    name: str,
+    window: int | None,
+    flash_attention_4_on_a_cpu: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A leak at one boundary changes only the two documents beside it."""
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn_on_a_cpu)
+    ends = list(itertools.accumulate([0, *lengths]))
+    cu_seqlens = torch.tensor([*ends, ends[-1], ends[-1]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_output = (torch.randn(ends[-1], n, 8, generator=generator) for n in (4, 2, 2, 4))
+    leaves = [states.transpose(0, 1)[None].requires_grad_() for states in (q, k, v)]
+    output, _ = AttentionInterface()[name](
+        None,
+        *leaves,
+        None,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=LENGTH,
+        documents=attention.documents_for(name, cu_seqlens, LENGTH, ends[-1]),
+        scaling=0.4,
+        sliding_window=window,
+    )
+    gradients = torch.autograd.grad(output, leaves, d_output[None])
+    packed_results = [output[0], *(gradient[0].transpose(0, 1) for gradient in gradients)]
+    results = zip(*(tensor.split(lengths) for tensor in packed_results), strict=True)
+    documents = zip(*(tensor.split(lengths) for tensor in (q, k, v, d_output)), strict=True)
+    for document, result in zip(documents, results, strict=True):
+        for actual, expected in zip(result, attend_alone(*document, 0.4, window), strict=True):
+            torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-5)
 
 
 # ── Choice of a backend ────────────────────────────────────────────────────────────────

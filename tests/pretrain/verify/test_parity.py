@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,20 +22,22 @@ from packing.arrow import IGNORE, Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import attach_main_gradients, was_reached
+from pretrain.precision import delayed_state
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.precision.grouped import STACKS
 from pretrain.precision.observed import OPERANDS
 from pretrain.precision.product import LinearFunction
+from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify import reference_model as reference_module
-from pretrain.verify.parity import DOCUMENTS, LABELS, TOTAL, draw_microbatch
+from pretrain.verify.parity import DOCUMENTS, LABELS, LEAST, TOTAL, draw_microbatch
 from pretrain.verify.reference_model import (
     Documents,
     reference_model,
     reference_pass,
     wrong_batches,
 )
-from tests.pretrain.verify.faults import FAULTS, changing_gradients
+from tests.pretrain.verify.faults import FAULTS, Fault, changing_gradients, changing_inputs
 from tests.pretrain.verify.small_runs import CPU, MIXTURES, SmallRun, build_run, step_of
 
 LENGTH = 16
@@ -88,7 +91,7 @@ def test_the_wrong_field_of_a_batch_is_named(name: str) -> None:
     assert f"batch: {name} of microbatch 0" in line
 
 
-@given(st.integers(2, 5000), st.integers(1, 3), st.none() | st.integers(2, 4096))
+@given(st.integers(2, 5000), st.integers(1, 40), st.none() | st.integers(2, 4096))
 def test_drawn_documents_agree_with_the_drawn_microbatch(
     length: int, packs: int, longest: int | None
 ) -> None:
@@ -101,18 +104,24 @@ def test_drawn_documents_agree_with_the_drawn_microbatch(
     labelled = documents.labels[documents.labels != IGNORE]
     assert torch.equal(batch.labels[batch.labels != IGNORE], labelled)
     assert torch.equal(batch.input_ids[0, documents.indices], documents.tokens)
-    positions = batch.position_ids[0, documents.indices]
-    assert torch.equal(positions, torch.arange(positions.shape[1]).expand_as(positions))
-    for tokens, labels in zip(documents.tokens, documents.labels, strict=True):
-        (places,) = (labels != IGNORE).nonzero(as_tuple=True)
-        assert len(places) <= LABELS and torch.equal(labels[places], tokens[places + 1])
+    spans = list(pairwise(batch.cu_seqlens.unique().tolist()))
     if longest:
-        (tokens,) = documents.tokens
-        assert len(tokens) == min(length, longest) and documents.labels[0, -2] != IGNORE
-        assert set(batch.cu_seqlens.tolist()) == {length * pack for pack in range(packs + 1)}
-    elif length >= 7:
-        assert len(documents.tokens) == DOCUMENTS and documents.indices.max() < packs * length
-        assert (documents.labels != IGNORE).any(dim=1).all()
+        assert spans == [(length * pack, length * (pack + 1)) for pack in range(packs)]
+        assert documents.tokens.shape == (1, min(length, longest))
+    compared = spans[-1:] if longest else spans
+    for (begin, end), indices, labels in zip(
+        compared, documents.indices, documents.labels, strict=True
+    ):
+        size = min(len(labels), end - begin)
+        assert torch.equal(indices[:size], torch.arange(begin, begin + size))
+        (places,) = (labels != IGNORE).nonzero(as_tuple=True)
+        assert torch.equal(labels[places], batch.input_ids[0, begin + places + 1])
+        if longest:
+            assert len(places) <= LABELS and places[-1] >= size - 2
+        else:
+            # A leak from the document before changes the first tokens most.
+            assert torch.equal(places, torch.arange(min(size, end - begin - 1)))
+    assert longest or documents.tokens.numel() <= max(DOCUMENTS * LABELS, LEAST * len(spans))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -279,6 +288,26 @@ def test_leaking_documents_are_found_in_packs_of_one_document(small: Small) -> N
         assert run.parity().failures
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_leak_at_any_single_boundary_is_found(precision: str, small: Small) -> None:
+    run = small(precision, layers=2, packs_a_microbatch=2)
+    boundaries = range(1, 8)
+
+    def without(boundary: int) -> Fault:
+        def joined(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            ends = inputs["cu_seqlens"].unique().int()
+            is_pack = len(ends) == 3
+            return {"cu_seqlens": ends if is_pack else ends[torch.arange(len(ends)) != boundary]}
+
+        return Fault("one boundary is lost", changing_inputs(joined), lambda run: True)
+
+    found = []
+    for boundary in boundaries:
+        with without(boundary).entered(run):
+            found.append(bool(run.parity().failures))
+    assert all(found), found
+
+
 @pytest.mark.parametrize(
     "part", ["mlp.gate.weight", "mlp.experts.down_proj", "self_attn.q_proj.weight"]
 )
@@ -362,6 +391,39 @@ def test_a_gradient_that_is_counted_twice_is_found(
 
     monkeypatch.setattr(LinearFunction, "backward", staticmethod(wrong))
     assert small("delayed", "llama").parity().failures
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"margin": 1},
+        {"amax_compute_algo": "most_recent"},
+        {"amax_history_len": 1, "margin": 2},
+        {"amax_history_len": 2},
+    ],
+)
+def test_settings_of_delayed_scaling_pass_and_another_rule_is_found(
+    options: dict[str, Any], small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(
+        history: torch.Tensor, scale: torch.Tensor, maximum: float, margin: int, algorithm: str
+    ) -> tuple[torch.Tensor, ...]:
+        if margin:
+            return update_scale(history, scale, maximum, -margin, algorithm)
+        other = {"max": "most_recent", "most_recent": "max"}[algorithm]
+        return update_scale(history, scale, maximum, margin, other)
+
+    run = small("delayed", **options)
+    assert run.parity().failures == []
+    monkeypatch.setattr(delayed_state, "update_scale", changed)
+    assert any("delayed scaling" in line for line in run.parity().failures)
+
+
+def test_histories_of_another_length_are_found(small: Small) -> None:
+    run = small("delayed", amax_history_len=8)
+    settings = run.active.settings.model_copy(update={"amax_history_len": 16})
+    run.active = replace(run.active, precision=replace(run.active.precision, settings=settings))
+    assert any("delayed scaling" in line for line in run.parity().failures)
 
 
 # Messages
