@@ -359,7 +359,7 @@ def train_step(
     decision = watch.judge(decision)
     figures = {"learning_rate": learning_rate, "gradient_norm": gradient_norm} | watch.metrics()
     if decision.proceed:
-        with watch.update(learning_rate, state.step - state.skipped_steps):
+        with watch.update(learning_rate, state.step - state.skipped_steps, losses):
             update()
     elif decision.action == "skip":
         model.context.go_back(histories)

@@ -7,7 +7,7 @@ the step costs no additional time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,8 +96,14 @@ class Observer:
         return {}
 
     @contextmanager
-    def update(self, step: Step, learning_rate: float, updates: int) -> Iterator[None]:
-        """Enclose the optimizer's step. `updates` is the number of earlier updates of the run."""
+    def update(
+        self, step: Step, learning_rate: float, updates: int, losses: Mapping[str, float]
+    ) -> Iterator[None]:
+        """Enclose the optimizer's step.
+
+        updates: the number of earlier updates of the run.
+        losses: the step's losses as metrics.jsonl gets them, see `PackedLanguageModel.mean_losses`.
+        """
         yield
 
     def finish(self) -> None:
@@ -162,9 +168,13 @@ class StepWatch:
             figures |= observer.metrics(self.step)
         return figures
 
-    def update(self, learning_rate: float, updates: int) -> AbstractContextManager[None]:
+    def update(
+        self, learning_rate: float, updates: int, losses: Mapping[str, float]
+    ) -> AbstractContextManager[None]:
         """Return a context manager that enters `Observer.update` of each due observer."""
-        return _all_of(observer.update(self.step, learning_rate, updates) for observer in self.due)
+        return _all_of(
+            observer.update(self.step, learning_rate, updates, losses) for observer in self.due
+        )
 
 
 @dataclass

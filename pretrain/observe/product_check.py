@@ -486,9 +486,10 @@ def _wrong_histories(
         active.quantized_precision.grid(role).maximum,
         settings,
     )
-    tolerance = AMAX_TOLERANCE if is_short else SCALE_TOLERANCE
-    is_right = torch.isclose(scale, expected_scale, rtol=tolerance, atol=0)
-    is_right &= torch.isclose(newest, amax, rtol=AMAX_TOLERANCE, atol=0)
+    is_right = torch.isclose(newest, amax, rtol=AMAX_TOLERANCE, atol=0)
+    is_right &= torch.isclose(
+        scale, expected_scale, rtol=AMAX_TOLERANCE if is_short else SCALE_TOLERANCE, atol=0
+    )
     is_right &= (history == expected_history).all(0) | is_short
     is_right &= len(history) == settings.amax_history_len
     # Amaxes that are not finite are not judged, because the health check reports overflows.
@@ -517,7 +518,6 @@ def delayed_scaling(
     amaxes = torch.cat([history[1:], newest[None]])
     following = torch.cat([torch.zeros_like(newest)[None], amaxes[1:]])
     amax = newest if settings.amax_compute_algo == "most_recent" else amaxes.amax(0)
-    following_scale = maximum / amax.double() / 2.0 ** (settings.margin or 0)
-    largest = torch.finfo(torch.float32).max
-    is_usable = amax.isfinite() & (amax > 0)
-    return following, following_scale.clamp(max=largest).float().where(is_usable, scale)
+    exact_scale = maximum / amax.double() / 2.0 ** (settings.margin or 0)
+    following_scale = exact_scale.clamp(max=torch.finfo(torch.float32).max).float()
+    return following, following_scale.where(amax.isfinite() & (amax > 0), scale)

@@ -10,7 +10,7 @@ that is checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,8 @@ ROUNDING = 2.0**-22
 # Gradients must be summed over microbatches in FP32. If BF16 can store more than this share of the
 # nonzero sums without rounding, the check concludes that the sums were rounded to BF16.
 BF16_VALUED = 0.9
+# Relative tolerance of a step's loss, which is an FP32 sum over the microbatches.
+LOSS_TOLERANCE = 1e-4
 
 
 def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
@@ -75,6 +77,8 @@ class StepCheck(Observer):
         self._recipe = recipe
         self._accelerator = accelerator
         self._wrong: list[str] = []
+        # Mean loss that the step minimizes, computed from the losses of the microbatches.
+        self._loss = 0.0
         # Map (name of the product, id of the cached weight) to a bool scalar: True if the cached
         # weight differs from the present weight.
         self._are_stale: dict[tuple[str, int], Tensor] = {}
@@ -91,8 +95,8 @@ class StepCheck(Observer):
 
         place: the position, in the order of packs, of the first pack that the step must use.
         """
-        # For each microbatch whose backward has begun, FP64 [2]: the number of labels, and the
-        # factor by which the summed loss is multiplied before backward.
+        # For each microbatch whose backward has begun, FP64 [3]: the number of labels, the summed
+        # loss, and the factor by which this loss is multiplied before backward.
         seen: list[Tensor] = []
         # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
         sums_fit_bf16: list[Tensor] = []
@@ -107,9 +111,11 @@ class StepCheck(Observer):
         def after_forward(
             module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor
         ) -> None:
-            labels = (inputs["labels"] != IGNORE).sum().double()
+            figures = [(inputs["labels"] != IGNORE).sum(), loss.detach()]
             loss.register_hook(
-                lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()]))
+                lambda gradient: seen.append(
+                    torch.stack([figure.double() for figure in (*figures, gradient.detach())])
+                )
             )
             # Check the sums of the first two microbatches before the third one is added. Afterwards
             # the sums would have more bits, and the check could not find that the sum of the first
@@ -124,9 +130,11 @@ class StepCheck(Observer):
             yield
         if len(seen) > 1:
             sums_fit_bf16.append(self._fit_bf16())
-        labels, factors = torch.stack(seen).unbind(1)
-        total = int(self._accelerator.reduce(labels.sum(), reduction="sum"))
+        labels, losses, factors = torch.stack(seen).unbind(1)
+        sums = torch.stack([labels.sum(), losses.sum()])
+        total, loss = self._accelerator.reduce(sums, reduction="sum").tolist()
         counted = batches.valid_tokens
+        self._loss = loss / max(counted, 1)
         factors = factors * max(counted, 1)
         stale = sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
         evaluating = [name for name, module in self._packed.named_modules() if not module.training]
@@ -139,7 +147,8 @@ class StepCheck(Observer):
             f"{len(stale)} products use weights from before the last update: {some_of(stale)}": (
                 stale
             ),
-            f"{total:,} labels were trained on, but the step counts {counted:,}": total != counted,
+            f"{total:,.0f} labels were trained on, but the step counts {counted:,}": total
+            != counted,
             f"a token's loss is not divided by the step's {counted:,} labels": not torch.allclose(
                 factors, torch.ones_like(factors), rtol=1e-5, atol=0
             ),
@@ -150,8 +159,10 @@ class StepCheck(Observer):
         self._wrong = [line for line, is_true in faults.items() if is_true]
 
     @contextmanager
-    def update(self, step: Step, learning_rate: float, updates: int) -> Iterator[None]:
-        """Compare the update with the update by torch.optim.AdamW.
+    def update(
+        self, step: Step, learning_rate: float, updates: int, losses: Mapping[str, float]
+    ) -> Iterator[None]:
+        """Compare the update with torch.optim.AdamW, and `losses` with those of the microbatches.
 
         All ranks must call this method. Raises TrainingHalted on all processes if any process has
         found a fault in the step or in the update.
@@ -160,6 +171,15 @@ class StepCheck(Observer):
             self._packed.hf, self._optimizer, self._recipe, learning_rate, updates
         )
         yield
+        weights = {"loss": 1.0, "penalty": self._recipe.loss.penalty_weight} | {
+            "router_loss": self._packed.routing.coefficient
+        }
+        logged = sum(weight * losses[name] for name, weight in weights.items() if weight)
+        if abs(logged - self._loss) > LOSS_TOLERANCE * abs(self._loss):
+            self._wrong.append(
+                f"the losses to be logged add up to {logged:.6f}, those of the microbatches to "
+                f"{self._loss:.6f}"
+            )
         wrong = [*self._wrong, *by_torch.differences()]
         if largest_over_ranks(self._accelerator, len(wrong)):
             lines = "\n".join(

@@ -52,7 +52,7 @@ class Recorder(Observer):
     def metrics(self, step: Step) -> dict[str, int]:
         return {self.name: step.number}
 
-    def update(self, step, learning_rate, updates):
+    def update(self, step, learning_rate, updates, losses):
         return self.enclosing("update")
 
 
@@ -128,7 +128,7 @@ def test_hooks_are_entered_in_order_and_exited_in_reverse() -> None:
             pass
         assert watch.judge(UPDATE).reason == "ab"
         assert watch.metrics() == {"a": 3, "b": 3}
-        with watch.update(0.1, 2):
+        with watch.update(0.1, 2, {}):
             pass
     nested = [
         ["whole step"],
@@ -148,7 +148,7 @@ def test_a_step_without_observers_is_unchanged() -> None:
     watch = StepWatch(Step(3, True, False, False), [])
     with watch.passes(BATCHES, 0), watch.first_microbatch():
         pass
-    with watch.update(0.1, 2):
+    with watch.update(0.1, 2, {}):
         pass
     assert watch.judge(UPDATE) is UPDATE and watch.metrics() == {}
     assert not watch.separates_first_microbatch

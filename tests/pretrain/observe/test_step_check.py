@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from pretrain.metrics.health import TrainingHalted
 from tests.pretrain.verify.faults import Fault
 from tests.pretrain.verify.mutations import FAULTS
-from tests.pretrain.verify.small_runs import CLIP, SmallRun, build_run
+from tests.pretrain.verify.small_runs import CLIP, MIXTURES, SmallRun, build_run
+from tests.pretrain.verify.update_faults import PENALIZED
 
 STALE = "a weight's cached copy is stale in every second step"
 # Expected messages by fault
@@ -27,6 +28,9 @@ LINES = {
     "a tenth of each gradient remains after a step": "gradients were not cleared",
     "a step is trained in evaluation mode": "modules are in evaluation mode",
     "moments are BF16, not FP32": "exp_avg are bfloat16",
+    "the loss of earlier steps is added to the loss that is logged": "losses to be logged",
+    "the loss that is logged includes the penalty twice": "losses to be logged",
+    "the loss that is logged is the last microbatch's": "losses to be logged",
     STALE: "products use weights from before the last update: ",
 }
 BY_NAME = {fault.what: fault for fault in FAULTS}
@@ -47,6 +51,15 @@ def test_a_correct_update_passes(
     build(accelerator, weights, clip=clip).train()
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_correct_update_with_penalty_and_router_loss_passes(
+    kind: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balance = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+    monkeypatch.setitem(MIXTURES, "qwen3_moe", MIXTURES["qwen3_moe"] | balance)
+    build_run(accelerator, "fp32", kind, loss=PENALIZED).train()
+
+
 def assert_refused(fault: Fault, run: SmallRun) -> None:
     assert fault.applies(run)
     with fault.entered(run), pytest.raises(TrainingHalted, match=LINES[fault.what]):
@@ -61,8 +74,9 @@ def test_a_fault_of_the_update_is_named(accelerator: Accelerator, number: int, w
 
     `tests.pretrain.verify.mutations` tries every fault with all ways.
     """
-    weights = BY_NAME[what].weights
-    assert_refused(BY_NAME[what], build(accelerator, weights[number % len(weights)]))
+    fault = BY_NAME[what]
+    weights = fault.weights[number % len(fault.weights)]
+    assert_refused(fault, build(accelerator, weights, **fault.options))
 
 
 # Copies that are cast, quantized with a history, in blocks, and transformed.

@@ -167,11 +167,13 @@ class SmallRun:
             watch = self.watch(updates + 1, observers, is_new=False)
             adamw.set_learning_rate(self.optimizer, RATE)
             with watch.passes(self.step, 0):
-                packed_model.forward_backward(
+                mean_loss = packed_model.forward_backward(
                     self.model, self.step, self.accelerator, watch.first_microbatch()
                 )
             norm = adamw.gradient_norm(self.model.parameters())
-            with watch.update(RATE, updates):
+            means = self.packed.mean_losses(self.accelerator, self.step.valid_tokens, mean_loss)
+            losses = {name: mean.item() for name, mean in means.items()}
+            with watch.update(RATE, updates, losses):
                 self.optimizer.step(
                     clip_coefficient=adamw.clip_coefficient(norm, self.recipe.optimizer.clip)
                 )
@@ -221,6 +223,7 @@ def build_run(
         model={"source": "any"},
         data={"packs": "any"},
         train={"steps": 9},
+        loss=loss or LossSettings(),
         weights=weights,
         optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"},
         log={"fp8_statistics": 1},

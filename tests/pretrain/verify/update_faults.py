@@ -20,6 +20,7 @@ from pretrain.model.gradients import gradient_of
 from pretrain.optimizer import adamw
 from pretrain.precision import delayed_state, emulation
 from pretrain.precision.gemm import Gemm
+from pretrain.settings.recipe import LossSettings
 from tests.pretrain.verify import small_runs
 from tests.pretrain.verify.faults import Make, Patch, delayed, emulated, fault, quantized
 from tests.pretrain.verify.small_runs import SmallRun
@@ -162,9 +163,10 @@ def round_to_bf16(run: SmallRun) -> None:
 
 @fault_of_update("FP32 gradient sums are rounded to BF16")
 @changing_passes
-def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
-    passes(step)
+def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> Tensor:
+    loss = passes(step)
     round_to_bf16(run)
+    return loss
 
 
 @fault_of_update(
@@ -172,9 +174,9 @@ def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: Ste
     lambda run: len(run.step.microbatches) > 2,
 )
 @changing_passes
-def sums_rounded_between(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
+def sums_rounded_between(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> Tensor:
     with run.packed.register_forward_pre_hook(lambda *_: round_to_bf16(run)):
-        passes(step)
+        return passes(step)
 
 
 @fault_of_update("gradients are not cleared after a step")
@@ -206,6 +208,34 @@ def moments_in_bf16(run: SmallRun, patch: Patch) -> None:
 
     materialise = run.optimizer.materialise
     patch.setattr(run.optimizer, "materialise", rounded)
+
+
+PENALIZED = LossSettings(chunk=256, penalty="non_max_sum", penalty_weight=0.1)
+
+
+@fault("the loss of earlier steps is added to the loss that is logged", loss=PENALIZED)
+def logged_sums_kept(run: SmallRun, patch: Patch) -> None:
+    head = run.packed.hf.get_output_embeddings()
+    patch.setattr(head, "take_parts", lambda: head._parts)
+
+
+@fault("the loss that is logged includes the penalty twice", loss=PENALIZED)
+def penalty_logged_twice(run: SmallRun, patch: Patch) -> None:
+    def changed(*arguments: Any) -> dict[str, Tensor]:
+        losses = mean_losses(*arguments)
+        return losses | {"loss": losses["loss"] + 0.1 * losses["penalty"]}
+
+    mean_losses = run.packed.mean_losses
+    patch.setattr(run.packed, "mean_losses", changed)
+
+
+@fault_of_update("the loss that is logged is the last microbatch's")
+@changing_passes
+def last_loss_logged(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> Tensor:
+    losses = []
+    with run.packed.register_forward_hook(lambda module, args, loss: losses.append(loss.detach())):
+        passes(step)
+    return losses[-1] * len(losses) / step.valid_tokens
 
 
 @fault("no scale is updated from the second step on", delayed)
