@@ -149,13 +149,16 @@ def held_out_sums(
     # Drop the sums of earlier forward passes.
     head.take_parts()
     total = torch.zeros(3 if head.penalty else 2, dtype=torch.float64, device=accelerator.device)
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    if any(module.training for module in model.modules()):
+        raise RuntimeError("modules of the model are in training mode during an evaluation")
     for batch in batches:
         total[0] += model(**inputs_of(batch, accelerator.device))
         total[1] += batch.valid_tokens
         advance()
-    model.train(was_training)
+    for module, was_training in modes:
+        module.training = was_training
     parts = head.take_parts()
     if parts is not None:
         total[2] = parts[1]

@@ -35,6 +35,7 @@ from pretrain.observe.operand_statistics import OperandWatch
 from pretrain.observe.step_check import StepCheck
 from pretrain.plan.memory import TAKES_LESS
 from pretrain.run.assembly import Assembly, first_tokens
+from pretrain.run.evaluate import figures_of, held_out_sums
 from pretrain.run.job import Job
 from pretrain.run.run import Run
 from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
@@ -372,6 +373,9 @@ def _compare_first_step(run: Run) -> Parity | str:
         [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()],
         run.precision.current.active,
         accelerator,
+        held_out_loss=lambda microbatches: figures_of(
+            held_out_sums(model, microbatches, accelerator)
+        )["held_out_loss"],
         mask_boundaries=job.recipe.data.mask_boundaries,
     )
 

@@ -78,6 +78,9 @@ NORM_RATIO = 2.0
 # finely than BF16. The share is larger than 2^-16, because the run and plain transformers may add
 # the same numbers in different orders.
 FP32_OF_BF16 = 2.0**-8
+# Allowed error of the mean of many losses, as a multiple of its standard deviation. The deviation
+# is computed from the error of a single loss, as if the errors of all tokens were independent.
+MEAN_ERROR = 6.0
 # Pattern for the attributes in which modules store the rate of dropout, or of other noise, in
 # training. The attribute `p` is the rate of torch's dropout modules.
 NOISES = re.compile("drop|jitter_noise|^p$")
@@ -167,6 +170,7 @@ def check_parity(
     active: ActivePrecision,
     accelerator: Accelerator,
     *,
+    held_out_loss: Callable[[Sequence[Microbatch]], float],
     mask_boundaries: bool = True,
 ) -> Parity:
     """Compare the microbatches of `step` with its packs, and the model with plain transformers.
@@ -182,6 +186,8 @@ def check_parity(
         packs: Packs of `step` on all ranks.
         active: Precision of the step.
         accelerator: Accelerator of the run.
+        held_out_loss: Function that evaluates the model on microbatches, as on held-out packs, and
+            returns the mean loss over all ranks.
         mask_boundaries: True if the last token of a document has no label (see
             `packing.batch.build_microbatch`).
     """
@@ -192,7 +198,9 @@ def check_parity(
             model.context.preserving_state(),
         ):
             run_pass = partial(_run_pass, model, optimizer, accelerator)
-            parity = _compare(model, run_pass, step, packs, active, accelerator, mask_boundaries)
+            parity = _compare(
+                model, run_pass, held_out_loss, step, packs, active, accelerator, mask_boundaries
+            )
         if any(from_all_ranks(bool(parity.failures))) and not parity.failures:
             parity.failures.append(
                 "another process has found mismatches; read the message of that process"
@@ -213,6 +221,7 @@ def check_parity(
 def _compare(
     model: PackedLanguageModel,
     run_pass: Pass,
+    held_out_loss: Callable[[Sequence[Microbatch]], float],
     step: StepBatches,
     packs: Sequence[Pack],
     active: ActivePrecision,
@@ -236,13 +245,12 @@ def _compare(
     step_tokens = max(step.valid_tokens, 1)
     mean_over_compared = step_tokens / tokens
     with _comparable(model, shapes.input_ids.shape[1]) as head_factor:
-        with (
-            overridden(model.context, quantizing=False),
-            recording_choices(model) as choices,
-        ):
-            loss = run_pass(step) * mean_over_compared
+        with overridden(model.context, quantizing=False):
+            with recording_choices(model) as choices:
+                losses = [run_pass(step) * mean_over_compared]
+            losses.append(held_out_loss(step.microbatches))
         documents = _with_choices([documents for _, documents in drawn], choices)
-        reference_loss, loss_noise, reference, noise = _reference(
+        reference_losses, loss_noise, reference, noise = _reference(
             model, accelerator, documents, step_tokens, tokens, head_factor
         )
         gradients = _gradients(model)
@@ -250,18 +258,28 @@ def _compare(
         parity = Parity(
             failures=failures,
             tokens=tokens,
-            loss=loss,
-            reference_loss=reference_loss,
+            loss=losses[0],
+            reference_loss=reference_losses[0],
             loss_tolerated=loss_noise * resolution,
             gradient_norm=gradient_norm(model.parameters()).item(),
             tensors=judge(distances(gradients, reference), noise, resolution),
         )
-        # `not ... <=` is used instead of `>`, so that NaN is a failure.
-        if not abs(loss - reference_loss) <= parity.loss_tolerated:
-            failures.append(
-                f"loss of the packed path: {loss:.6f}, loss of plain transformers: "
-                f"{reference_loss:.6f}, allowed difference: {parity.loss_tolerated:.2g}"
+        failures += [
+            f"{name} of the packed path: {actual:.6f}, loss of plain transformers: "
+            f"{expected:.6f}, allowed difference: {tolerated:.2g}"
+            for name, actual, expected, tolerated in (
+                ("loss", losses[0], reference_losses[0], parity.loss_tolerated),
+                # The difference is the penalty and the router loss. It is zero without them.
+                (
+                    "loss minus held-out loss",
+                    losses[0] - losses[1],
+                    reference_losses[0] - reference_losses[1],
+                    MEAN_ERROR / math.sqrt(tokens) * parity.loss_tolerated,
+                ),
             )
+            # `not ... <=` is used instead of `>`, so that NaN is a failure.
+            if not abs(actual - expected) <= tolerated
+        ]
         failures += worst_of(
             parity.tensors, "gradients", "the packed path differs from plain transformers"
         )
@@ -318,7 +336,7 @@ def _reference(
     step_tokens: int,
     tokens: int,
     head_factor: float,
-) -> tuple[float, float, dict[str, Tensor], dict[str, Distance]]:
+) -> tuple[list[float], float, dict[str, Tensor], dict[str, Distance]]:
     """Run plain transformers in FP32, and then in BF16 to measure the errors of BF16.
 
     If the model computes in BF16 on a GPU, the GEMMs of the FP32 model round their operands to
@@ -334,7 +352,7 @@ def _reference(
         head_factor: Factor by which the input of the LM head is multiplied.
 
     Returns:
-        * The mean loss in FP32.
+        * The mean loss in FP32, and the mean cross-entropy in FP32.
         * The root mean square of BF16's errors in the losses of the tokens.
         * The gradients in FP32, by parameter name.
         * The distances of the gradients in BF16 from the gradients in FP32.
@@ -360,10 +378,11 @@ def _reference(
     # Free the memory of the weights now. A module with a replaced forward is part of a reference
     # cycle, so the memory would otherwise stay in use until the next garbage collection.
     plain.to("meta")  # type: ignore[arg-type]  # transformers annotates the argument wrongly
-    squares = from_all_ranks((rounded_losses - losses).double().square().sum().item())
+    squares = from_all_ranks((rounded_losses - losses)[0].double().square().sum().item())
     loss_noise = math.sqrt(sum(squares) / tokens)
-    loss = sum(from_all_ranks(losses.double().sum().item())) / tokens
-    return loss, loss_noise, gradients, distances(rounded, gradients)
+    totals = from_all_ranks(losses.double().sum(1).tolist())
+    means = [sum(of_ranks) / tokens for of_ranks in zip(*totals, strict=True)]
+    return means, loss_noise, gradients, distances(rounded, gradients)
 
 
 def _compare_quantized(
@@ -553,8 +572,7 @@ def draw_microbatch(
     whole = int(spans.diff().max())
     # The reference evaluates the same number of tokens for each document. In the row of a shorter
     # document, the tokens after its end have no labels, so they do not affect the comparison.
-    share = DOCUMENTS * min(LABELS, whole) // len(spans)
-    tokens = min(whole, longest or max(share, LEAST))
+    tokens = min(whole, longest or max(DOCUMENTS * min(LABELS, whole) // len(spans), LEAST))
     indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=size - 1)
     # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
     # distance, the labels take all positions in a block, one after the other.

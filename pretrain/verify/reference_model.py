@@ -232,8 +232,9 @@ def reference_pass(
         head_factor: Factor of the input of the LM head.
 
     Returns:
-        The losses of all tokens with a label (nats, FP32), and a dict that maps the name of each
-        parameter to the gradient of the sum of these losses.
+        FP32 [2, labels] in nats, and a dict that maps the name of each parameter to the gradient of
+        the sum of the losses. The first row has the losses of all tokens with a label. The second
+        row has their cross-entropies, which are the losses in an evaluation.
     """
     parameters = {
         name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad
@@ -248,7 +249,8 @@ def reference_pass(
         output = _output_of(plain, documents, has_label, head_factor)
         labels = documents.labels[has_label].to(plain.device)
         logits = output.logits.float()
-        token_losses = F.cross_entropy(logits, labels, reduction="none")
+        cross_entropies = F.cross_entropy(logits, labels, reduction="none")
+        token_losses = cross_entropies
         if loss.penalty_weight:
             token_losses = token_losses + _penalty(logits, loss)
         if getattr(plain.config, "output_router_logits", None):
@@ -257,13 +259,13 @@ def reference_pass(
             )
             token_losses = token_losses + _router_loss(plain, router_logits)
         token_losses.sum().backward()
-        losses.append(token_losses.detach())
+        losses.append(torch.stack([token_losses, cross_entropies]).detach())
         for name, parameter in parameters.items():
             # An expert that no token has chosen has no gradient.
             if parameter.grad is not None:
                 gradients[name] += parameter.grad
             parameter.grad = None
-    return torch.cat(losses), gradients
+    return torch.cat(losses, dim=1), gradients
 
 
 def _penalty(logits: Tensor, loss: LossSettings) -> Tensor:

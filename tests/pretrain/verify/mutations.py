@@ -31,7 +31,7 @@ from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 from tests.multi import test_broken_ranks as broken_ranks
 from tests.pretrain.conftest import on_a
-from tests.pretrain.verify import mixture_faults, update_faults  # noqa: F401
+from tests.pretrain.verify import document_faults, mixture_faults, update_faults  # noqa: F401
 from tests.pretrain.verify.faults import FAULTS, Fault
 from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run
 

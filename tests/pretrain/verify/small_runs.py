@@ -35,6 +35,7 @@ from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import ActivePrecision, precision_called
+from pretrain.run import evaluate
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 from pretrain.verify.parity import Parity, check_parity
 from tests.pretrain.conftest import active_in
@@ -182,7 +183,15 @@ class SmallRun:
     def parity(self) -> Parity:
         """Run the parity check."""
         return check_parity(
-            self.model, self.optimizer, self.step, self.packs, self.active, self.accelerator
+            self.model,
+            self.optimizer,
+            self.step,
+            self.packs,
+            self.active,
+            self.accelerator,
+            held_out_loss=lambda microbatches: evaluate.figures_of(
+                evaluate.held_out_sums(self.model, microbatches, self.accelerator)
+            )["held_out_loss"],
         )
 
 
