@@ -22,6 +22,7 @@ from pretrain.compare.differences import (
     t_probability,
     t_quantile,
 )
+from pretrain.compare.verdicts import Protocol
 from pretrain.metrics.run_record import at_the_end
 
 
@@ -116,3 +117,28 @@ def test_verdicts_over_seeds():
     assert two_seeds.half_width() is None and two_seeds.verdict() == CANNOT_TELL
     assert difference([0.001] * 3).verdict() == WORSE + WITHIN_MARGIN, "no deviation"
     assert difference([0.1] * 3).verdict() == WORSE + BEYOND_MARGIN
+
+
+def test_the_candidates_of_a_comparison_share_the_error() -> None:
+    """Simulates candidates as good as the baseline, whose verdicts are read after each seed."""
+    candidates, seeds, series, margin, level = 8, 10, 60, 0.003, 2.0
+
+    def family_wise_error(error: float) -> float:
+        """Return the share of series in which any candidate is ever called better or worse."""
+        rng = np.random.default_rng(0)
+        wrong = 0
+        for _ in range(series):
+            losses = level + rng.normal(0, margin * level, (candidates + 1, seeds))
+            wrong += any(
+                SeedDifference.of(dict(enumerate(losses[candidate, :count])), baseline)
+                .anytime_verdict(margin, error)
+                .startswith(("better", "worse"))
+                for count in range(2, seeds + 1)
+                for baseline in [dict(enumerate(losses[0, :count]))]
+                for candidate in range(1, candidates + 1)
+            )
+        return wrong / series
+
+    protocol = Protocol(None, margin, [], dict.fromkeys(range(candidates + 1), 1.0), 0.0, 5, 9, 0)
+    assert protocol.error == pytest.approx(0.05 / candidates)
+    assert family_wise_error(protocol.error) <= 0.05 < family_wise_error(0.05)

@@ -19,12 +19,13 @@ from packing.order import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.model.loss.head import LossHead
-from pretrain.run.evaluate import held_out_figures
+from pretrain.run.evaluate import held_out_figures, held_out_sums
 from pretrain.run.evaluate_command import packing_folder
 from pretrain.run.run import best_evaluation
 from pretrain.run.sampling import sample
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.plan.plan_recipe import recipe
+from tests.pretrain.verify.small_runs import build_run
 from tests.ranks import in_ranks
 
 
@@ -130,6 +131,34 @@ def test_evaluation_keeps_mode_weights_and_gradients(
     assert all(module.training == training for module in packed.modules())
     assert all((parameter.grad == 7.0).all() for parameter in packed.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in packed.state_dict().items())
+
+
+def test_an_evaluation_with_a_module_in_training_mode_is_refused(
+    held_out: Packs,
+    accelerator: Accelerator,
+    build_model: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = build_model()
+    layer = packed.hf.model.layers[1]
+    monkeypatch.setattr(layer, "train", lambda mode=True: layer)
+    with pytest.raises(RuntimeError, match="in training mode"):
+        evaluate(packed, held_out, accelerator)
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("bf16", True), ("mxfp8", False)])
+def test_an_evaluation_uses_the_weights_after_the_last_update(
+    precision: str, fused: bool, accelerator: Accelerator
+) -> None:
+    """Training computes with cached copies of the weights, which an update makes stale."""
+    trained, other = (build_run(accelerator, precision, layers=1, fused=fused) for _ in range(2))
+    trained.train()
+    other.packed.load_state_dict(trained.packed.state_dict())
+    sums = []
+    for run in (trained, other):
+        run.packed.context.evaluates_low = True
+        sums.append(held_out_sums(run.packed, run.step.microbatches, accelerator))
+    assert torch.equal(*sums)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
