@@ -61,14 +61,15 @@ INTERVALS: dict[str, tuple[float, float, bool, int]] = {
 
 def half_widths(values: np.ndarray, error: float) -> np.ndarray:
     """Return `anytime_half_width` after each seed of each series, as infinity if it is None."""
-    mean = np.cumsum(values, axis=1) / SEEDS
-    squares = np.maximum(np.cumsum(values**2, axis=1) - SEEDS * mean**2, 0.0)
-    spread = 1 + SEEDS * MIXED_OVER
+    seeds = np.arange(1, values.shape[1] + 1)
+    mean = np.cumsum(values, axis=1) / seeds
+    squares = np.maximum(np.cumsum(values**2, axis=1) - seeds * mean**2, 0.0)
+    spread = 1 + seeds * MIXED_OVER
     with np.errstate(over="ignore"):
-        bound = (np.sqrt(spread) / error) ** (2 / SEEDS)
-    is_finite = (bound < spread) & (SEEDS >= FEWEST_SEEDS)
+        bound = (np.sqrt(spread) / error) ** (2 / seeds)
+    is_finite = (bound < spread) & (seeds >= FEWEST_SEEDS)
     bound = np.where(is_finite, bound, 1.0)
-    half = np.sqrt(squares * (bound - 1) / (SEEDS * (1 - bound / spread)))
+    half = np.sqrt(squares * (bound - 1) / (seeds * (1 - bound / spread)))
     return np.where(is_finite, half, np.inf)
 
 

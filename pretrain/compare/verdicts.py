@@ -25,6 +25,8 @@ from pretrain.compare.differences import (
     CANNOT_TELL,
     CONFIDENCE,
     FEWEST_SEEDS,
+    MOST_SIMULATED_SEEDS,
+    PROBABLY_ENOUGH,
     WORSE,
     SeedDifference,
     fewest_seeds,
@@ -119,8 +121,12 @@ class Verdict:
     gain_interval: list[float] | None = None
     # The verdict as text, such as "equivalent" or "broke off: was halted at step 7".
     word: str = CANNOT_TELL
-    # Estimated seconds of training until the verdict is final, if mean and spread of the loss
-    # differences stay the same. None if MOST_SEEDS seeds would not be enough.
+    # If the verdict is open: number of seeds, including the trained ones, that are enough with the
+    # probability PROBABLY_ENOUGH. None if the number is larger than MOST_SIMULATED_SEEDS. Before
+    # FEWEST_SEEDS seeds, it is the number without which no verdict is possible.
+    enough_seeds: int | None = None
+    # Estimated seconds of the rounds that are missing to `enough_seeds`. None if there would be
+    # more than MOST_SEEDS rounds.
     more_seconds: float | None = None
     # Advice about the candidate, such as USE.
     advice: str = ""
@@ -222,6 +228,12 @@ class Rounds:
         worse than the baseline's loss by more than the margin.
         """
         verdicts = [self.verdict(name) for name in self.protocol.candidates]
+        # The next rounds train all open candidates.
+        seconds_of_round = self.seconds([verdict.name for verdict in verdicts if verdict.is_open])
+        for verdict in verdicts:
+            if verdict.served and verdict.enough_seeds and verdict.enough_seeds <= MOST_SEEDS:
+                missing = verdict.enough_seeds - len(verdict.served.by_seed)
+                verdict.more_seconds = missing * seconds_of_round
         eligible = [
             verdict
             for verdict in sorted(verdicts, key=lambda verdict: -(verdict.gain or 0.0))
@@ -239,11 +251,14 @@ class Rounds:
         The first of them is recommended.
         """
         if verdict.is_open:
-            if not verdict.more_seconds:
-                return f"{MOST_SEEDS} seeds would not be enough if mean and spread stay the same"
+            seeds = verdict.enough_seeds or f"more than {MOST_SIMULATED_SEEDS}"
+            probability = f"{100 * PROBABLY_ENOUGH:g} %"
+            enough = f"{seeds} seeds would be enough with a probability of {probability}"
+            if verdict.more_seconds is None:
+                return f"{enough}, but at most {MOST_SEEDS} are trained"
             more = f"{duration(verdict.more_seconds)} more of --hours"
             has_interval = verdict.served and len(verdict.served.by_seed) >= FEWEST_SEEDS
-            return f"about {more} should be enough" if has_interval else f"needs at least {more}"
+            return f"about {more} ({enough})" if has_interval else f"needs at least {more}"
         if verdict.served and verdict.gain is None:
             if verdict.speedup:
                 return (
@@ -273,7 +288,9 @@ class Rounds:
         verdict = Verdict(name, served, _difference(pairs, LOSS_KEY))
         verdict.word = served.anytime_verdict(protocol.margin, protocol.error)
         if verdict.is_open:
-            verdict.more_seconds = self._seconds_to_verdict(name, served)
+            verdict.enough_seeds = fewest_seeds(protocol.error)
+            if len(pairs) >= FEWEST_SEEDS:
+                verdict.enough_seeds = served.seeds_for_verdict(protocol.margin, protocol.error)
         speedups = _speedups(pairs)
         if speedups:
             speeds = [run.summary["tokens_per_second"] for _, run in pairs]
@@ -335,21 +352,6 @@ class Rounds:
         steps = self.protocol.steps
         before = self.protocol.trunk if self.protocol.begin_with else 0
         return (total_factor * steps - before) / (steps - before)
-
-    def _seconds_to_verdict(self, name: str, served: SeedDifference) -> float | None:
-        """Return the estimated seconds of training until the verdict of the candidate is final.
-
-        `served` has the loss differences of all trained seeds. The estimate assumes that further
-        seeds repeat these differences. Return None if MOST_SEEDS seeds would not be enough.
-        """
-        values = list(served.by_seed.values())
-        for seeds in range(len(values) + 1, MOST_SEEDS + 1):
-            repeated = {index: values[index % len(values)] for index in range(seeds)}
-            difference = SeedDifference(repeated, served.baseline)
-            word = difference.anytime_verdict(self.protocol.margin, self.protocol.error)
-            if not Verdict(name, word=word).is_open:
-                return (seeds - len(values)) * self.seconds([name])
-        return None
 
     # ── Table ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -568,7 +568,7 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
 
 
 def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:
-    """Return a text with one line for each candidate, and the recommendation.
+    """Return a text with one line for each candidate, reservations, and the recommendation.
 
     If a precision is recommended, the last line is the command that trains with this precision.
     """
@@ -576,6 +576,19 @@ def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) 
         f"{verdict.name}: {verdict.word}{interval_within(protocol, verdict)}, {verdict.advice}."
         for verdict in verdicts
     ]
+    schedule = question.recipe.schedule
+    decays_early = schedule.kind == "wsd" and schedule.decay > 0.5
+    if decays_early or schedule.kind in ("cosine", "linear"):
+        lines.append(
+            "All gains are upper estimates: the learning rate decays for more than half of the "
+            "steps, and the decay makes the slope of the loss too steep (docs/which.md)."
+        )
+    if protocol.begin_with:
+        lines.append(
+            f"This answer is about the checkpoint {protocol.begin_with}. Its part of a loss "
+            "difference is the same for all seeds, so no interval shows the effect of another "
+            "checkpoint."
+        )
     best = next((verdict for verdict in verdicts if verdict.advice == USE), None)
     if best and best.gain_interval:
         low, high = best.gain_interval

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence.tables import Scale
+from benchmarks.which_estimates import seeds_enough
 from foundation.errors import InputError
 from foundation.fork_server import ForkServer
+from foundation.units import duration
 from pretrain.compare import which
 from pretrain.compare.differences import (
     BEYOND_MARGIN,
@@ -249,7 +251,7 @@ CANDIDATES = {
     "current": (1.004, [0.0004, 0.0005, 0.0006, 0.0005, 0.0005]),
     "delayed+head": (1.1, [0.0020, 0.0021, 0.0022, 0.0021, 0.0021]),
     "nvfp4": (2.0, [0.049, 0.050, 0.051, 0.050, 0.050]),
-    "mxfp8": (1.2, [0.001, 0.004, 0.007, 0.004, 0.004]),
+    "mxfp8": (1.2, [-0.002, 0.003, 0.001, -0.001, 0.002]),
 }
 NAMES = ["bf16", *CANDIDATES]
 PROTOCOL = Protocol(None, 0.003, NAMES, dict.fromkeys(NAMES, 0.1), 5.0, 5, 400, 80)
@@ -373,6 +375,72 @@ def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
         "the last losses are of the same steps"
     )
     assert candidates["mxfp8"]["more_seconds"] >= 4.0 + 3.2, "a seed takes 400 and 320 steps"
+    assert candidates["mxfp8"]["enough_seeds"] == 7
+
+
+def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
+    trained_question: TrainedQuestion,
+) -> None:
+    rounds = trained_question.rounds
+
+    def spread(name: str, differences: list[float]) -> None:
+        for runs, difference in zip(rounds.runs, differences, strict=True):
+            runs[name].summary["held_out_loss"] = 2.0 + difference
+
+    spread("nvfp4", [-0.003, 0.004, 0.002, -0.002, 0.003])
+    verdicts = {verdict.name: verdict for verdict in rounds.verdicts()}
+    assert [name for name, verdict in verdicts.items() if verdict.is_open] == ["nvfp4", "mxfp8"]
+    a_round = rounds.seconds(["nvfp4", "mxfp8"])
+    assert a_round == (5 + 40) + 2 * (5 + 32), "the baseline and two branches"
+    for verdict in (verdicts["nvfp4"], verdicts["mxfp8"]):
+        assert verdict.more_seconds == (verdict.enough_seeds - 5) * a_round
+        seeds = f"({verdict.enough_seeds} seeds would be enough with a probability of 80 %)"
+        assert verdict.advice == f"about {duration(verdict.more_seconds)} more of --hours {seeds}"
+    assert verdicts["nvfp4"].enough_seeds > verdicts["mxfp8"].enough_seeds
+    spread("mxfp8", [-0.03, 0.04, 0.02, -0.02, 0.03])
+    spread("nvfp4", [0.001, 0.004, 0.007, 0.004, 0.004])
+    verdicts = {verdict.name: verdict for verdict in rounds.verdicts()}
+    for name, seeds in (("nvfp4", "39"), ("mxfp8", "more than 200")):
+        assert verdicts[name].more_seconds is None
+        assert verdicts[name].advice == (
+            f"{seeds} seeds would be enough with a probability of 80 %, but at most 20 are trained"
+        )
+    del rounds.runs[2:]
+    (verdict,) = (verdict for verdict in rounds.verdicts() if verdict.name == "nvfp4")
+    assert verdict.more_seconds == 2 * rounds.seconds(list(CANDIDATES)), "four seeds are needed"
+    assert verdict.advice.startswith("needs at least ")
+
+
+@pytest.mark.parametrize(("cost", "candidates"), [(0.0, 1), (2.0, 4)])
+def test_the_estimated_seeds_are_enough_as_often_as_stated(cost: float, candidates: int) -> None:
+    """The differences have a standard deviation of a margin, and the verdict is open at 4 seeds."""
+    assert seeds_enough(cost, 1.0, candidates, series=50, before=(4,))["enough"]["4"] > 0.75
+
+
+def test_the_estimate_of_equal_differences_is_the_next_seed_with_a_final_verdict() -> None:
+    for loss in (0.0, 0.002, 0.0031, 0.5):
+        differences = SeedDifference(dict.fromkeys(range(3), loss), 1.0)
+        seeds = differences.seeds_for_verdict(0.003, 0.0125)
+        repeated = [SeedDifference(dict.fromkeys(range(n), loss), 1.0) for n in (3, 4)]
+        words = [difference.anytime_verdict(0.003, 0.0125) for difference in repeated]
+        assert [Verdict("", word=word).is_open for word in words] == [True, False] and seeds == 4
+    assert SeedDifference({0: 0.1, 1: -0.1, 2: 0.1}, 1.0).seeds_for_verdict(0.003, 0.01) is None
+
+
+def test_the_answer_calls_gains_upper_estimates_if_the_rate_decays_early(
+    trained_question: TrainedQuestion,
+) -> None:
+    question = trained_question.question
+
+    def is_reserved(*overrides: str) -> bool:
+        recipe = load_recipe(trained_question.file, overrides)
+        answer = which.answer(replace(question, recipe=recipe), PROTOCOL, [])
+        return "All gains are upper estimates" in answer
+
+    assert is_reserved("schedule.kind=cosine") and is_reserved("schedule.kind=linear")
+    assert is_reserved("schedule.kind=wsd", "schedule.decay=0.51")
+    assert not is_reserved("schedule.kind=wsd", "schedule.decay=0.5")
+    assert not is_reserved("schedule.kind=constant", "schedule.decay=0.8")
 
 
 def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
@@ -432,6 +500,7 @@ def test_only_the_tokens_of_a_branch_count(trained_question: TrainedQuestion) ->
     assert branched.verdict("nvfp4").tokens == pytest.approx(tokens)
     answer = which.answer(trained_question.question, protocol, branched.verdicts())
     assert "train.begin_with=step-00000080" in answer
+    assert "This answer is about the checkpoint step-00000080." in answer
 
 
 def test_the_gain_is_unknown_if_the_loss_does_not_fall(trained_question: TrainedQuestion) -> None:
