@@ -12,28 +12,39 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO
+
+from foundation.signals import StopRequest
 
 # Command-line argument with which a program serves requests on its stdin.
 SERVE = "-"
-# Line that the server prints after its imports.
-READY = "ready\n"
+# First line of the server, after its imports.
+READY = b"ready\n"
+# Seconds between two checks for a request to stop.
+POLL_SECONDS = 0.2
+# File descriptor of stdin, which is a socket. The server reads requests from it, and writes answers
+# to it.
+_STDIN = 0
 
 
 class ForkServer:
     """A program that forks processes. It is launched by the first call of `fork`.
 
-    The program ends when this process ends.
+    The program ends when this process ends. Requests and answers pass through a socket, which is
+    the program's stdin. Output of the program does not disturb the answers.
     """
 
-    # Pair: the (command, environment) of the launched program, and the process of the program.
-    # Before the first launch, the process is None.
-    _server: tuple[Any, subprocess.Popen[str] | None] = (None, None)
+    # The (command, environment) of the launched program, the process of the program, and this
+    # process's end of the socket. None before the first launch.
+    _server: tuple[Any, subprocess.Popen[bytes], socket.socket] | None = None
 
     def fork(
         self,
@@ -42,13 +53,15 @@ class ForkServer:
         arguments: Sequence[str],
         variables: Mapping[str, str],
         log: Path,
+        stop: StopRequest,
     ) -> int:
         """Fork a process that continues the program as if it was launched with `arguments`.
 
         If the program is not running with this `command` and `environment`, launch the program
         first, and wait until it has imported its modules. Return the ID of the forked process,
         which is also the ID of its process group. If the program ends with an error while it
-        imports modules, return the ID of the program's process.
+        imports modules, or if it is killed because of a signal, return the ID of the program's
+        process.
 
         Args:
             command: Command that launches the program, without arguments of the program.
@@ -56,28 +69,43 @@ class ForkServer:
             arguments: Arguments of the program.
             variables: Environment variables that the forked process sets in addition.
             log: File to which output is appended. The forked process locks the file.
+            stop: Request to stop. If a signal arrives while this method waits for the program, the
+                program is killed.
         """
-        launched, process = self._server
-        if process is None or process.poll() is not None or launched != (command, environment):
-            with log.open("ab") as errors:
+        launch = (command, environment)
+        if not self._server or self._server[0] != launch or self._server[1].poll() is not None:
+            connection, stdin = socket.socketpair()
+            with log.open("ab") as errors, stdin:
                 process = subprocess.Popen(
                     [*command, SERVE],
                     start_new_session=True,
                     env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                    stdin=stdin.fileno(),
+                    stdout=subprocess.DEVNULL,
                     stderr=errors,
-                    text=True,
                 )
-            self._server = ((command, environment), process)
-            # Read lines up to READY, and skip the lines that imported packages print. The request
-            # is sent after the imports: if this process is killed while it waits, the program ends
-            # without a fork.
-            any(line == READY for line in cast(IO[str], process.stdout))
-        assert process.stdin and process.stdout
-        with suppress(BrokenPipeError):
-            print(json.dumps([arguments, variables, str(log)]), file=process.stdin, flush=True)
-        return int(process.stdout.readline() or process.pid)
+            self._server = (launch, process, connection)
+            # The request is sent after the imports: if this process is killed while it waits, the
+            # program ends without a fork.
+            _answer(process, connection, stop)
+        _, process, connection = self._server
+        # The program may have ended.
+        with suppress(OSError):
+            connection.sendall(f"{json.dumps([arguments, variables, str(log)])}\n".encode())
+            return int(_answer(process, connection, stop) or process.pid)
+        return process.pid
+
+
+def _answer(process: subprocess.Popen[bytes], connection: socket.socket, stop: StopRequest) -> str:
+    """Return the next line of the server, or "" if the server has ended.
+
+    If a signal arrives before the line, kill the server. Processes that it has forked continue.
+    """
+    while not select.select([connection], [], [], POLL_SECONDS)[0]:
+        if stop.requested:
+            os.killpg(process.pid, signal.SIGKILL)
+            return ""
+    return connection.makefile().readline()
 
 
 def serve() -> None:
@@ -86,7 +114,7 @@ def serve() -> None:
     A forked process has its own process group, and the arguments, variables and output of its
     request. The server itself exits at the end of stdin.
     """
-    print(READY, end="", flush=True)
+    os.write(_STDIN, READY)
     while line := sys.stdin.readline():
         process = os.fork()
         # Set the process group in the server and in the forked process, because either of them may
@@ -96,7 +124,7 @@ def serve() -> None:
             os.setpgid(process, process)
         if process == 0:
             break
-        print(process, flush=True)
+        os.write(_STDIN, f"{process}\n".encode())
     else:
         sys.exit()
     arguments, variables, log = json.loads(line)

@@ -113,12 +113,13 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     # The lock of the matrix folder prevents two commands from starting the same runs. With
     # `--cell`, the matrix folder is not locked, so that several jobs can run one cell each. Every
     # run also locks its run folder.
-    with RunFolder(matrix.folder, owner=not single), StopRequest(passed_on=True) as stop:
+    with RunFolder(matrix.folder, owner=not single):
         if not single:
             check_replaceable(page_of(matrix), f"{matrix.path}: report")
             finished = sum(cell.is_finished() for cell in cells)
             say(f"{finished} of {len(cells)} cells are already finished")
-        outcomes = run_all(matrix, cells, stop)
+        with StopRequest(passed_on=True) as stop:
+            outcomes = run_all(matrix, cells, stop)
         rows = [
             [
                 outcome.cell.name,

@@ -155,7 +155,7 @@ def run_all(
                     break
                 waiting.remove(ready)
                 shares_device = at_once > (matrix.slots or 1)
-                running.append(start(matrix, ready, running, side_by_side=shares_device))
+                running.append(start(matrix, ready, running, stop, side_by_side=shares_device))
                 say(f"{ready.name}: started; its output goes to {ready.log}")
             _pass_on_signals(running, stop)
             for started in list(running):
@@ -175,16 +175,18 @@ def run_all(
     return list(outcomes.values())
 
 
-def wait_for_earlier_start(logs: Sequence[Path], stop: StopRequest) -> None:
+def wait_for_earlier_start(logs: Sequence[Path], stop: StopRequest | None = None) -> None:
     """Wait until no process of an earlier, killed command trains a cell any more.
 
-    `logs` are the logs of the cells. Return at once if this process receives a signal.
+    `logs` are the logs of the cells. Return at once if `stop` records a signal.
     """
     # A training process locks its log.
     names = [log.stem for log in logs if is_locked(log, without_locks=False)]
     if names:
         say(f"waiting for cells that an earlier command is still training: {', '.join(names)}")
-    while any(is_locked(log, without_locks=False) for log in logs) and not stop.requested:
+    while any(is_locked(log, without_locks=False) for log in logs) and not (
+        stop and stop.requested
+    ):
         time.sleep(POLL_SECONDS)
 
 
@@ -244,7 +246,12 @@ def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
 
 
 def start(
-    matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool
+    matrix: Matrix,
+    cell: Cell,
+    running: Sequence[StartedCell],
+    stop: StopRequest,
+    *,
+    side_by_side: bool,
 ) -> StartedCell:
     """Start the processes of the cell, and return an object that manages them.
 
@@ -255,6 +262,7 @@ def start(
         matrix: The matrix.
         cell: The cell to start.
         running: The running cells.
+        stop: Request to stop, by a signal.
         side_by_side: True if the cell shares its devices with other cells.
     """
     used = [started.slot for started in running]
@@ -269,7 +277,7 @@ def start(
     cell.log.touch()
     if matrix.is_forked:
         group = FORK_SERVER.fork(
-            launcher_of(matrix), environment_of(matrix), cell.overrides, devices, cell.log
+            launcher_of(matrix), environment_of(matrix), cell.overrides, devices, cell.log, stop
         )
     else:
         with open_log(cell.log) as log:

@@ -30,7 +30,6 @@ from typing import Any, cast
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_object
-from foundation.signals import StopRequest
 from foundation.units import count, duration
 from packing.arrow import Packs
 from packing.prepare import prepare
@@ -99,18 +98,18 @@ def main(options: argparse.Namespace) -> int:
         recipe, options.recipe, tuple(options.overrides), accelerate, folder, options.gpus
     )
     deadline = time.monotonic() + options.hours * 3600
-    with RunFolder(folder), StopRequest(passed_on=True) as stop:
-        wait_for_earlier_start(sorted(folder.glob("*/*.log")), stop)
+    with RunFolder(folder):
+        wait_for_earlier_start(sorted(folder.glob("*/*.log")))
         protocol = load_protocol(question, options)
         if protocol is None:
-            protocol = new_protocol(question, options, stop, deadline)
+            protocol = new_protocol(question, options, deadline)
         rounds = Rounds(protocol, at_once=question.trial([protocol.base]).slots or 1)
         announce(rounds, options.hours)
         verdicts = read_ended_rounds(question, rounds)
         if rounds.runs:
             say(f"\n{write_answer(question, rounds, verdicts)}")
         while matrix := next_rounds(question, rounds, verdicts, deadline - time.monotonic()):
-            train_rounds(rounds, matrix, stop)
+            train_rounds(rounds, matrix)
             verdicts = rounds.verdicts()
             say(f"\n{write_answer(question, rounds, verdicts)}")
     say(f"\nWritten: {folder / VERDICT_FILE}")
@@ -200,9 +199,7 @@ def load_protocol(question: Question, options: argparse.Namespace) -> Protocol |
     return protocol
 
 
-def new_protocol(
-    question: Question, options: argparse.Namespace, stop: StopRequest, deadline: float
-) -> Protocol:
+def new_protocol(question: Question, options: argparse.Namespace, deadline: float) -> Protocol:
     """Run the trials, compute the length of the runs, and write the protocol.
 
     Raises InputError if `options.seeds` is too small, if the baseline or all candidates fail in the
@@ -211,7 +208,6 @@ def new_protocol(
     Args:
         question: The recipe and the folder of the runs.
         options: The command line.
-        stop: Request to stop, by a signal.
         deadline: Value of time.monotonic() at which --hours are over.
     """
     names = options.precisions or default_candidates(question.recipe.weights)
@@ -253,7 +249,7 @@ def new_protocol(
         # on the deleted trial, because no protocol has been written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
-    train(matrix, stop, may_fail=True)
+    train(matrix, may_fail=True)
     runs = distinct_runs(runs_of(matrix.cells))
     if len(runs) < 2:
         raise InputError(
@@ -511,7 +507,7 @@ def next_rounds(
     return None
 
 
-def train_rounds(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
+def train_rounds(rounds: Rounds, matrix: Matrix) -> None:
     """Train the cells of `matrix`, which are one or more rounds. Add their runs to `rounds`."""
     seeds = {cell.recipe.seed for cell in matrix.cells}
     _, *candidates = dict.fromkeys(cell.values[CELL] for cell in matrix.cells)
@@ -519,7 +515,7 @@ def train_rounds(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
     last = len(rounds.runs) + len(seeds)
     title = f"round {first}" if first == last else f"rounds {first} to {last}"
     say(f"\n{title}, about {duration(rounds.seconds(candidates, len(seeds)))}")
-    train(matrix, stop, may_fail=False)
+    train(matrix, may_fail=False)
     add_runs(rounds, matrix)
 
 

@@ -180,12 +180,12 @@ class Question:
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 
 
-def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> None:
+def train(matrix: Matrix, *, may_fail: bool) -> None:
     """Train the cells of a matrix that have not ended.
 
-    If a signal stops the trainings, end the process. If the baseline fails or halts, start no other
-    cell, and raise InputError when the running cells have ended. If a candidate fails and
-    `may_fail` is false, do the same. A candidate that halts is a valid result.
+    If a signal arrives, stop the trainings and end the process. If the baseline fails or halts,
+    start no other cell, and raise InputError when the running cells have ended. If a candidate
+    fails and `may_fail` is false, do the same. A candidate that halts is a valid result.
     """
     waiting = [cell for cell in matrix.cells if not has_ended(matrix, cell)]
     if not waiting:
@@ -197,7 +197,8 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> None:
         return outcome.status in ("failed", "halted")
 
     check_gpu_is_free(matrix)
-    outcomes = run_all(matrix, waiting, stop, is_fatal)
+    with StopRequest(passed_on=True) as stop:
+        outcomes = run_all(matrix, waiting, stop, is_fatal)
     if stop.requested:
         raise SystemExit(report_stop(stop.requested))
     for outcome in filter(is_fatal, outcomes):

@@ -9,21 +9,28 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
 
 from foundation.files import is_locked
 from foundation.fork_server import ForkServer
+from foundation.signals import StopRequest
 from tests.conftest import ROOT
 
 PROGRAM = """
 import os, sys, time
 from foundation.fork_server import SERVE, serve
 print("a banner of a package")
+print("a line without an end", end="")
 if os.environ.get("BROKEN"):
     raise ImportError("a package is broken")
 imported_by = os.getpid()
+for when in ("before", "after_in_parent"):
+    os.register_at_fork(**{when: lambda: print("forked!", flush=True)})
+if os.environ.get("HANGS"):
+    os.kill(os.getpid(), 19)
 if sys.argv[1:] == [SERVE]:
     serve()
 print(sys.argv[1:], os.environ.get("GPU"), imported_by, os.getpgrp() == os.getpid(), flush=True)
@@ -31,6 +38,10 @@ print(repr(sys.stdin.read()), file=sys.stderr, flush=True)
 if "wait" in sys.argv:
     time.sleep(600)
 """
+
+
+# A request without a signal.
+NEVER = StopRequest()
 
 
 @pytest.fixture
@@ -41,13 +52,20 @@ def fork(tmp_path: Path) -> Callable[..., int]:
     server = ForkServer()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
-    def fork(log: str, *arguments: str, gpu: str = "0", **variables: str) -> int:
+    def fork(
+        log: str,
+        *arguments: str,
+        gpu: str = "0",
+        stop: StopRequest = NEVER,
+        **variables: str,
+    ) -> int:
         return server.fork(
             [sys.executable, str(program)],
             environment | variables,
             arguments,
             {"GPU": gpu},
             tmp_path / log,
+            stop,
         )
 
     return fork
@@ -117,14 +135,29 @@ def test_an_error_during_imports_is_in_the_log(fork: Callable[..., int], tmp_pat
     assert "[]" in output_of(fork("new.log"), tmp_path / "new.log")[0]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_a_server_that_hangs(
+    number: signal.Signals, fork: Callable[..., int], tmp_path: Path
+) -> None:
+    """The server suspends itself during its imports. The signal arrives while the client waits."""
+    with StopRequest(passed_on=True) as stop:
+        Timer(0.3, os.kill, (os.getpid(), number)).start()
+        ended = fork("hangs.log", stop=stop, HANGS="1")
+    assert stop.received == [number]
+    wait_until(lambda: has_ended(ended))
+    assert "[]" in output_of(fork("new.log"), tmp_path / "new.log")[0]
+
+
 def test_the_server_ends_with_its_client(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     client = f"""
 import os, sys
 from pathlib import Path
 from foundation.fork_server import ForkServer
+from foundation.signals import StopRequest
 command = [sys.executable, {str(tmp_path / "program.py")!r}]
-ForkServer().fork(command, dict(os.environ), ["wait"], {{}}, Path({str(tmp_path / "a.log")!r}))
+log = Path({str(tmp_path / "a.log")!r})
+ForkServer().fork(command, dict(os.environ), ["wait"], {{}}, log, StopRequest())
 os.kill(os.getpid(), 9)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

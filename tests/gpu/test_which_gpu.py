@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 from foundation.errors import InputError
-from foundation.signals import StopRequest
 from pretrain.compare import which, which_trainings
 from pretrain.compare.matrix_run import command_of
 from pretrain.compare.which_trainings import Question
@@ -52,7 +52,12 @@ def recipe(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
 
 def test_fork_server_imports_transformer_engine_and_does_not_use_cuda() -> None:
     """CUDA does not work in the forks of a process that has used it."""
-    server = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True)
+    # The server writes to its stdin, which is a socket.
+    ours, stdin = socket.socketpair()
+    with ours, stdin:
+        server = subprocess.run(
+            [sys.executable, "-c", SERVER], stdin=stdin, capture_output=True, text=True
+        )
     assert server.stdout.split()[-2:] == ["False", "True"], server.stderr
 
 
@@ -99,8 +104,7 @@ def test_forked_trainings_equal_launched_ones(
     loaded = load_recipe(recipe, overrides)
     question = Question(loaded, recipe, overrides, commands.ON_GPU, tmp_path / "which")
     matrix = question.trial(["bf16", "delayed"])
-    with StopRequest(passed_on=True) as stop:
-        which_trainings.train(matrix, stop, may_fail=False)
+    which_trainings.train(matrix, may_fail=False)
     for cell in matrix.cells:
         launched = tmp_path / "launched" / cell.name
         subprocess.run([*command_of(matrix, cell), f"run_dir={launched}"], check=True)

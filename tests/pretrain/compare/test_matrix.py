@@ -12,6 +12,7 @@ import pytest
 
 from foundation.errors import InputError
 from foundation.fork_server import ForkServer
+from foundation.signals import StopRequest
 from pretrain.__main__ import main
 from pretrain.compare.matrix import write_report
 from pretrain.compare.matrix_run import StartedCell, command_of, devices_of, mark, next_of, start
@@ -74,17 +75,22 @@ def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         ForkServer,
         "fork",
-        lambda server, command, environment, arguments, variables, log: gpus.append(variables),
+        lambda server, command, environment, arguments, variables, log, stop: gpus.append(
+            variables
+        ),
     )
     axes = {"seed": [3, 4], "weights": ["fp32", "bf16"]}
     loaded = matrix(axes=axes, accelerate=str(ROOT / ON_GPU), gpus=2)
     running: list[StartedCell] = []
     for cell in loaded.cells:
-        running = [*running[-1:], start(loaded, cell, running[-1:], side_by_side=False)]
+        running = [
+            *running[-1:],
+            start(loaded, cell, running[-1:], StopRequest(), side_by_side=False),
+        ]
     assert [variables["CUDA_VISIBLE_DEVICES"] for variables in gpus] == ["1", "0", "1", "0"]
     gpus.clear()
     for cell in loaded.cells:
-        start(loaded, cell, [], side_by_side=False)
+        start(loaded, cell, [], StopRequest(), side_by_side=False)
     assert [variables["CUDA_VISIBLE_DEVICES"] for variables in gpus] == ["1", "1", "0", "0"]
 
 

@@ -201,7 +201,7 @@ def test_a_question_is_answered_and_resumed(
 
     def fork_and_kill_once(server: ForkServer, *arguments: Any) -> int:
         process = fork(server, *arguments)
-        if to_kill and str(arguments[-1]).endswith(to_kill[0]):
+        if to_kill and str(arguments[-2]).endswith(to_kill[0]):
             os.kill(process, signal.SIGKILL)
             del to_kill[0]
         return process

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from foundation.errors import InputError
-from foundation.signals import StopRequest
 from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.compare import which
@@ -175,9 +174,6 @@ def test_no_training_starts_after_a_baseline_that_failed(
         load_recipe(file, overrides), file, overrides, commands.ON_CPU, tmp_path / "which"
     )
     matrix = question.trial(["fp32", "bf16"])
-    with (
-        StopRequest(passed_on=True) as stop,
-        pytest.raises(InputError, match=r"fp32\.log: this training has halted"),
-    ):
-        train(matrix, stop, may_fail=False)
+    with pytest.raises(InputError, match=r"fp32\.log: this training has halted"):
+        train(matrix, may_fail=False)
     assert [cell.log.exists() for cell in matrix.cells] == [True, False]
