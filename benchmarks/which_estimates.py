@@ -7,7 +7,7 @@ deviation over seeds), both in margins. A series is open after n seeds if none o
 verdicts is final. For open series, the number of seeds that `SeedDifference.seeds_for_verdict`
 names is compared with the number of seeds after which the verdict becomes final. `enough` is the
 share of series in which the named seeds were enough, by the number n of seeds before the estimate.
-Series without a named number, because it would be larger than MOST_SIMULATED_SEEDS, are excluded
+Series without a named number, because it would be larger than MOST_ESTIMATED_SEEDS, are excluded
 from this share.
 
 `tokens`: The training loss of a baseline is E + A t^-a + floor * rate(t) with noise. rate is the
@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.machine import measured_on
 from benchmarks.which_miss_rates import half_widths
 from foundation.files import write_json
-from pretrain.compare.differences import MOST_SIMULATED_SEEDS, SeedDifference
+from pretrain.compare.differences import MOST_ESTIMATED_SEEDS, SeedDifference
 from pretrain.compare.verdicts import MOST_SEEDS, Protocol, Rounds, loss_slope
 from pretrain.metrics.run_record import RunRecord
 from pretrain.optimizer.schedule import learning_rate
@@ -82,7 +82,7 @@ def seeds_enough(
     """
     error = 0.05 / candidates
     draw = np.random.default_rng(1)
-    values = draw.normal(cost, spread, (50 * series, MOST_SIMULATED_SEEDS))
+    values = draw.normal(cost, spread, (50 * series, MOST_ESTIMATED_SEEDS))
     final = seeds_until_final(values, error)
     enough = {}
     named: list[float] = []

@@ -38,11 +38,10 @@ EQUIVALENCE = 0.90
 # distribution of possible true means. v is the variance of this distribution, divided by the
 # variance of the differences. The value 10 makes the intervals narrowest for five to eight seeds.
 MIXED_OVER = 10.0
-# Probability that the estimated number of seeds is enough for a verdict (`seeds_for_verdict`), the
-# number of simulations of the estimate, and the largest number of seeds that is estimated.
+# Probability that the number of seeds that `seeds_for_verdict` estimates is enough for a final
+# verdict, and the largest number that it estimates.
 PROBABLY_ENOUGH = 0.80
-SIMULATIONS = 1000
-MOST_SIMULATED_SEEDS = 200
+MOST_ESTIMATED_SEEDS = 200
 # Resolution of the quantiles of Student's t.
 _STEP = 2.0**-40
 # Verdicts over seeds. The last two texts may be appended to "worse" and "better".
@@ -52,6 +51,9 @@ BETTER = "better"
 CANNOT_TELL = "cannot tell"
 WITHIN_MARGIN = ", within the margin"
 BEYOND_MARGIN = " by more than the margin"
+# Verdicts that need more seeds. After "worse" without a suffix, it is not known whether the
+# difference lies within the margin or beyond it.
+OPEN_VERDICTS = (CANNOT_TELL, WORSE)
 # Verdict on a single run whose difference has no interval.
 TOO_FEW_STEPS = "too few steps to say"
 
@@ -183,9 +185,9 @@ class SeedDifference:
         return statistics.fmean(self.by_seed.values())
 
     @cached_property
-    def sum_of_squares(self) -> float:
-        """Return the sum of the squared deviations of the differences from their mean."""
-        return (len(self.by_seed) - 1) * statistics.variance(self.by_seed.values())
+    def variance(self) -> float:
+        """Return the variance of the differences. Requires two seeds or more."""
+        return statistics.variance(self.by_seed.values())
 
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
         """Return the half-width of the mean's confidence interval by Student's t.
@@ -238,10 +240,10 @@ class SeedDifference:
         Analysis 44(1)). By Ville's inequality, the probability that such a statistic exceeds
         1 / error after any number of seeds is at most `error`.
         """
-        if len(self.by_seed) < FEWEST_SEEDS:
+        number = len(self.by_seed)
+        if number < FEWEST_SEEDS:
             return None
-        half = float(_anytime_half_width(len(self.by_seed), self.sum_of_squares, error))
-        return half if math.isfinite(half) else None
+        return _anytime_half_width(number, (number - 1) * self.variance, error)
 
     def anytime_verdict(self, margin: float, error: float) -> str:
         """Return a verdict that stays valid if seeds are added one by one.
@@ -263,38 +265,34 @@ class SeedDifference:
         )
 
     def seeds_for_verdict(self, margin: float, error: float) -> int | None:
-        """Return the number of seeds after which `anytime_verdict` is final in 80 % of simulations.
+        """Return a number of seeds that is enough for a final verdict in most cases.
 
-        A verdict is final if it needs no more seeds: all verdicts except "cannot tell" and "worse"
-        without a suffix. Each simulation adds seeds to the differences until the verdict is final.
-        The added differences have a normal distribution with the mean of the differences so far.
-        The standard deviation of a few differences is uncertain. So each simulation divides
-        `sum_of_squares` by a variable of the chi-squared distribution, for another standard
-        deviation. Results are the same in each call.
+        A verdict is final if it is not in OPEN_VERDICTS. The estimate assumes that the mean of the
+        differences stays the same. Their variance over few seeds is too small by chance about as
+        often as it is too large. So it is multiplied by (n + 1) / (n - 2) for n seeds, which is
+        close to the upper end of its one-sided 75 % interval. The first differences of a simulated
+        series were followed by a final verdict within the returned number of seeds in about
+        PROBABLY_ENOUGH of the series, or more (benchmarks/which_estimates.py).
 
-        Return None if the number is larger than MOST_SIMULATED_SEEDS. Requires two seeds or more.
+        The number includes the seeds so far, which must be FEWEST_SEEDS or more. Return None if
+        the number is larger than MOST_ESTIMATED_SEEDS.
 
         Args:
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
             error: Error probability, between 0 and 1.
         """
-        draw = np.random.default_rng(0)
         number = len(self.by_seed)
-        seeds = np.arange(number + 1, MOST_SIMULATED_SEEDS + 1)
-        variances = self.sum_of_squares / draw.chisquare(number - 1, (SIMULATIONS, 1))
-        # Added differences minus the mean of the differences so far, [simulation, added seed].
-        added = np.sqrt(variances) * draw.normal(size=(SIMULATIONS, len(seeds)))
-        sums = np.cumsum(added, axis=1)
-        means = self.mean + sums / seeds
-        squares = self.sum_of_squares + np.cumsum(added**2, axis=1) - sums**2 / seeds
-        zero_half = _anytime_half_width(seeds, squares, error)
-        equivalence_half = _anytime_half_width(seeds, squares, 2 * error)
-        tolerance = margin * abs(self.baseline)
-        is_within = np.isfinite(zero_half) & (abs(means) + equivalence_half < tolerance)
-        is_final = is_within | (abs(means) - zero_half > tolerance) | (means < -zero_half)
-        needed = np.where(is_final.any(axis=1), seeds[is_final.argmax(axis=1)], np.inf)
-        enough = np.quantile(needed, PROBABLY_ENOUGH, method="inverted_cdf")
-        return int(enough) if math.isfinite(enough) else None
+        variance = self.variance * (number + 1) / (number - 2)
+        for seeds in range(number + 1, MOST_ESTIMATED_SEEDS + 1):
+            sum_of_squares = (seeds - 1) * variance
+            verdict = self._verdict_of(
+                equivalence_half=_anytime_half_width(seeds, sum_of_squares, 2 * error),
+                zero_half=_anytime_half_width(seeds, sum_of_squares, error),
+                margin=margin,
+            )
+            if verdict not in OPEN_VERDICTS:
+                return seeds
+        return None
 
     def _verdict_of(
         self, equivalence_half: float | None, zero_half: float | None, margin: float
@@ -332,24 +330,22 @@ class SeedDifference:
         return CANNOT_TELL if includes_zero else direction
 
 
-def _anytime_half_width(
-    seeds: int | np.ndarray, sum_of_squares: float | np.ndarray, error: float
-) -> np.ndarray:
-    """Return the half-widths of `SeedDifference.anytime_half_width`, infinite if unbounded.
+def _anytime_half_width(number: int, sum_of_squares: float, error: float) -> float | None:
+    """Return the half-width of `SeedDifference.anytime_half_width`, or None if it is unbounded.
 
     Args:
-        seeds: Numbers of seeds, FEWEST_SEEDS or more.
-        sum_of_squares: S in the formula of the statistic, for each number of seeds.
-        error: Error probability.
+        number: Number of seeds, at least FEWEST_SEEDS.
+        sum_of_squares: S in the formula of the statistic.
+        error: Error probability, between 0 and 1.
     """
     # 1 + nv in the formula of the statistic.
-    spread = 1 + seeds * MIXED_OVER
+    spread = 1 + number * MIXED_OVER
     # Largest value of (S + n d²) / (S + n d² / (1 + nv)) for which the statistic is at most
     # 1 / error.
-    bound = (np.sqrt(spread) / error) ** (2 / seeds)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        half = np.sqrt(sum_of_squares * (bound - 1) / (seeds * (1 - bound / spread)))
-    return np.where(bound < spread, half, np.inf)
+    bound = (math.sqrt(spread) / error) ** (2 / number)
+    if bound >= spread:
+        return None
+    return math.sqrt(sum_of_squares * (bound - 1) / (number * (1 - bound / spread)))
 
 
 def fewest_seeds(error: float) -> int:

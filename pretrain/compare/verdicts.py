@@ -25,7 +25,8 @@ from pretrain.compare.differences import (
     CANNOT_TELL,
     CONFIDENCE,
     FEWEST_SEEDS,
-    MOST_SIMULATED_SEEDS,
+    MOST_ESTIMATED_SEEDS,
+    OPEN_VERDICTS,
     PROBABLY_ENOUGH,
     WORSE,
     SeedDifference,
@@ -122,7 +123,7 @@ class Verdict:
     # The verdict as text, such as "equivalent" or "broke off: was halted at step 7".
     word: str = CANNOT_TELL
     # If the verdict is open: number of seeds, including the trained ones, that are enough with the
-    # probability PROBABLY_ENOUGH. None if the number is larger than MOST_SIMULATED_SEEDS. Before
+    # probability PROBABLY_ENOUGH. None if the number is larger than MOST_ESTIMATED_SEEDS. Before
     # FEWEST_SEEDS seeds, it is the number without which no verdict is possible.
     enough_seeds: int | None = None
     # Estimated seconds of the rounds that are missing to `enough_seeds`. None if there would be
@@ -138,12 +139,8 @@ class Verdict:
 
     @property
     def is_open(self) -> bool:
-        """Return True if more seeds are needed.
-
-        The verdict "worse" also needs more seeds, because it is not known whether the loss
-        difference lies within the margin or beyond it.
-        """
-        return self.word in (CANNOT_TELL, WORSE)
+        """Return True if more seeds are needed."""
+        return self.word in OPEN_VERDICTS
 
     @property
     def is_faster_at_equal_loss(self) -> bool:
@@ -251,9 +248,10 @@ class Rounds:
         The first of them is recommended.
         """
         if verdict.is_open:
-            seeds = verdict.enough_seeds or f"more than {MOST_SIMULATED_SEEDS}"
-            probability = f"{100 * PROBABLY_ENOUGH:g} %"
-            enough = f"{seeds} seeds would be enough with a probability of {probability}"
+            seeds = verdict.enough_seeds or f"more than {MOST_ESTIMATED_SEEDS}"
+            enough = (
+                f"{seeds} seeds would be enough with a probability of {100 * PROBABLY_ENOUGH:g} %"
+            )
             if verdict.more_seconds is None:
                 return f"{enough}, but at most {MOST_SEEDS} are trained"
             more = f"{duration(verdict.more_seconds)} more of --hours"

@@ -26,7 +26,7 @@ from benchmarks.evidence.tables import (
     served_loss,
 )
 from benchmarks.machine import with_tables
-from pretrain.compare.differences import EQUIVALENT, MOST_SIMULATED_SEEDS, SeedDifference
+from pretrain.compare.differences import EQUIVALENT, MOST_ESTIMATED_SEEDS, SeedDifference
 from pretrain.compare.verdicts import USE, Protocol, Verdict
 from pretrain.compare.which import interval_within
 from tests.conftest import ROOT
@@ -231,7 +231,7 @@ def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
     for name, advice in (("delayed+head", "more than 200"), ("block", "25")):
         served = verdict_of(content, name).served
         seeds = served.seeds_for_verdict(protocol.margin, protocol.error)
-        assert str(seeds or f"more than {MOST_SIMULATED_SEEDS}") == advice
+        assert str(seeds or f"more than {MOST_ESTIMATED_SEEDS}") == advice
         line = f"{name}: cannot tell, {advice} seeds would be enough with a probability of 80 %, "
         answer = re.sub(f"(?m)^{re.escape(name)}: .*", f"{line}but at most 20 are trained.", answer)
     assert answer.rpartition("\n")[0] in page

@@ -1,0 +1,108 @@
+"""Estimates of `which`: seeds until a verdict, and tokens for equal loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.evidence.tables import Scale
+from benchmarks.which_estimates import SCHEDULES, seeds_enough, share_of_extra_tokens
+from pretrain.compare.differences import (
+    BEYOND_MARGIN,
+    CANNOT_TELL,
+    EQUIVALENT,
+    WORSE,
+    SeedDifference,
+    fewest_seeds,
+)
+from pretrain.compare.verdicts import Protocol, Rounds, Verdict, loss_slope
+from pretrain.metrics.run_record import RunRecord
+from tests.conftest import ROOT
+from tests.pretrain.compare.made_runs import RECIPE
+
+ESTIMATES = ROOT / "benchmarks/results/loss/which_estimates.json"
+
+
+@pytest.mark.parametrize("power", [0.1, 0.28, 0.4])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_tokens_for_equal_loss_agree_with_a_power_law(
+    power: float,
+    decay: float,
+    tmp_path: Path,
+) -> None:
+    """The mean of ten answers over five seeds, on E + A D^-a, is within 5 % of the solution.
+
+    The loss is 2.5 at the end, its slope 0.18 per unit of ln(tokens), and the noise of a step 0.03.
+    A decay lowers the loss further. The candidate is 0.3 % worse.
+    """
+    draw = np.random.default_rng(0)
+    cost = 0.0075
+    slope = 0.18
+    steps = np.arange(1, 1001)
+    share = steps / 1000
+    losses = 2.5 + slope / power * (share**-power - 1) - 0.1 * np.maximum(0.0, share - 1 + decay)
+    config = RECIPE | {"train": {"steps": 1000}, "schedule": {"kind": "wsd", "decay": decay}}
+    rounds = Rounds(Protocol(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, 1000, 200))
+    extra_tokens = []
+    for _ in range(10):
+        slopes = []
+        for _ in range(5):
+            noisy = losses + draw.normal(0, 0.03, len(losses))
+            pairs = zip(steps.tolist(), noisy.tolist(), strict=True)
+            metrics = [{"step": step, "loss": loss} for step, loss in pairs]
+            slopes.append(loss_slope(RunRecord(tmp_path, config, {}, metrics, {})))
+        extra_tokens.append(rounds.tokens_for(cost, np.mean(slopes)) - 1)
+    expected = (1 - power * cost / slope) ** (-1 / power) - 1
+    assert np.mean(extra_tokens) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(("candidates", "seeds"), [(1, 3), (2, 4), (4, 4), (40, 5)])
+def test_fewest_seeds_are_the_first_with_a_finite_interval(candidates: int, seeds: int) -> None:
+    error = 0.05 / candidates
+    assert fewest_seeds(error) == seeds
+    fewer = SeedDifference(dict(enumerate(range(seeds - 1))), 1.0)
+    assert fewer.anytime_half_width(error) is None
+    enough = SeedDifference(dict(enumerate(range(seeds))), 1.0)
+    assert enough.anytime_half_width(error) is not None
+
+
+@pytest.mark.parametrize(("cost", "candidates"), [(0.0, 1), (2.0, 4)])
+def test_the_estimated_seeds_are_enough_as_often_as_stated(cost: float, candidates: int) -> None:
+    """The differences have a standard deviation of a margin, and the verdict is open at 4 seeds."""
+    assert seeds_enough(cost, 1.0, candidates, series=50, before=(4,))["enough"]["4"] > 0.75
+
+
+def test_the_estimate_of_equal_differences_is_the_next_seed_with_a_final_verdict() -> None:
+    for loss in (0.0, 0.002, 0.0031, 0.5):
+        differences = SeedDifference(dict.fromkeys(range(3), loss), 1.0)
+        seeds = differences.seeds_for_verdict(0.003, 0.0125)
+        repeated = [SeedDifference(dict.fromkeys(range(n), loss), 1.0) for n in (3, 4)]
+        words = [difference.anytime_verdict(0.003, 0.0125) for difference in repeated]
+        assert [Verdict("", word=word).is_open for word in words] == [True, False] and seeds == 4
+    assert SeedDifference({0: 0.1, 1: -0.1, 2: 0.1}, 1.0).seeds_for_verdict(0.003, 0.01) is None
+
+
+def test_recorded_shares_of_extra_tokens_are_reproduced() -> None:
+    """A decay during the complete run removes 0.3 nats of the baseline's loss."""
+    recorded = json.loads(ESTIMATES.read_text())["tokens"]["by_floor"]
+    for schedule, overrides in SCHEDULES.items():
+        share = share_of_extra_tokens(overrides, 0.28, 0.3, 2000, answers=1)
+        assert share == pytest.approx(recorded[schedule]["0.3"]["0.28"], abs=0.08)
+
+
+def test_recorded_seeds_have_the_expected_verdicts() -> None:
+    """Uses the recorded losses at 14 million parameters, as one of two candidates."""
+    recorded = Scale.read("14m")
+
+    def verdict(cell: str, seeds: int) -> str:
+        difference = recorded.difference(cell)
+        by_seed = dict(list(difference.by_seed.items())[:seeds])
+        return SeedDifference(by_seed, difference.baseline).anytime_verdict(0.003, 0.025)
+
+    beyond = WORSE + BEYOND_MARGIN
+    assert [verdict("nvfp4_branch", seeds) for seeds in (3, 4, 5)] == [CANNOT_TELL, WORSE, beyond]
+    assert [verdict("block_branch", seeds) for seeds in (3, 4)] == [CANNOT_TELL, EQUIVALENT]
+    assert verdict("delayed_branch", 5) == CANNOT_TELL
