@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import re
 import shlex
 import statistics
@@ -362,15 +363,17 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
             f"{run_dir / METRICS_FILE}: holds no step yet; wait until the run has completed its "
             "first step"
         )
-    return RunRecord(
-        path=run_dir,
-        config=load_yaml(folder.config),
-        environment=_read_object(folder.environment),
-        metrics=metrics,
-        summary=summary(metrics),
-        audit=_read_object(folder.audit),
-        side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
-    )
+    damaged = f"{run_dir / METRICS_FILE}: a line of a step lacks a number"
+    with as_input_error((LookupError, TypeError), damaged, "remove that line"):
+        return RunRecord(
+            path=run_dir,
+            config=load_yaml(folder.config),
+            environment=_read_object(folder.environment),
+            metrics=metrics,
+            summary=summary(metrics),
+            audit=_read_object(folder.audit),
+            side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
+        )
 
 
 def read_finished(run_dir: Path) -> RunRecord | None:
@@ -400,14 +403,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a .jsonl file of a run, one for each line.
 
     A last line without a line feed is ignored, because the run is still writing it. Raises
-    InputError if another line is not JSON.
+    InputError if another line is not a JSON object with the number of a step.
     """
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if line.endswith(b"\n"):
-            place = f"{path}, line {number}: not valid JSON"
-            with as_input_error((ValueError,), place, "remove that line"):
+            place = f"{path}, line {number}: not a JSON object with an integer `step`"
+            with as_input_error((ValueError, LookupError, TypeError), place, "remove that line"):
                 records.append(json.loads(line))
+                operator.index(records[-1]["step"])
     return records
 
 
@@ -495,7 +499,7 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
     if LOSS_KEY in figures:
         averaged = "all" if figures[END_KEY] == len(run.steps) else "the last"
         steps_at_end = plural(figures[END_KEY], "step")
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of {averaged} {steps_at_end})"
+        rows["mean loss"] = f"{figures[LOSS_KEY]:.4f} (training loss, {averaged} {steps_at_end})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = (
             f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"

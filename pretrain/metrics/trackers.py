@@ -65,7 +65,9 @@ class JsonlTracker:
         First remove all lines of steps after the resumed checkpoint, and an incomplete last line.
         """
         with as_input_error(
-            (OSError, ValueError), f"{self.path}: cannot be read or written", "move the file away"
+            (OSError, ValueError, LookupError, TypeError),
+            f"{self.path}: cannot be read or written",
+            "move the file away",
         ):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []

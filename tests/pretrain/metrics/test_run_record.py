@@ -11,6 +11,7 @@ import pytest
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, read_run, summary
+from pretrain.metrics.trackers import JsonlTracker
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
     assert title == "small-bf16-fp32: done"
     for label, facts in {
         "trained": ["60 steps", "7.86 M tokens", "30 s"],
-        "loss": ["2.9695", "(mean of all 60 steps)"],
+        "mean loss": ["2.9695", "(training loss, all 60 steps)"],
         "held-out loss": ["2.9512", "19.13"],
         "speed": ["47.5k tokens/s", "49.6 % MFU", "0.2 % of the time waiting for data"],
         "memory": ["80.9 GiB (whole process)"],
@@ -69,7 +70,30 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
         assert not [fact for fact in facts if fact not in rows[label]], rows[label]
     assert f"python -m pretrain report {folder}" in rows["compare it"]
     _, rows = screen(tmp_path / "long", [step(n) for n in range(1, 71)])
-    assert rows["loss"].endswith("(mean of the last 64 steps)")
+    assert rows["mean loss"].endswith("(training loss, the last 64 steps)")
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "3", "null", '{"loss": 2.0}', '{"step": "x"}', '{"step": 9}', '{"step": 1.5}']
+)
+def test_a_line_of_another_shape_is_one_message(line: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in [step(1), step(2)]))
+    (run / "config.yaml").write_text("name: x\n")
+    with metrics.open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl.*; remove that line"):
+        read_run(run)
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", '{"loss": 2.0}', '{"step": "x"}'])
+def test_a_resumed_run_reports_a_line_of_another_shape(line: str, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be read or written"):
+        JsonlTracker(metrics, resumed_step=2).start()
 
 
 def test_a_held_out_loss_is_from_after_the_first_step_and_names_its_step() -> None:
