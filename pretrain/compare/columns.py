@@ -109,10 +109,25 @@ def _averaged_steps(run: RunRecord) -> str:
     return f" (steps {last - run.summary[END_KEY] + 1:,} to {last:,})"
 
 
+# Keys and sections of settings that have no effect on the speed of a step.
+NO_EFFECT_ON_SPEED = (
+    "seed",
+    "schedule.",
+    "train.",
+    "optimizer.learning_rate",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+)
 AT_END = (
     f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if that is more"
 )
 RUN = Column("run", "", lambda compared: compared.label, is_text=True)
+
+
+def _end_of(run: RunRecord) -> str:
+    """Return the steps over which losses are averaged, for the title of a column."""
+    return "over all steps" if run.summary.get(END_KEY) == len(run.steps) else "at the end"
 
 
 def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
@@ -123,6 +138,13 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
     # The loss at the end is a mean over steps. If the averaged steps differ between the runs, the
     # suffix of the loss shows the averaged steps.
     runs = [compared.run for compared in compared_runs]
+    keys = distinguishing_keys(runs)
+    # A ratio of speeds is noise if the runs differ only in settings without an effect on the speed.
+    is_noise = (
+        keys
+        and all(key.startswith(NO_EFFECT_ON_SPEED) for key in keys)
+        and len({(run.precision, run.config.get("weights")) for run in runs}) == 1
+    )
     ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in runs}
     columns = [
         RUN,
@@ -138,7 +160,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             lambda compared: compared.run.config.get("weights"),
             is_text=True,
         ),
-        *map(_setting_column, distinguishing_keys(runs)),
+        *map(_setting_column, keys),
         Column(
             "backend",
             "engine that computes the matrix products",
@@ -148,7 +170,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
         _summary_column("steps", "", "steps", "{:,}".format, suffix=_end_suffix),
         _summary_column("tokens", "", "tokens", count),
         _summary_column(
-            "loss at the end",
+            f"loss {_end_of(compared_runs[0].run)}",
             f"training loss in nats per token, {AT_END}",
             LOSS_KEY,
             "{:.4f}".format,
@@ -179,7 +201,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
         Column(
             "× baseline",
             "speed divided by the baseline's speed, if both runs used the same kind of machine",
-            lambda compared: compared.speedup,
+            lambda compared: None if is_noise else compared.speedup,
             "{:.2f}".format,
         ),
         _summary_column(
@@ -244,7 +266,7 @@ def differences_of(baseline: ComparedRun) -> list[Column]:
     return [
         RUN,
         Column(
-            f"minus {base}, at the end",
+            f"minus {base}, {_end_of(baseline.run)}",
             f"training loss minus {base}'s training loss at the same step, in nats per token: "
             f"{AT_END}",
             lambda compared: compared.gap and compared.gap.mean,

@@ -7,6 +7,7 @@ once, works while the runs are still training, and works on machines without a G
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from pretrain.compare.differences import MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import check_replaceable, render
 from pretrain.compare.seed_groups import SeedComparison, grouped
+from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
 
 
@@ -103,6 +105,7 @@ def _bullets(notes: Iterable[str]) -> str:
 
 def main(options: argparse.Namespace) -> int:
     """Run the command and return 0. Raises InputError for a mistake in the arguments."""
+    options.runs = run_folders(options.runs)
     if options.out:
         if options.out.suffix != ".html":
             raise InputError(
@@ -125,14 +128,27 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_folders(paths: Sequence[Path]) -> Sequence[Path]:
+    """Return the run folders in `paths`, which may come from a pattern such as `runs/*`.
+
+    Files are ignored. A folder of several runs, such as the folder of a matrix, is skipped with a
+    message. If no path remains, return `paths`.
+    """
+    of_several = [
+        path for path in paths if not (path / METRICS_FILE).exists() and [*path.rglob(METRICS_FILE)]
+    ]
+    for path in of_several:
+        print(f"skipped: {path} contains several runs; name their folders", file=sys.stderr)
+    folders = [path for path in paths if not path.is_file() and path not in of_several]
+    return folders or paths
+
+
 def _report_on(options: argparse.Namespace) -> Report:
     """Return the report on the run folders in the command line.
 
-    Files are ignored, because a pattern such as `runs/*` may include files. If the command line
-    contains a folder twice, the report contains its run only once.
+    If the command line contains a folder twice, the report contains its run only once.
     """
-    folders = [path for path in options.runs if not path.is_file()] or options.runs
-    runs = list({path.resolve(): read_run(path) for path in folders}.values())
+    runs = list({path.resolve(): read_run(path) for path in options.runs}.values())
     return Report.over(runs, options.vary, margin=options.margin / 100)
 
 

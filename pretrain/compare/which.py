@@ -573,8 +573,7 @@ def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) 
         for verdict in verdicts
     ]
     schedule = question.recipe.schedule
-    decays_early = schedule.kind == "wsd" and schedule.decay > 0.5
-    if decays_early or schedule.kind in ("cosine", "linear"):
+    if schedule.kind in ("cosine", "linear") or (schedule.kind == "wsd" and schedule.decay > 0.5):
         lines.append(
             "All gains are upper estimates: the learning rate decays for more than half of the "
             "steps, and the decay makes the slope of the loss too steep (docs/which.md)."
