@@ -82,4 +82,6 @@ class Progress(tqdm):
 
     def __exit__(self, *exception: object) -> None:
         _running_tasks.pop()
+        # `close` does not erase a bar that was shown before SHOW_AFTER, after a line above it.
+        self.clear()
         self.close()

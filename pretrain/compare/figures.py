@@ -22,6 +22,8 @@ HELD_OUT_COLOUR = "#D55E00"
 # Share of a run's steps that is ignored when the range of the vertical axis is computed. These are
 # the first steps, in which the loss falls steeply.
 FALL_SHARE = 1 / 30
+# Largest factor by which the first values of a curve may stretch the vertical axis.
+MOST_STRETCH = 2
 
 
 def window_of(steps: int) -> int:
@@ -56,7 +58,8 @@ def range_after_the_fall(
     """Return the lower and upper end of a plot's vertical axis, or None if no value is finite.
 
     The first values of a loss curve fall steeply. If the axis included these values, the rest of
-    the curve would look flat, so they are ignored.
+    the curve would look flat, so they are ignored. They are included if they make the axis less
+    than MOST_STRETCH times as long, as in short runs.
 
     Args:
         curves: Curves of the plot, each [step]. The first FALL_SHARE of each curve is ignored.
@@ -69,6 +72,9 @@ def range_after_the_fall(
     if not len(values):
         return None
     lowest, highest = np.quantile(values, [0.0, 0.995])
+    peak = np.nanmax(np.concatenate([*curves, *points]))
+    if peak - lowest < MOST_STRETCH * (highest - lowest):
+        highest = peak
     margin = 0.06 * (highest - lowest) or 0.1
     return float(lowest - margin), float(highest + margin)
 

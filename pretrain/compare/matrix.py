@@ -28,7 +28,8 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
 
-    The first run in the report is the baseline. All other finished cells and all halted cells
+    If the report does not compare seeds, its first line names the cell with the lowest held-out
+    loss. The first run in the tables is the baseline. All other finished cells and all halted cells
     follow, the best cell first. If a halted cell were omitted, the mean over the other seeds with
     the same settings would look better than it is.
     """
@@ -58,6 +59,9 @@ def write_report(matrix: Matrix) -> str:
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
+    best = min(runs, key=lambda run: place(run)[1:])
+    if "held_out_loss" in best.summary and not report.seeds:
+        parts.insert(0, f"Lowest held-out loss: {best.summary['held_out_loss']:.4f}, {best.name}.")
     if baseline.but_for_seed != settings:
         parts.append(
             f"The baseline {matrix.baseline.name} is not finished, so this report uses "

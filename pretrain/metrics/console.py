@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -20,6 +21,10 @@ from foundation.progress import Progress
 from foundation.units import count, duration, memory, or_dash, percent
 
 INDENT = "  "
+# Text between the figures of a step's line.
+SEPARATOR = "   "
+# Texts in the figures that are omitted if the line is wider than the terminal, the first one first.
+OMITTED_FIRST = ("data wait", "lr ", "iB", "MFU", "grad ", "gap to BF16")
 
 
 class Console:
@@ -69,7 +74,12 @@ class Console:
         self._first_end = self._first_end or (record["step"], time.monotonic())
         self._since_line.append(record)
         if show:
-            self.notice("   ".join(self._figures(record)))
+            figures = list(self._figures(record))
+            # Omit figures, the least important one first, if the terminal is too narrow.
+            for label in OMITTED_FIRST:
+                if len(SEPARATOR.join(figures)) > self._width:
+                    figures = [figure for figure in figures if label not in figure]
+            self.notice(SEPARATOR.join(figures))
             self._since_line.clear()
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
@@ -135,6 +145,11 @@ class Console:
     def warning(self, text: str) -> None:
         """Print a warning for the user. The run continues."""
         self.notice(f"WARNING  {text}")
+
+    @property
+    def _width(self) -> float:
+        """Number of columns of the terminal, or infinity if the stream is not a terminal."""
+        return shutil.get_terminal_size().columns if self.stream.isatty() else math.inf
 
     def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Yield the parts of a step's line from left to right, each padded to a constant width."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +12,8 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
 
-WIDTH = 100  # columns of the output
+# Columns of the output: 100, or the width of a narrower terminal.
+WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
 # Shares of the peak FLOP/s for the estimate of time. Runs of dense models usually reach a share
 # between these two.
 ASSUMED_SHARES = (0.3, 0.5)
@@ -51,7 +53,15 @@ def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
         for index, text in enumerate(texts)
     ]
     return "\n".join(
-        textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=" " * 9)
+        textwrap.fill(
+            text,
+            WIDTH,
+            initial_indent=indent,
+            subsequent_indent=" " * 9,
+            # Do not cut paths and commands.
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         for indent, text in indented
     )
 

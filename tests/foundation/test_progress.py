@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
+import termios
+
 import pytest
 
 from foundation import progress
@@ -26,3 +31,20 @@ def test_a_log_has_whole_lines_of_progress(
     shown = [line for line in lines if line not in ("the end", "a message")]
     assert any("3.00 tokens" in line for line in shown)
     assert all(line.startswith(("tokenising: ", "packing: ")) for line in shown)
+
+
+def test_a_bar_does_not_stay_after_a_line_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line above the bar shows the bar at once. The terminal has 80 columns."""
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(writer, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with Progress("evaluating", "microbatches"):
+            advance()
+            say("a message")
+        print("summary", file=terminal, flush=True)
+        output = os.read(reader, 10_000).decode()
+    os.close(reader)
+    assert "evaluating: 1.00 microbatches" in output
+    *_, erased, summary, _ = output.split("\r")
+    assert erased.isspace() and summary == "summary"

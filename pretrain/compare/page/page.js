@@ -27,6 +27,8 @@ document.querySelectorAll("table.sortable").forEach((table, number) => {
 });
 
 document.querySelectorAll(".plotly-graph-div").forEach((plot) => {
+  // On a phone, the legend is below the panels, because it would need most of the width beside them.
+  if (innerWidth <= 700) Plotly.relayout(plot, { "legend.orientation": "h", "legend.y": -0.03, "legend.yanchor": "top", "margin.l": 50, "margin.r": 10 });
   const before = choices[plot.id];
   if (before && before.visible.length === plot.data.length) {
     Plotly.relayout(plot, before.ranges);

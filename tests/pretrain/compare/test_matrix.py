@@ -153,6 +153,7 @@ def test_finished_cells_are_ranked_by_held_out_loss(matrix):
     names = [cell.name for cell in loaded.cells]
     rows = [name for name in rows_of(write_report(loaded)) if name in names]
     assert rows == names[:4], "the baseline is first"
+    assert write_report(loaded).startswith(f"Lowest held-out loss: 2.2500, {names[1]}.")
     assert "2 of 6 cells are not finished" in write_report(loaded)
 
 

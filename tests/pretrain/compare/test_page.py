@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.compare.figures import COLOUR, HELD_OUT_COLOUR, moving_mean, picture_of_run
+from pretrain.compare.figures import (
+    COLOUR,
+    HELD_OUT_COLOUR,
+    moving_mean,
+    picture_of_run,
+    range_after_the_fall,
+)
 from pretrain.compare.page import (
     WRITTEN_BY,
     check_replaceable,
@@ -60,6 +66,18 @@ def test_the_moving_mean_covers_the_finite_values_of_its_window(losses, half):
             assert means[i] == pytest.approx(around.mean(), abs=1e-8)
         else:
             assert np.isnan(means[i])
+
+
+@given(steps=st.integers(60, 400), fall=st.floats(0.0, 20.0))
+def test_first_points_are_in_the_frame_unless_they_flatten_the_rest(steps, fall):
+    """The loss of the first step is higher than the other losses, which fall from 3 to 2."""
+    losses = np.concatenate([[3.0 + fall], np.linspace(3, 2, steps)])
+    low, high = range_after_the_fall([losses], [np.array([2.5])])
+    assert low < 2.0
+    if fall < 0.8:
+        assert high > 3.0 + fall
+    elif fall > 1.1:
+        assert high < 3.2
 
 
 def page_of(runs: list[RunRecord], folder: Path, *vary: str, **options: object) -> str:
