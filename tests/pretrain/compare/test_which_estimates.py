@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,43 @@ def test_recorded_seeds_have_the_expected_verdicts() -> None:
     assert [verdict("nvfp4_branch", seeds) for seeds in (3, 4, 5)] == [CANNOT_TELL, WORSE, beyond]
     assert [verdict("block_branch", seeds) for seeds in (3, 4)] == [CANNOT_TELL, EQUIVALENT]
     assert verdict("delayed_branch", 5) == CANNOT_TELL
+
+
+def test_the_estimates_in_the_docs_are_those_of_the_result_file() -> None:
+    content = json.loads(ESTIMATES.read_text())
+    page = " ".join((ROOT / "docs/which.md").read_text().split())
+
+    def span(values: Iterable[float], digits: int) -> str:
+        listed = list(values)
+        return f"{min(listed):.{digits}f} to {max(listed):.{digits}f}"
+
+    tokens = content["tokens"]
+    steps = {number: span(shares.values(), 2) for number, shares in tokens["by_steps"].items()}
+    assert (
+        f"is {steps['2000']} of the true number for 2,000 steps, {steps['400']} for 400 steps and "
+        f"{steps['150']} for 150 steps" in page
+    )
+    early = ("wsd, decay 0.8", "cosine", "linear")
+    for floor, text in (("0", "none"), ("0.1", "0.1 nats"), ("0.3", "0.3 nats")):
+        shares = [share for kind in early for share in tokens["by_floor"][kind][floor].values()]
+        assert f"| {text} | {span(shares, 2)} |" in page
+
+    def enough(costs: set[float], spreads: set[float]) -> str:
+        chosen = [
+            figures
+            for figures in content["seeds"]
+            if figures["cost"] in costs and figures["spread"] in spreads
+        ]
+        return span((100 * share for row in chosen for share in row["enough"].values()), 0)
+
+    wide = {1.0}
+    narrow = {0.3, 0.5}
+    assert (
+        f"in {enough({0.0, 2.0}, wide)} % of the series with a standard deviation of one margin, "
+        f"and in {enough({0.0, 2.0}, narrow)} % with 0.3 or 0.5 margins" in page
+    )
+    assert f"enough in {enough({0.5}, wide)} % and {enough({0.5}, narrow)} %" in page
+    rows = [figures for figures in content["seeds"] if figures["spread"] == 1.0]
+    named = span((100 * (1 - row["share_beyond_most_seeds"]) for row in rows), 0)
+    right = span((100 * row["enough_if_most_seeds_or_fewer"] for row in rows), 0)
+    assert f"are named in {named} % of the series, and are enough in {right} % of these" in page
