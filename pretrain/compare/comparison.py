@@ -8,7 +8,7 @@ from functools import cached_property
 
 from pretrain.compare.differences import Gap
 from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, why_not_paired
-from pretrain.metrics.run_record import RunRecord
+from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord
 
 # Colours of the first ten runs: the default palette of Tableau and plotly, whose colours are easy
 # to distinguish. The next ten runs have the same colours and the next dash in DASHES, and so on.
@@ -186,6 +186,12 @@ def notes_on(compared_runs: Sequence[ComparedRun], *, over_seeds: bool) -> list[
     runs = [compared.run for compared in compared_runs]
     if any(run.side_by_side for run in runs):
         notes.append("Speeds are omitted for runs that shared their machine with other runs.")
+    longest = max(len(run.steps) for run in runs)
+    if len(runs) > 1 and longest * LAST_SHARE < FEWEST_STEPS:
+        notes.append(
+            f"No run has more than {longest:,} steps. A setting or a precision may have another "
+            "effect on the loss of a longer training."
+        )
     evaluated = [run for run in runs if "held_out_loss" in run.summary]
     if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
         notes.append(

@@ -155,6 +155,12 @@ def test_readmes_speeds_are_those_of_the_result_files(monkeypatch: pytest.Monkey
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"one of 7.6 billion {delayed:.1f} times as fast" in readme
     assert f"{gains_of_fp8(shapes['Qwen2.5-0.5B'])[0]:.1f} times as fast. The loss" in readme
+    evidence = " ".join((ROOT / "docs/evidence.md").read_text(encoding="utf-8").split())
+    gains = [gains_of_fp8(shapes[f"Qwen2.5-{size}B"]) for size in ("0.5", "1.5", "3", "7")]
+    *smaller, largest = (f"{delayed:.2f}x" for delayed, _ in gains)
+    assert f"gain {', '.join(smaller)} and {largest} on an H100" in evidence
+    *smaller, largest = (f"{head:.2f}x" for _, head in gains)
+    assert f"{', '.join(smaller)} and {largest} with the head in FP8" in evidence
     lines = (RESULTS / "loss/h200_evidence_111m.jsonl").read_text(encoding="utf-8").splitlines()
     speeds = defaultdict(list)
     for run in map(json.loads, lines):
@@ -164,6 +170,33 @@ def test_readmes_speeds_are_those_of_the_result_files(monkeypatch: pytest.Monkey
     answers = json.loads((RESULTS / "loss/which.json").read_text(encoding="utf-8"))
     assert rows[6][1:3] == ["BF16", "FP8: 1.0 times"]
     assert "delayed: equivalent, not worth it" in answers["dense_delayed"]["answer"]
+
+
+def test_readmes_speeds_of_four_gpus_are_those_of_the_result_files():
+    runs = json.loads((RESULTS / "speed/h100_x4_scaling.json").read_text(encoding="utf-8"))["runs"]
+    shares = {name: run["tokens_per_second"] / 4 for name, run in runs.items() if name != "one"}
+    percent = {
+        name: 100 * speed / runs["one"]["tokens_per_second"] for name, speed in shares.items()
+    }
+    file = RESULTS / "speed/h200_x4_one_gpu.json"
+    (one,) = json.loads(file.read_text(encoding="utf-8"))["results"]
+    ddp = json.loads((RESULTS / "speed/h200_x4_ddp.json").read_text(encoding="utf-8"))
+    # A time limit ended this run. Its output has the speeds of steps 1 to 5, in thousands.
+    (output,) = (result["output"] for result in ddp["results"])
+    speed = 1000 * statistics.median(map(float, re.findall(r"([\d.]+)k tok/s", output)[2:]))
+    reached = [percent["ddp"], percent["zero"]]
+    reached.append(100 * speed / 4 / one["summary"]["tokens_per_second"])
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    ranges = f"{min(reached):.0f} to {max(reached):.0f} % (`ddp`, `zero`)"
+    assert f"reached {ranges} and {percent['fsdp2']:.0f} % (`fsdp2`)" in readme
+
+
+def test_speeds_of_microbatches_are_those_of_the_result_file():
+    content = json.loads((RESULTS / "speed/h100_microbatches.json").read_text(encoding="utf-8"))
+    eight, auto = (result["summary"] for result in content["results"])
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    speeds = f"{eight['tokens_per_second']:,.0f} tokens/s, and {auto['tokens_per_second']:,.0f}"
+    assert f"| {speeds} with `auto`; {auto['memory_gib']:.1f} GiB |" in page
 
 
 def test_figures_of_gpt2_are_those_of_its_rounds():
@@ -235,11 +268,13 @@ def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
         line = f"{name}: cannot tell, {advice} seeds would be enough with a probability of 80 %, "
         answer = re.sub(f"(?m)^{re.escape(name)}: .*", f"{line}but at most 20 are trained.", answer)
     assert answer.rpartition("\n")[0] in page
-    percent = 100 / delayed.served.baseline
-    middle = percent * delayed.served.mean
-    half = percent * delayed.served.anytime_half_width(protocol.error)
-    loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
-    assert readmes_answers()[4][2:] == ["1.2 times", loss.replace("-", "−")]
+    paired = content["differences"]["delayed"]["served_in_bf16"]
+    ends = [paired["mean"] - paired["half_width_95"], paired["mean"] + paired["half_width_95"]]
+    cost = f"{ends[0]:.2f} to {ends[1]:.2f} %"
+    margin = f"below the margin of {100 * protocol.margin:g} %"
+    assert readmes_answers()[4][2:] == ["1.2 times", f"{cost} higher, {margin}"]
+    for name in ("docs/which.md", "docs/evidence.md", "recipes/gpt2_fineweb_edu.yaml"):
+        assert cost in (ROOT / name).read_text(encoding="utf-8"), name
     low, high = delayed.gain_interval
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"{delayed.gain:.2f} times ({low:.2f} to {high:.2f}) BF16's speed" in readme
