@@ -309,6 +309,12 @@ class Plan:
             "that a device has in a step": (
                 isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank
             ),
+            "`fp8_config.fp8_format: HYBRID` quantizes gradients to E5M2; in published reports, "
+            "training diverged with it, so set `fp8_format: E4M3`, the default": any(
+                active.precision.options.get("fp8_format") == "E4M3"
+                and active.settings.fp8_format == "HYBRID"
+                for active in self.precisions
+            ),
             **dict.fromkeys(self.experts_in_bf16, True),
         }
         applying = [text for text, applies in warnings.items() if applies]
