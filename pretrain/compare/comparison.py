@@ -186,11 +186,10 @@ def notes_on(compared_runs: Sequence[ComparedRun], *, over_seeds: bool) -> list[
     runs = [compared.run for compared in compared_runs]
     if any(run.side_by_side for run in runs):
         notes.append("Speeds are omitted for runs that shared their machine with other runs.")
-    longest = max(len(run.steps) for run in runs)
-    if len(runs) > 1 and longest * LAST_SHARE < FEWEST_STEPS:
+    if len(runs) > 1 and all(len(run.steps) * LAST_SHARE < FEWEST_STEPS for run in runs):
         notes.append(
-            f"No run has more than {longest:,} steps. A setting or a precision may have another "
-            "effect on the loss of a longer training."
+            f"All runs have fewer than {FEWEST_STEPS / LAST_SHARE:.0f} steps. They show nothing "
+            "about the effect of a setting or a precision on the loss of a longer training."
         )
     evaluated = [run for run in runs if "held_out_loss" in run.summary]
     if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):

@@ -73,8 +73,7 @@ def range_after_the_fall(
         return None
     lowest, highest = np.quantile(values, [0.0, 0.995])
     peak = np.nanmax(np.concatenate([*curves, *points]))
-    if peak - lowest < MOST_STRETCH * (highest - lowest):
-        highest = peak
+    highest = peak if peak - lowest < MOST_STRETCH * (highest - lowest) else highest
     margin = 0.06 * (highest - lowest) or 0.1
     return float(lowest - margin), float(highest + margin)
 

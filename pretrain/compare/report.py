@@ -139,8 +139,7 @@ def run_folders(paths: Sequence[Path]) -> Sequence[Path]:
     ]
     for path in of_several:
         print(f"skipped: {path} contains several runs; name their folders", file=sys.stderr)
-    folders = [path for path in paths if not path.is_file() and path not in of_several]
-    return folders or paths
+    return [path for path in paths if not path.is_file() and path not in of_several] or paths
 
 
 def _report_on(options: argparse.Namespace) -> Report:

@@ -595,22 +595,12 @@ def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) 
         if protocol.begin_with:
             values["train.begin_with"] = protocol.begin_with
         overrides = [*question.overrides, *as_overrides(values)]
-        lines.append(f"  {launch_command(question.accelerate, question.recipe_file, overrides)}")
+        launch = ["accelerate", "launch", "--config_file", str(question.accelerate)]
+        command = [*launch, "train_accelerate.py", str(question.recipe_file), *overrides]
+        lines.append(f"  {shlex.join(command)}")
     elif all(verdict.advice == NO_GAIN for verdict in verdicts):
         lines.append(f"Stay with {protocol.base}.")
     return "\n".join(lines)
-
-
-def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:
-    """Return the shell command that trains a recipe, for the user to copy.
-
-    Args:
-        accelerate: The Accelerate configuration.
-        recipe: The recipe file.
-        overrides: Settings that override the recipe, as key=value.
-    """
-    launch = ["accelerate", "launch", "--config_file", str(accelerate), "train_accelerate.py"]
-    return shlex.join([*launch, str(recipe), *overrides])
 
 
 def interval_within(protocol: Protocol, verdict: Verdict) -> str:

@@ -75,9 +75,10 @@ class Console:
         self._since_line.append(record)
         if show:
             figures = list(self._figures(record))
+            width = shutil.get_terminal_size().columns if self.stream.isatty() else math.inf
             # Omit figures, the least important one first, if the terminal is too narrow.
             for label in OMITTED_FIRST:
-                if len(SEPARATOR.join(figures)) > self._width:
+                if len(SEPARATOR.join(figures)) > width:
                     figures = [figure for figure in figures if label not in figure]
             self.notice(SEPARATOR.join(figures))
             self._since_line.clear()
@@ -145,11 +146,6 @@ class Console:
     def warning(self, text: str) -> None:
         """Print a warning for the user. The run continues."""
         self.notice(f"WARNING  {text}")
-
-    @property
-    def _width(self) -> float:
-        """Number of columns of the terminal, or infinity if the stream is not a terminal."""
-        return shutil.get_terminal_size().columns if self.stream.isatty() else math.inf
 
     def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Yield the parts of a step's line from left to right, each padded to a constant width."""

@@ -363,8 +363,11 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
             f"{run_dir / METRICS_FILE}: holds no step yet; wait until the run has completed its "
             "first step"
         )
-    damaged = f"{run_dir / METRICS_FILE}: a line of a step lacks a number"
-    with as_input_error((LookupError, TypeError), damaged, "remove that line"):
+    with as_input_error(
+        (LookupError, TypeError),
+        f"{run_dir / METRICS_FILE}: a line of a step lacks a number",
+        "remove that line",
+    ):
         return RunRecord(
             path=run_dir,
             config=load_yaml(folder.config),

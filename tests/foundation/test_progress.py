@@ -43,8 +43,10 @@ def test_a_bar_does_not_stay_after_a_line_above_it(monkeypatch: pytest.MonkeyPat
             advance()
             say("a message")
         print("summary", file=terminal, flush=True)
-        output = os.read(reader, 10_000).decode()
+        output = ""
+        while not output.endswith("summary\r\n"):
+            output += os.read(reader, 10_000).decode()
     os.close(reader)
     assert "evaluating: 1.00 microbatches" in output
     *_, erased, summary, _ = output.split("\r")
-    assert erased.isspace() and summary == "summary"
+    assert erased.isspace() and summary == "summary", repr(output)
