@@ -33,6 +33,7 @@ from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES
 from packing.store import training_parts
 from packing.stream import (
+    PART_NAME,
     RUN_LOCK,
     PartStart,
     StreamedPacks,
@@ -174,9 +175,8 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
             while part := read_part(folder, starts[-1]):
                 starts.append(part.after)
     kept = {FIRST, *(part_folder(folder, kept_start.number).name for kept_start in starts[:-1])}
-    # The pattern also finds the incomplete folder of a packer that was killed.
-    for path in folder.glob("*part-*"):
-        if path.name not in kept:
+    for path in folder.iterdir():
+        if PART_NAME.fullmatch(path.name) and path.name not in kept:
             # Delete the manifest first, because a part without a manifest is treated as absent.
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)

@@ -124,16 +124,18 @@ def holds_packs_of(settings: DataSettings) -> bool:
     """Return True if the packs of these settings exist, and False if there are no packs.
 
     Raises InputError if the folder has packs that were prepared with other settings, or if it has
-    other files.
+    other files. The folder of a stream has no other files either, because a stream deletes parts.
     """
     packs = folder_of(settings)
-    if not is_there(packs):
-        return False
+    # Another process may be writing the first part of a stream in a hidden folder.
+    has_files = is_there(packs) or (settings.stream and any(settings.packs.glob("[!.]*")))
     if not (packs / MANIFEST).is_file():
-        raise InputError(
-            f"{packs}: this folder exists, but has no prepared packs; "
-            "set data.packs to another folder"
-        )
+        if has_files:
+            raise InputError(
+                f"{settings.packs}: this folder exists, but has no prepared packs; "
+                "set data.packs to another folder"
+            )
+        return False
     manifest = read_manifest(packs)
     recorded = dict(manifest["settings"])
     requested = content_settings(settings)

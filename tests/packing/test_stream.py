@@ -227,6 +227,38 @@ def documents_in(pack: Any) -> set[tuple[int, ...]]:
     return {tuple(piece.tolist()) for piece in pieces if len(np.unique(piece)) >= 12}
 
 
+FOREIGN = ["wiki-part-1", "part-time", "part-00000007-old", ".part-00000007.writing", "part-1"]
+
+
+def test_a_stream_deletes_no_folder_that_it_did_not_write(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    data = streamed(values, tmp_path / "packs")
+    for name in FOREIGN:
+        (data.packs / name).mkdir()
+        (data.packs / name / "thesis.tex").touch()
+    left_by_a_killed_packer = data.packs / ".part-00000007.0123abcd.writing"
+    left_by_a_killed_packer.mkdir()
+    with InProcessPacker(data) as packer:
+        list(steps(packed_by(packer, data), 0, 30))
+    assert all((data.packs / name / "thesis.tex").exists() for name in FOREIGN)
+    assert not left_by_a_killed_packer.exists() and (data.packs / "part-00000001").exists()
+
+
+@pytest.mark.parametrize("name", ["part-00000001/thesis.tex", "notes.txt"])
+def test_a_stream_does_not_begin_in_a_folder_with_other_files(
+    name: str, values: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    for source, packs in ((values, tmp_path), (two_sources(values, folder), tmp_path / "code")):
+        file = packs / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+        with pytest.raises(InputError, match=f"{packs}: this folder exists, but has no"):
+            streamed(source, tmp_path)
+        assert file.read_text() == "mine"
+        shutil.rmtree(packs)
+
+
 def test_a_resume_with_a_changed_source_is_rejected(values: dict[str, Any], tmp_path: Path) -> None:
     source = Path(shutil.copy(values["source"], tmp_path / "text.jsonl"))
     data = streamed(values | {"source": str(source)}, tmp_path / "packs")
