@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import warnings
@@ -27,6 +29,8 @@ NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
 # Suffix of the hidden file that `replace_file` writes first. If the process is killed before it has
 # renamed this file, the file remains on the disk.
 PARTIAL = ".partial"
+# Lock file in a folder that is not complete yet. The process that writes the folder holds the lock.
+_LOCK = ".lock"
 # Folder of results that are computed again if their files are deleted.
 CACHE = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "pretrain")
 
@@ -101,26 +105,30 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     Yields a hidden folder beside `path`. The caller writes its files there. At the end of the
     caller's `with` statement, the files are flushed, and the hidden folder is renamed to `path`. If
-    an exception is raised, the hidden folder is removed. Only one process may create `path` at a
-    time.
+    an exception is raised, the hidden folder is removed. Hidden folders of killed processes are
+    removed too. Those of running processes are locked and stay.
 
     With `replace`, an existing folder `path` is deleted after the files are flushed. Without it,
     OSError is raised if `path` exists and is not an empty folder.
     """
-    folder = path.with_name(f".{path.name}.writing")
-    # Remove the folder that a killed process may have left.
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        fsync_tree(folder)
-        if replace:
-            shutil.rmtree(path, ignore_errors=True)
-        folder.rename(path)
-        fsync(path.parent)
-    finally:
-        # An incomplete folder would take space on a full disk. A renamed folder stays.
-        shutil.rmtree(folder, ignore_errors=True)
+    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.writing"):
+        if not is_locked(abandoned / _LOCK):
+            shutil.rmtree(abandoned, ignore_errors=True)
+    # The name is random, so that it is neither the name of a user's folder nor of another process.
+    folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
+    with locked(folder / _LOCK, str):
+        try:
+            yield folder
+            fsync_tree(folder)
+            if replace:
+                shutil.rmtree(path, ignore_errors=True)
+            folder.rename(path)
+            # Keep the lock file until here: without it, the folder would count as abandoned.
+            (path / _LOCK).unlink()
+            fsync(path.parent)
+        finally:
+            # An incomplete folder would take space on a full disk. A renamed folder stays.
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ class RunFolder(ExitStack):
             self.callback(self._remove_if_empty)
         # Delete partial files of a killed run. No other process writes to the folder, because this
         # process holds the lock.
-        for leftover in path.glob(f".*{PARTIAL}"):
+        for leftover in path.glob(f".*.[0-9]*{PARTIAL}"):
             leftover.unlink()
 
     def _refuse(self, holder: str) -> None:

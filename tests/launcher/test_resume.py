@@ -127,8 +127,8 @@ KILLS = [
     # a checkpoint is complete, but does not have its name yet
     (Moment("os.rename", r"/step-00000008$", SIGKILL), {4}),
     # during the export
-    (Moment("os.rename", r"/\.final\.writing$", SIGKILL), {STEPS}),
-    (Moment("open", r"/\.final\.writing/", SIGKILL), {STEPS}),
+    (Moment("os.rename", r"/\.final\.\w+\.writing$", SIGKILL), {STEPS}),
+    (Moment("open", r"/\.final\.\w+\.writing/[^.]", SIGKILL), {STEPS}),
 ]
 
 

@@ -246,8 +246,11 @@ def test_abandoned_checkpoints_stay_until_the_next_save(tmp_path):
     ]
     assert checkpoints.newest() == tmp_path / "step-00000001"
     assert_holds(tmp_path / "abandoned-step-00000003", 3)
+    foreign = [".partial-thesis", "abandoned-step-00000002-to-keep"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
     save(checkpoints, 2)
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert names(tmp_path) == [*foreign, "step-00000001", "step-00000002"]
 
 
 def test_seeds_are_chained_outputs_of_splitmix64():
