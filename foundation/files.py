@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -111,7 +110,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     With `replace`, an existing folder `path` is deleted after the files are flushed. Without it,
     OSError is raised if `path` exists and is not an empty folder.
     """
-    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.writing"):
+    for abandoned in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 8}.writing"):
         if not is_locked(abandoned / _LOCK):
             shutil.rmtree(abandoned, ignore_errors=True)
     # The name is random, so that it is neither the name of a user's folder nor of another process.

@@ -33,7 +33,6 @@ from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES
 from packing.store import training_parts
 from packing.stream import (
-    PART_NAME,
     RUN_LOCK,
     PartStart,
     StreamedPacks,
@@ -175,8 +174,12 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
             while part := read_part(folder, starts[-1]):
                 starts.append(part.after)
     kept = {FIRST, *(part_folder(folder, kept_start.number).name for kept_start in starts[:-1])}
-    for path in folder.iterdir():
-        if PART_NAME.fullmatch(path.name) and path.name not in kept:
+    # The second pattern finds the incomplete folders of packers that were killed.
+    for path in (
+        *folder.glob(f"part-{'[0-9]' * 8}"),
+        *folder.glob(f".part-{'[0-9]' * 8}.{'[0-9a-f]' * 8}.writing"),
+    ):
+        if path.name not in kept:
             # Delete the manifest first, because a part without a manifest is treated as absent.
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)

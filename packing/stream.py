@@ -23,7 +23,6 @@ seed and on the number of the part.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -44,8 +43,6 @@ from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
 
-# Names of parts, and of the folders in which `new_folder` writes parts.
-PART_NAME = re.compile(r"part-\d{8}|\.part-\d{8}\.[0-9a-f]{8}\.writing")
 POSITION = "position.json"
 # Lock of the run that reads the stream.
 RUN_LOCK = ".lock"

@@ -173,9 +173,12 @@ def remove(parent: Path, folders: list[Path]) -> None:
             # A checkpoint is renamed before it is deleted. Otherwise an interrupted deletion would
             # leave an incomplete folder with the name of a complete checkpoint.
             set_aside(folder)
-        for prefix in (ABANDONED_STEP, PARTIAL_STEP):
-            for leftover in parent.glob(f"{prefix}step-{'[0-9]' * 8}"):
-                shutil.rmtree(leftover)
+        step = f"step-{'[0-9]' * 8}"
+        for leftover in (
+            *parent.glob(f"{ABANDONED_STEP}{step}"),
+            *parent.glob(f"{PARTIAL_STEP}{step}"),
+        ):
+            shutil.rmtree(leftover)
     except OSError as error:
         _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
 
