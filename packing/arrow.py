@@ -31,12 +31,12 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.files import FileRecord, check_files, hash_file, hash_of, new_folder
 from foundation.reading import load_object
+from packing.settings import MANIFEST
 
 Split = Literal["train", "held_out"]
 
 # Label of a position without a loss. The loss functions of torch and transformers skip this label.
 IGNORE = -100
-MANIFEST = "packs.json"
 # Folder of a stream's first part, which always stays on the disk.
 FIRST = "part-00000000"
 # A new file is started when the current file has this number of bytes or more.

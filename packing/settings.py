@@ -6,7 +6,8 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,10 @@ from foundation.settings import (
 # Pattern of the names of repositories on the Hugging Face hub. Any other name is a path.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
+# File that a folder of packs has. `packing.arrow` writes it.
+MANIFEST = "packs.json"
+# Names of files and folders that are not read as a part of a source.
+_HIDDEN = re.compile(r"\.|__pycache__$")
 # Keys that determine the kind of a record.
 RECORD = ("messages", "input_ids", "labels", "text")
 
@@ -44,12 +49,62 @@ def split_revision(name: str) -> tuple[str, str | None]:
 def matching_files(name: str) -> list[Path]:
     """Return the files that the pattern `name` matches, such as `my_text/*.txt`, in order.
 
-    `**` stands for any number of folders. Hidden files do not match. The list is empty if `name` is
-    not a pattern, or if it is an existing path.
+    See `find_files`. The list is empty if `name` is not a pattern, or if it is an existing path.
     """
     if not glob.has_magic(name) or os.path.exists(name):
         return []
-    return sorted(path for path in map(Path, glob.glob(name, recursive=True)) if path.is_file())
+    return find_files(Path(), Path(name, "*" if name.endswith("**") else "").parts)
+
+
+def find_files(folder: Path, parts: Sequence[str]) -> list[Path]:
+    """Return the files below `folder` that match a pattern, in order.
+
+    `parts` are the parts of the pattern, such as ("**", "*.txt"). `**` stands for any number of
+    folders. Links to folders are followed. A file that can be reached through several folders is
+    returned once. Hidden files, and inner folders of packs, do not match. Raises OSError if a
+    folder cannot be read.
+    """
+    paths = [folder]
+    for part in parts:
+        if part == "**":
+            paths = [
+                inner for path in paths if path.is_dir() for inner in _folders_below(path, set())
+            ]
+        else:
+            paths = [
+                path / name
+                for path in paths
+                if path.is_dir()
+                for name in (os.listdir(path) if glob.has_magic(part) else [part])
+                if name == part or (fnmatch(name, part) and not _HIDDEN.match(name))
+            ]
+    folders = sorted({path.parent for path in paths}, reverse=True)
+    # Of several paths to the same folder, keep the first.
+    read = {*{os.path.realpath(folder): folder for folder in folders}.values()}
+    # Return links to missing files too, so that they are reported when they are read.
+    return sorted(
+        path
+        for path in {*paths}
+        if path.parent in read and (path.is_file() or (path.is_symlink() and not path.exists()))
+    )
+
+
+def _folders_below(folder: Path, visited: set[str]) -> Iterator[Path]:
+    """Yield `folder` and the folders below it, without hidden folders and folders of packs.
+
+    `visited` has the real paths of folders that are not entered again.
+    """
+    visited.add(os.path.realpath(folder))
+    yield folder
+    # Enter links last. So a folder beside links to it is yielded under its own name.
+    for path in sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path)):
+        if (
+            path.is_dir()
+            and not _HIDDEN.match(path.name)
+            and not os.path.exists(path / MANIFEST)
+            and os.path.realpath(path) not in visited
+        ):
+            yield from _folders_below(path, visited)
 
 
 def refuse_near_name(key: str, name: str) -> None:
@@ -82,7 +137,7 @@ class SourceSettings(Settings):
     source: Annotated[PathText, Field(min_length=1)] | None = None
     # name of a config of a Hugging Face dataset
     subset: str | None = None
-    # split of a Hugging Face dataset
+    # split of a Hugging Face dataset, or of a folder whose file names have splits (docs/data.md)
     split: str = "train"
     # Column with a text, or a template with columns: `"{title}\n\n{body}"`, where `\n` is a line
     # break and `\t` a tab. An EOS token ends each document. A document begins with a BOS token only

@@ -20,6 +20,8 @@ import codecs
 import csv
 import io
 import json
+import os
+import re
 import shlex
 from bisect import bisect_right
 from collections import Counter
@@ -37,7 +39,6 @@ from foundation.files import hash_of
 from foundation.progress import say
 from foundation.reading import as_input_error, one_line, parse_yaml
 from foundation.units import plural
-from packing.arrow import MANIFEST
 from packing.chunks import (
     COMPRESSION,
     Chunk,
@@ -53,6 +54,7 @@ from packing.settings import (
     RECORD,
     DataSettings,
     SourceSettings,
+    find_files,
     matching_files,
     refuse_near_name,
     split_revision,
@@ -87,6 +89,13 @@ _CHAT_COLUMNS = {
     ("instruction", "input", "output"): r'["{instruction}\n\n{input}", output]',
     ("instruction", "output"): "[instruction, output]",
 }
+# Splits in the names of files and folders, with the words and separators of `datasets`. The last
+# word in a path counts. `latest.txt` has no split, and `my_test-0.txt` has the split test.
+_SPLIT_NAME = re.compile(
+    r"(?:.*[-._ 0-9/])?(?:(?P<train>train|training)|(?P<validation>validation|valid|dev|val)|"
+    r"(?P<test>test|testing|eval|evaluation))(?=[-._ 0-9/])",
+    re.IGNORECASE | re.DOTALL,
+)
 _KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
 _READABLE = (
     "JSONL, JSON arrays, Parquet, CSV, TSV and text files (.txt, .md, .py, ...) can be read, also "
@@ -103,7 +112,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     name = str(settings.source)
     path = Path(name)
     # Datasets of `save_to_disk` have one of these files.
-    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return DatasetSource(settings, records)
     matches = matching_files(name)
     if not matches and not path.exists():
@@ -114,18 +123,21 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
             f"data.source: {name}: no such file or folder, and no file matches it "
             "(relative paths start at the current directory)"
         )
-    kind, paths, unread = _choose(name, matches or _files_below(path))
+    parts = ("**", "*") if path.is_dir() else ()
+    kind, files, unread = _choose(name, matches or find_files(path, parts))
+    paths, note = _of_split(files, kind, settings)
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
-    unused = settings.chosen(("subset", "split", *columns))
+    unused = settings.chosen(("subset", *columns))
     if settings.streaming is True:
         unused.append("streaming")
     if unused:
         raise InputError(
             f"data.{unused[0]}: {name} is read as {kind}, which has no such setting; remove it"
         )
-    files = plural(len(paths), f"{kind} file")
-    description = f"{name}: {files}, {_bytes_of(paths) / 1e6:,.1f} MB{unread}"
-    return FileSource(description, paths, kind, records)
+    count = plural(len(paths), f"{kind} file")
+    # For a link to a missing file, `stat` raises OSError with the name of the link.
+    size = sum(path.stat().st_size for path in paths)
+    return FileSource(f"{name}: {count}, {size / 1e6:,.1f} MB{unread}{note}", paths, kind, records)
 
 
 def suffix_of(path: Path) -> str:
@@ -139,17 +151,44 @@ def kind_of(path: Path) -> str | None:
     return _KINDS.get(suffix_of(path))
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below `folder` in order. Skip hidden files, and packs in inner folders.
+def _of_split(files: list[Path], kind: str, settings: DataSettings) -> tuple[list[Path], str]:
+    """Return the files of the split in `settings`, and a note about the splits of all files.
 
-    If `folder` is a file, yield only this file.
+    A file without a split in its name belongs to train. If `settings` choose no split, all files
+    are returned in these cases: the source is a pattern or a file, all files belong to the same
+    split, or most text has no split in its name.
+
+    Raises InputError if no file belongs to the split.
     """
-    packs = {manifest.parent for manifest in folder.rglob(MANIFEST)} - {folder}
-    for path in sorted(folder.rglob("*")) or [folder]:
-        names = path.relative_to(folder).parts
-        is_hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
-        if not is_hidden and not packs.intersection(path.parents) and path.is_file():
-            yield path
+    folder = Path(os.path.commonpath([str(settings.source), *files]))
+    named = {
+        file: match.lastgroup
+        for file in files
+        if (match := _SPLIT_NAME.match(file.relative_to(folder).as_posix()))
+    }
+    # The name of a shard, such as train_sft-00000-of-00003.parquet, also begins with its split.
+    chosen = [
+        file
+        for file in files
+        if settings.split
+        in (named.get(file, "train"), re.split(r"-\d{5}-of-\d{5}|\.", file.name)[0])
+    ]
+    counts = Counter(named.get(file, "train") for file in files)
+    is_guess = (
+        len(counts) == 1
+        or folder != Path(str(settings.source))
+        or (kind == "text" and 2 * _bytes_of(named) <= _bytes_of(files))
+    )
+    if is_guess and not settings.chosen(("split",)):
+        chosen = files
+    listed = ", ".join(f"{count:,} {split}" for split, count in sorted(counts.items()))
+    if not chosen:
+        raise InputError(
+            f"data.split: {settings.split}: {settings.source} has no {kind} file of this split, "
+            f"but: {listed}; set data.split to one of these splits, or data.source to a pattern"
+        )
+    note = f"\nfiles by split: {listed}; {len(chosen):,} of them are read"
+    return chosen, note if len(counts) > 1 else ""
 
 
 def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
@@ -183,7 +222,8 @@ def _choose(name: str, files: Iterable[Path]) -> tuple[str, list[Path], str]:
 
 
 def _bytes_of(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
+    """Return the total size of files. A link to a missing file has no size."""
+    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def reading_settings(settings: DataSettings, source: FileSource | DatasetSource) -> DataSettings:
