@@ -46,7 +46,8 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if not (path.is_dir() and error.errno in NOT_IMPLEMENTED):
-            raise
+            # `os.fsync` does not know the name of the file.
+            raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 

@@ -185,9 +185,7 @@ def write_packs(
         # from values that were converted to JSON and back.
         manifest = json.loads(json.dumps(manifest, default=str))
         content = manifest | {"checksum": hash_of(manifest)}
-        (folder / MANIFEST).write_text(
-            json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return manifest
 
 

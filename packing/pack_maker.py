@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from foundation.errors import InputError
+from foundation.reading import as_input_error
 from packing.arrow import Split, write_packs
 from packing.chunks import Chunk, Tokens, tokenize
 from packing.pack import Arranged
@@ -69,7 +70,10 @@ class PackMaker(AbstractContextManager):
         # Let each worker load the tokenizer itself. A tokenizer is larger than the buffer of a
         # pipe. So sending a tokenizer would block forever if the worker died meanwhile.
         # Also isolate multiprocessing's resource tracker, a process that the pool starts.
-        with _isolated_children():
+        with (
+            as_input_error((OSError,), "tokenizer processes cannot be started (see /dev/shm)"),
+            _isolated_children(),
+        ):
             self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (self.reading,))
 
     def __exit__(self, *exception: object) -> None:
@@ -131,6 +135,10 @@ class PackMaker(AbstractContextManager):
         neither held-out packs nor a tokenizer.
         """
         statistics = arranged.statistics()
+        # Only the identity of a local source is recorded: to compare that of a dataset of the hub,
+        # every start would need the network.
+        if self.source.is_local:
+            statistics["source"] = self.source.identity
         splits: Iterable[Split] = arranged.layouts
         texts = {"tokenizer.json": self.tokenizer.tokenizer.to_str(pretty=True)}
         if isinstance(self.records, ChatColumns):
@@ -140,15 +148,16 @@ class PackMaker(AbstractContextManager):
             if stream["start"]["number"] > 0:
                 splits = ["train"]
                 texts = {}
-        return write_packs(
-            path,
-            self.settings.length,
-            {split: arranged.packs(split, self.tokenizer.padding) for split in splits},
-            settings=content_settings(self.settings),
-            statistics=statistics,
-            tokenizer=self.tokenizer.describe(),
-            texts=texts,
-        )
+        with as_input_error((OSError,), f"{path}: cannot be written"):
+            return write_packs(
+                path,
+                self.settings.length,
+                {split: arranged.packs(split, self.tokenizer.padding) for split in splits},
+                settings=content_settings(self.settings),
+                statistics=statistics,
+                tokenizer=self.tokenizer.describe(),
+                texts=texts,
+            )
 
 
 # ── Worker processes ──────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Counts, Place, Tokens, require_documents
 from packing.follow import make_first_part
 from packing.pack_maker import PackMaker, content_settings, usable_cores
-from packing.records import records_of
+from packing.records import Records, records_of
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source
 from packing.store import all_parts, find_splits, folder_of, is_there
@@ -64,12 +64,28 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             continue
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
         manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
-        exists_message = (
-            f"{part.packs}: these packs are already prepared with these settings. If the "
-            "dataset has changed since then, remove this folder"
-        )
-        say(summary(manifest) if manifest else exists_message, progress)
+        if progress:
+            say(summary(manifest) if manifest else _exists_message(part))
     return settings.packs
+
+
+def _exists_message(part: DataSettings) -> str:
+    """Return a message about packs that exist, with a warning if their source has changed.
+
+    There is no warning if the packs do not record the identity of their source.
+    """
+    recorded = read_manifest(folder_of(part))["statistics"].get("source")
+    present = None
+    with suppress(InputError, OSError):
+        present = open_source(part, Records((), ())).identity if recorded else None
+    message = f"{part.packs}: these packs are already prepared with these settings"
+    if present == recorded:
+        return message
+    return (
+        f"{message}, but {part.source} has changed since then: its files are missing, or have "
+        "other names, sizes or dates. The earlier documents are used; to pack the present ones, "
+        f"remove {part.packs}"
+    )
 
 
 def _make_alone(
@@ -188,7 +204,9 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
         _tokenize_source(maker, log, progress)
         with Progress("packing", shown=progress):
             manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
-    shutil.rmtree(folder)
+    # The packs are complete, so files that cannot be removed are not an error.
+    shutil.rmtree(folder, ignore_errors=True)
+    say(f"{folder}: cannot be removed; remove this folder", folder.exists())
     return manifest
 
 
@@ -291,17 +309,27 @@ class TokenLog(AbstractContextManager):
 
 
 def summary(manifest: dict[str, Any]) -> str:
-    """Return the statistics in a manifest as lines for the user."""
+    """Return the statistics in a manifest as lines for the user, which every terminal can print."""
     values = {
         **manifest["statistics"],
+        **{
+            f"{split}_tokens": entry["tokens"]
+            for split, entry in manifest["splits"].items()
+            if split != "train"
+        },
         "tokenizer": (manifest["tokenizer"] or {}).get("name"),
-        # Do not print the nested dict with the statistics of a stream. None is skipped below.
+        # Do not print nested dicts. None is skipped below.
+        "source": None,
         "stream": None,
     }
     if "fill" in values:
         values["fill"] = f"{values['fill']:.2%}"
-    return "\n".join(
-        f"  {name.replace('_', ' '):<20} {f'{value:,}' if isinstance(value, int) else value}"
-        for name, value in values.items()
-        if value
+    return (
+        "\n".join(
+            f"  {name.replace('_', ' '):<20} {f'{value:,}' if isinstance(value, int) else value}"
+            for name, value in values.items()
+            if value
+        )
+        .encode(errors="backslashreplace")
+        .decode()
     )

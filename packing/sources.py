@@ -8,6 +8,7 @@ with more than a few dozen cores.
 
 * `description` is a text for the user.
 * `identity` is a JSON-able value that changes if the documents may have changed.
+* `is_local` is False for a dataset of the hub.
 * `chunks({})` yields the chunks. Every call yields the same chunks as long as the source does not
   change. If a file or a row cannot be read, InputError names the file or the row.
 * `chunks(begin)` continues after the chunk whose `after` is `begin`. It yields the same records as
@@ -30,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 
@@ -259,14 +260,19 @@ class FileSource:
 
     description: str
     paths: list[Path]
+    is_local: ClassVar = True
     kind: str
     records: Records
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Kind of the files, and a hash of their present paths, sizes and dates."""
+        """Kind of the files, and a hash of their present names, sizes and dates.
+
+        Names are relative, so that the identity stays if a source and its packs are moved.
+        """
+        folder = os.path.commonpath([path.parent for path in self.paths])
         listing = [
-            [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+            [str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns]
             for path in self.paths
         ]
         return {"kind": self.kind, "files": hash_of(listing)}
@@ -396,7 +402,7 @@ class DatasetSource:
         self.settings = settings
         self.records = records
         self.name = str(settings.source)
-        self.is_saved = Path(self.name).exists()
+        self.is_local = Path(self.name).exists()
         streaming = ", streaming" if settings.streaming else ""
         part = f"{settings.subset or 'default'}, {settings.split}{streaming}"
         self.description = f"Hugging Face dataset {self.name} ({part})"
@@ -404,10 +410,10 @@ class DatasetSource:
     @property
     def identity(self) -> dict[str, Any]:
         """Name, subset, split and fingerprint. A streamed dataset has None as its fingerprint."""
-        is_streamed = self.settings.streaming and not self.is_saved
+        is_streamed = self.settings.streaming and not self.is_local
         return {
             "kind": self.kind,
-            "name": self.name,
+            "name": os.path.realpath(self.name) if self.is_local else self.name,
             "subset": self.settings.subset,
             "split": self.settings.split,
             "fingerprint": None if is_streamed else self._data._fingerprint,
@@ -485,7 +491,7 @@ class DatasetSource:
             f"{settings.split}`"
         )
         with as_input_error(kinds, what, "correct these keys, or check the network"):
-            if self.is_saved:
+            if self.is_local:
                 data = datasets.load_from_disk(self.name)
                 if not isinstance(data, datasets.DatasetDict):
                     return data

@@ -23,6 +23,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
+from foundation.files import hash_of
+from packing.__main__ import main as inspect
 from packing.arrow import read_manifest
 from packing.pack_maker import PackMaker
 from packing.prepare import TokenLog, prepare, summary
@@ -70,6 +72,17 @@ def test_prepare_names_columns_that_are_not_read(settings: DataSettings, corpus:
     corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
     prepare(settings, progress=False)
     assert re.search(r"columns not read +id, url\n?", summary(read_manifest(settings.packs)))
+
+
+def test_a_column_may_have_a_lone_surrogate_in_its_name(
+    settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus.write_text('{"text": "one two", "te\\ud83dxt": 1}\n')
+    prepare(settings)
+    assert read_manifest(settings.packs)["statistics"]["columns_not_read"] == "te\ud83dxt"
+    assert "columns not read     te\\ud83dxt" in capsys.readouterr().err
+    assert inspect(["inspect", str(settings.packs)]) == 0
+    assert "columns not read     te\\ud83dxt" in capsys.readouterr().out
 
 
 def test_held_out_documents_are_complete_and_not_trained_on(
@@ -172,6 +185,64 @@ def test_other_settings_than_those_of_the_packs_are_rejected(
     prepare(settings, progress=False)
     with pytest.raises(InputError, match="packing: truncate -> best_fit"):
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
+
+
+def test_a_changed_source_is_reported_at_every_start(
+    settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = settings.model_copy(update={"held_out": 0.2})
+    prepare(held_out)
+    splits = read_manifest(settings.packs)["splits"]
+    shown = dict(re.findall(r"^  (.*?) {2,}(.*)$", capsys.readouterr().err, re.M))
+    assert shown["held out tokens"] == f"{splits['held_out']['tokens']:,}"
+    before = corpus.stat()
+
+    def warned() -> bool:
+        prepare(held_out)
+        output = capsys.readouterr().err
+        assert output.count("are already prepared") == 1
+        assert ("remove" in output) == (f"{corpus} has changed since then" in output)
+        return "remove" in output
+
+    assert not warned()
+    corpus.touch()
+    assert warned() and warned()
+    os.utime(corpus, ns=(0, before.st_mtime_ns))
+    assert not warned()
+    with corpus.open("a") as file:
+        file.write('{"text": "new"}\n')
+    os.utime(corpus, ns=(0, before.st_mtime_ns))
+    assert warned()
+    corpus.unlink()
+    assert warned()
+    # Packs of earlier versions do not record their source.
+    manifest = read_manifest(settings.packs)
+    del manifest["statistics"]["source"]
+    content = manifest | {"checksum": hash_of(manifest)}
+    (settings.packs / "packs.json").write_text(json.dumps(content))
+    assert not warned()
+
+
+def test_moved_packs_and_sources_count_as_unchanged(
+    settings: DataSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "here").mkdir()
+    for name in ("corpus.jsonl", "elsewhere.jsonl"):
+        shutil.copy2(settings.source, tmp_path / "here" / name)
+    monkeypatch.chdir(tmp_path / "here")
+    for source in ("corpus.jsonl", "*.jsonl", "."):
+        prepare(settings.model_copy(update={"source": source, "packs": Path("packs")}))
+        (tmp_path / "here").rename(tmp_path / "there")
+        monkeypatch.chdir(tmp_path / "there")
+        capsys.readouterr()
+        prepare(settings.model_copy(update={"source": source, "packs": Path("packs")}))
+        assert "has changed" not in capsys.readouterr().err
+        shutil.rmtree("packs")
+        (tmp_path / "there").rename(tmp_path / "here")
+        monkeypatch.chdir(tmp_path / "here")
 
 
 def test_another_path_of_the_same_source_is_accepted(
