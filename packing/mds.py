@@ -1,4 +1,4 @@
-"""Read MDS shards of MosaicML's streaming library: version 2, not compressed.
+"""Read MDS shards of MosaicML's streaming library: version 2, raw or compressed with zstd.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
 the shards and the columns of each shard. A shard file consists of the number of samples `n`
@@ -10,17 +10,19 @@ of numbers (see docs/data.md). It means one number if the declared size is the s
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, check_files, hash_file, hash_of
+from foundation.files import FileRecord, check_files, hash_of
 from foundation.progress import say
 from foundation.reading import as_input_error, load_object
 from packing.arrow import JoinedPacks, Pack, Packs, checked_index
@@ -37,8 +39,8 @@ from packing.tokenizer import load_tokenizer
 
 INDEX = "index.json"
 _REMEDY = (
-    "fetch or write the folder again, or unpack its compressed shards, for example with "
-    "`zstd -d shard.00000.mds.zstd -o shard.00000.mds`"
+    "fetch or write the folder again; shards that are compressed with another codec than zstd must "
+    "be unpacked first"
 )
 _SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
     "float8"
@@ -105,7 +107,13 @@ class Shard(Packs):
         self.folder = folder
         self.samples: int = entry["samples"]
         raw = entry["raw_data"]
-        self.record = FileRecord(raw["basename"], raw["bytes"], raw["hashes"])
+        # `compression` is a codec, or a codec and its level, such as `zstd:7`. A shard that the
+        # user has unpacked is read directly.
+        is_zstd = str(entry["compression"]).startswith("zstd")
+        self.is_packed = is_zstd and not (folder / raw["basename"]).exists()
+        file = entry["zip_data"] if self.is_packed else raw
+        self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
+        self.hashes: dict[str, str] = raw["hashes"]
         self.path = folder / self.record.name
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         # `size` is the number of bytes of every value, or None if each sample stores the size.
@@ -117,11 +125,24 @@ class Shard(Packs):
 
     @cached_property
     def content(self) -> tuple[memoryview, np.ndarray]:
-        """The file's memory-mapped content, and the offsets [samples + 1] of the samples."""
+        """The memory-mapped content of the shard, and the offsets [samples + 1] of the samples."""
         # Use Arrow's memory map. Unlike Python's memory map, it does not keep the file open. A
         # terabyte of data is 16,000 shards, and many systems limit a process to 1,024 open files.
-        data = memoryview(pa.memory_map(str(self.path)).read_buffer())
+        file = self._unpacked() if self.is_packed else pa.memory_map(str(self.path))
+        data = memoryview(file.read_buffer())
         return data, np.frombuffer(data, "<u4", self.samples + 1, offset=4)
+
+    def _unpacked(self) -> pa.MemoryMappedFile:
+        """Return a memory map of the unpacked shard, in a temporary file without a name."""
+        what = f"{self.path}: cannot be unpacked into {gettempdir()} (TMPDIR sets another folder)"
+        with (
+            as_input_error((OSError,), what, _REMEDY),
+            pa.input_stream(str(self.path), compression="zstd") as stream,
+            NamedTemporaryFile() as file,
+        ):
+            file.write(stream.read())
+            file.flush()
+            return pa.memory_map(file.name)
 
     def sample(self, index: int) -> dict[str, Any]:
         """Return the decoded columns of sample `index`. Arrays are views into the file."""
@@ -222,7 +243,7 @@ class MDSPacks(JoinedPacks):
             [
                 shard.samples,
                 shard.layout,
-                shard.record.hashes or {"sha256": hash_file(shard.path)},
+                shard.hashes or {"sha256": hashlib.sha256(shard.content[0]).hexdigest()},
             ]
             for shard in shards
         ]
