@@ -120,7 +120,7 @@ def load_object(path: Path, remedy: str) -> dict[str, Any]:
 
     Raises InputError, with `remedy`, if the file cannot be read or its value is not an object.
     """
-    with as_input_error((OSError, ValueError), f"{path}: cannot be read", remedy):
+    with as_input_error((OSError, ValueError, RecursionError), f"{path}: cannot be read", remedy):
         value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise InputError(

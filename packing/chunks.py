@@ -19,6 +19,19 @@ from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer, without_nulls
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+# First bytes of a file, the suffix that such a file must have, and a description. Nothing reads a
+# file whose suffix is "".
+_CONTENT = {
+    b"version https://git-lfs.": ("", "a Git LFS pointer; fetch the file with `git lfs pull`"),
+    b"\x1f\x8b\x08": (".gz", "gzip data; add .gz to its name"),
+    b"\x28\xb5\x2f\xfd": (".zst", "zstd data; add .zst to its name"),
+    b"BZh91AY&SY": ("", "bzip2 data; unpack it with `bunzip2`"),
+    b"\xfd7zXZ\0": ("", "xz data; unpack it with `unxz`"),
+    b"PK\3\4": ("", "a zip archive; unpack it"),
+    b"PAR1\x15": (".parquet", "a Parquet file; give its name the suffix .parquet"),
+    b"ARROW1": ("", "an Arrow file; convert it to Parquet"),
+    b"%PDF-": ("", "a PDF file; extract its text"),
+}
 # Place in a source from which reading can continue. It is empty for the beginning of the source.
 Place = dict[str, Any]
 
@@ -46,12 +59,17 @@ def open_stream(path: Path) -> pa.NativeFile:
 
     Raises OSError if the file cannot be opened. Arrow's decompressors raise OSError for a truncated
     stream, but would read a file of 0 bytes as an empty text. So this function raises OSError for
-    such a file.
+    such a file. Raises InputError if the first bytes of the file do not suit its suffix.
     """
     compression = COMPRESSION.get(path.suffix.lower())
     if compression and not path.stat().st_size:
         raise OSError("the file has 0 bytes, so it was not written or copied to the end")
-    return pa.input_stream(str(path), compression=compression)
+    # pyarrow cannot open a file whose name is not in UTF-8.
+    file = open(path, "rb")  # noqa: SIM115
+    for start, (suffix, content) in _CONTENT.items():
+        if path.suffix.lower() != suffix and file.peek(len(start)).startswith(start):
+            raise InputError(f"{path}: this file has another content than its name says: {content}")
+    return pa.input_stream(file, compression=compression)
 
 
 def lacking(records: Records, names: Collection[str]) -> str | None:
@@ -168,7 +186,7 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
                 parsed = _parsed(record, records) if isinstance(record, bytes) else record
                 documents.append(records.fill(parsed))
                 unread |= records.unread(parsed)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             message = f"{place}: {error}"
             if not skip_bad:
                 raise InputError(
@@ -249,7 +267,7 @@ def _parsed(line: bytes, records: Records) -> dict[str, Any]:
     )
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the line is not valid JSON: {error}; {remedy}") from None
     if not isinstance(value, dict):
         raise ValueError(f"the line is not a JSON object; {remedy}")

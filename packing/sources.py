@@ -100,7 +100,9 @@ _SPLIT_NAME = re.compile(
 _KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
 _READABLE = (
     "JSONL, JSON arrays, Parquet, CSV, TSV and text files (.txt, .md, .py, ...) can be read, also "
-    "as .gz or .zst; set data.packs to read a token .bin file"
+    "as .gz or .zst; convert an .arrow file, such as one in the cache of `datasets`, with "
+    "`datasets.Dataset.from_file(FILE).to_parquet('x.parquet')`; set data.packs to read a token "
+    ".bin file"
 )
 
 
@@ -258,9 +260,9 @@ def reading_settings(settings: DataSettings, source: FileSource | DatasetSource)
 class FileSource:
     """Source that reads files of one kind: jsonl, parquet, csv or text."""
 
+    is_local: ClassVar = True
     description: str
     paths: list[Path]
-    is_local: ClassVar = True
     kind: str
     records: Records
 
@@ -301,7 +303,7 @@ class FileSource:
                 "csv": self._csv_chunks,
             }
             with as_input_error(
-                (OSError, pa.ArrowException, ValueError),
+                (OSError, pa.ArrowException, ValueError, RecursionError),
                 f"{path}: cannot be read",
                 "the file is damaged, not in UTF-8, or not of this format",
             ):
@@ -378,7 +380,10 @@ class FileSource:
         import pyarrow.parquet as pq
 
         at = place.get("at", 0)
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with (
+            open_stream(path) as stream,
+            pq.ParquetFile(stream, page_checksum_verification=True) as file,
+        ):
             names = file.schema_arrow.names
             groups = range(file.num_row_groups)
             ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))

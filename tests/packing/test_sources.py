@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import glob
 import gzip
 import io
 import json
+import lzma
 import os
 import tempfile
 from functools import partial
@@ -480,10 +482,12 @@ BAD_LINES = [
     '{"text": "\\ud800"}',
     '{"text": ["a"]}',
     '{"text": "\xff"}',
+    '{"text": "a", "n": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    '{"text": "a", "n": ' + '{"n": ' * 990 + "0" + "}" * 991,
 ]
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:30])
 def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n')
@@ -492,6 +496,41 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
     source = open_reader(path)
     texts, counts = read_chunk(next(source.chunks({})), source.records, skip_bad=True)
     assert texts == ["good", "too"] and counts.skipped == 1 and "x.jsonl:2" in counts.first_skipped
+
+
+CONTENTS = {
+    "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+    "gzip data": gzip.compress(b'{"text": "a"}\n'),
+    "zstd data": pa.compress(b'{"text": "a"}\n', codec="zstd", asbytes=True),
+    "bzip2 data": bz2.compress(b'{"text": "a"}\n'),
+    "xz data": lzma.compress(b'{"text": "a"}\n'),
+    "a zip archive": b"PK\x03\x04\x14\x00",
+    "a Parquet file": b"PAR1\x15\x04",
+    "an Arrow file": b"ARROW1\0\0",
+    "a PDF file": b"%PDF-1.7\n",
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x.csv", "x.txt", "x.txt.gz"])
+def test_a_file_with_another_content_than_its_name_is_named(
+    name: str, content: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(CONTENTS[content])
+    if (content, name[1:]) in (("a Parquet file", ".parquet"), ("gzip data", ".txt.gz")):
+        return
+    with pytest.raises(InputError, match=rf"{name}: this file has .* name says: {content}; .*"):
+        texts_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet", "text files"])
+def test_names_of_files_may_have_any_bytes(kind: str, tmp_path: Path) -> None:
+    path = write_corpus(tmp_path, kind, ["one", "two"])
+    renamed = Path(os.fsdecode(os.fsencode(tmp_path / "caf") + b"\xe9" + path.suffix.encode()))
+    if kind == "jsonl.gz":
+        renamed = renamed.with_suffix(".jsonl.gz")
+    path.rename(renamed)
+    assert texts_of(renamed) == ["one", "two"]
 
 
 def test_a_missing_column_is_reported_with_keys(tmp_path: Path) -> None:
