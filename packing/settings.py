@@ -78,14 +78,14 @@ def find_files(folder: Path, parts: Sequence[str]) -> list[Path]:
                 for name in (os.listdir(path) if glob.has_magic(part) else [part])
                 if name == part or (fnmatch(name, part) and not _HIDDEN.match(name))
             ]
-    folders = sorted({path.parent for path in paths}, reverse=True)
+    parents = sorted({path.parent for path in paths}, reverse=True)
     # Of several paths to the same folder, keep the first.
-    read = {*{os.path.realpath(folder): folder for folder in folders}.values()}
+    kept = {*{os.path.realpath(parent): parent for parent in parents}.values()}
     # Return links to missing files too, so that they are reported when they are read.
     return sorted(
         path
         for path in {*paths}
-        if path.parent in read and (path.is_file() or (path.is_symlink() and not path.exists()))
+        if path.parent in kept and (path.is_file() or (path.is_symlink() and not path.exists()))
     )
 
 

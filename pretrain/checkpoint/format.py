@@ -173,10 +173,9 @@ def remove(parent: Path, folders: list[Path]) -> None:
             # A checkpoint is renamed before it is deleted. Otherwise an interrupted deletion would
             # leave an incomplete folder with the name of a complete checkpoint.
             set_aside(folder)
-        step = f"step-{'[0-9]' * 8}"
         for leftover in (
-            *parent.glob(f"{ABANDONED_STEP}{step}"),
-            *parent.glob(f"{PARTIAL_STEP}{step}"),
+            *parent.glob(f"{ABANDONED_STEP}step-{'[0-9]' * 8}"),
+            *parent.glob(f"{PARTIAL_STEP}step-{'[0-9]' * 8}"),
         ):
             shutil.rmtree(leftover)
     except OSError as error:
