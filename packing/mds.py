@@ -107,10 +107,12 @@ class Shard(Packs):
         self.folder = folder
         self.samples: int = entry["samples"]
         raw = entry["raw_data"]
-        # `compression` is a codec, or a codec and its level, such as `zstd:7`. A shard that the
-        # user has unpacked is read directly.
-        is_zstd = str(entry["compression"]).startswith("zstd")
-        self.is_packed = is_zstd and not (folder / raw["basename"]).exists()
+        # `compression` may have a level, such as `zstd:7`. A shard that the user has unpacked is
+        # read directly.
+        self.is_packed = (
+            str(entry.get("compression")).startswith("zstd")
+            and not (folder / raw["basename"]).exists()
+        )
         file = entry["zip_data"] if self.is_packed else raw
         self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
         self.hashes: dict[str, str] = raw["hashes"]

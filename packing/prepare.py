@@ -42,6 +42,11 @@ _TOKENS = "tokens.bin"
 # File of the number of tokens of each document, int64.
 _LENGTHS = "lengths.bin"
 _PROGRESS = "progress.json"
+# Warning about packs whose source differs from the recorded one.
+_CHANGED = (
+    "WARNING: the source has changed since then: its files are missing, or have other names, sizes "
+    "or dates. The earlier documents are used. To pack the present documents, remove these packs"
+)
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
@@ -79,13 +84,7 @@ def _exists_message(part: DataSettings) -> str:
     with suppress(InputError, OSError):
         present = open_source(part, Records((), ())).identity if recorded else None
     message = f"{part.packs}: these packs are already prepared with these settings"
-    if present == recorded:
-        return message
-    return (
-        f"{message}, but {part.source} has changed since then: its files are missing, or have "
-        "other names, sizes or dates. The earlier documents are used; to pack the present ones, "
-        f"remove {part.packs}"
-    )
+    return message if present == recorded else f"{message}. {_CHANGED}"
 
 
 def _make_alone(

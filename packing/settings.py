@@ -29,8 +29,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 # File that a folder of packs has. `packing.arrow` writes it.
 MANIFEST = "packs.json"
-# Names of files and folders that are not read as a part of a source.
-_HIDDEN = re.compile(r"\.|__pycache__$")
+# First characters of files and folders that are not read as a part of a source.
+_HIDDEN = (".", "__pycache__")
 # Keys that determine the kind of a record.
 RECORD = ("messages", "input_ids", "labels", "text")
 
@@ -76,10 +76,10 @@ def find_files(folder: Path, parts: Sequence[str]) -> list[Path]:
                 for path in paths
                 if path.is_dir()
                 for name in (os.listdir(path) if glob.has_magic(part) else [part])
-                if name == part or (fnmatch(name, part) and not _HIDDEN.match(name))
+                if name == part or (fnmatch(name, part) and not name.startswith(_HIDDEN))
             ]
     parents = sorted({path.parent for path in paths}, reverse=True)
-    # Of several paths to the same folder, keep the first.
+    # Keep the first path to each real folder.
     kept = {*{os.path.realpath(parent): parent for parent in parents}.values()}
     # Return links to missing files too, so that they are reported when they are read.
     return sorted(
@@ -100,7 +100,7 @@ def _folders_below(folder: Path, visited: set[str]) -> Iterator[Path]:
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path)):
         if (
             path.is_dir()
-            and not _HIDDEN.match(path.name)
+            and not path.name.startswith(_HIDDEN)
             and not os.path.exists(path / MANIFEST)
             and os.path.realpath(path) not in visited
         ):

@@ -117,18 +117,25 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     # Datasets of `save_to_disk` have one of these files.
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return DatasetSource(settings, records)
-    matches = matching_files(name)
-    if not matches and not path.exists():
-        refuse_near_name("data.source", name)
-        if HUB_NAME.fullmatch(split_revision(name)[0]) and kind_of(path) is None:
-            return DatasetSource(settings, records)
-        raise InputError(
-            f"data.source: {name}: no such file or folder, and no file matches it "
-            "(relative paths start at the current directory)"
-        )
-    parts = ("**", "*") if path.is_dir() else ()
-    kind, files, unread = _choose(name, matches or find_files(path, parts))
-    paths, note = _of_split(files, kind, settings)
+    with as_input_error(
+        (OSError,),
+        f"data.source: {name}: cannot be read",
+        "correct the permissions, or restore the file to which a link points",
+    ):
+        matches = matching_files(name)
+        if not matches and not os.path.lexists(path):
+            refuse_near_name("data.source", name)
+            if HUB_NAME.fullmatch(split_revision(name)[0]) and kind_of(path) is None:
+                return DatasetSource(settings, records)
+            raise InputError(
+                f"data.source: {name}: no such file or folder, and no file matches it "
+                "(relative paths start at the current directory)"
+            )
+        parts = ("**", "*") if path.is_dir() else ()
+        kind, files, unread = _choose(name, matches or find_files(path, parts))
+        paths, note = _of_split(files, kind, settings)
+        # For a link to a missing file, `stat` raises OSError with the name of the link.
+        size = sum(path.stat().st_size for path in paths)
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
     unused = settings.chosen(("subset", *columns))
     if settings.streaming is True:
@@ -138,8 +145,6 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
             f"data.{unused[0]}: {name} is read as {kind}, which has no such setting; remove it"
         )
     count = plural(len(paths), f"{kind} file")
-    # For a link to a missing file, `stat` raises OSError with the name of the link.
-    size = sum(path.stat().st_size for path in paths)
     return FileSource(f"{name}: {count}, {size / 1e6:,.1f} MB{unread}{note}", paths, kind, records)
 
 
@@ -158,8 +163,8 @@ def _of_split(files: list[Path], kind: str, settings: DataSettings) -> tuple[lis
     """Return the files of the split in `settings`, and a note about the splits of all files.
 
     A file without a split in its name belongs to train. If `settings` choose no split, all files
-    are returned in these cases: the source is a pattern or a file, all files belong to the same
-    split, or most text has no split in its name.
+    are returned in these cases: the source is a pattern or a file; all files belong to the same
+    split; text files have no split train in their names, or most text has no split in its name.
 
     Raises InputError if no file belongs to the split.
     """
@@ -177,12 +182,12 @@ def _of_split(files: list[Path], kind: str, settings: DataSettings) -> tuple[lis
         in (named.get(file, "train"), re.split(r"-\d{5}-of-\d{5}|\.", file.name)[0])
     ]
     counts = Counter(named.get(file, "train") for file in files)
-    is_guess = (
+    if not settings.chosen(("split",)) and (
         len(counts) == 1
         or folder != Path(str(settings.source))
+        or (kind == "text" and "train" not in named.values())
         or (kind == "text" and 2 * _bytes_of(named) <= _bytes_of(files))
-    )
-    if is_guess and not settings.chosen(("split",)):
+    ):
         chosen = files
     listed = ", ".join(f"{count:,} {split}" for split, count in sorted(counts.items()))
     if not chosen:
@@ -190,7 +195,7 @@ def _of_split(files: list[Path], kind: str, settings: DataSettings) -> tuple[lis
             f"data.split: {settings.split}: {settings.source} has no {kind} file of this split, "
             f"but: {listed}; set data.split to one of these splits, or data.source to a pattern"
         )
-    note = f"\nfiles by split: {listed}; {len(chosen):,} of them are read"
+    note = f"\nfiles by split: {listed}; files read: {len(chosen):,}"
     return chosen, note if len(counts) > 1 else ""
 
 

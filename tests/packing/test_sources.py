@@ -27,6 +27,7 @@ from packing.prepare import check_sources
 from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings, matching_files
 from packing.sources import open_source
+from packing.store import all_parts
 from packing.token_columns import TOKEN_COLUMNS
 from packing.tokenizer import load_tokenizer
 
@@ -262,7 +263,7 @@ def test_a_folder_that_may_not_be_read_is_named(source: str) -> None:
         (folder / "a" / "secret").chmod(0)
         os.seteuid(65534)
         try:
-            with pytest.raises(OSError, match=f"Permission denied: '{folder}/a/secret'"):
+            with pytest.raises(InputError, match=f"Permission denied: '{folder}/a/secret'"):
                 texts_of(folder / source)
         finally:
             os.seteuid(0)
@@ -274,8 +275,11 @@ def test_a_link_to_a_missing_file_is_named(tmp_path: Path) -> None:
     assert open_reader(tmp_path).description.endswith("files not read: 1 .zip")
     (tmp_path / "b.txt").symlink_to("gone")
     for source in (tmp_path, tmp_path / "*.txt"):
-        with pytest.raises(OSError, match=r"No such file or directory: '.*/b.txt'"):
+        with pytest.raises(InputError, match=r"No such file or directory: '.*/b.txt'; .*link"):
             texts_of(source)
+    (tmp_path / "self.txt").symlink_to("self.txt")
+    with pytest.raises(InputError, match=r"/self.txt: cannot be read: Too many levels"):
+        texts_of(tmp_path / "self.txt")
 
 
 SPLITS = {
@@ -318,7 +322,7 @@ def test_a_folder_with_several_splits_reads_train(tmp_path: Path) -> None:
     )
     write_files(tmp_path, "data/train_gen-00000-of-00001.jsonl", "README.md")
     description = open_reader(tmp_path).description
-    assert "\nfiles by split: 1 test, 2 train; 2 of them are read" in description
+    assert "\nfiles by split: 1 test, 2 train; files read: 2" in description
     assert all("train" in text for text in texts_of(tmp_path)) and len(texts_of(tmp_path)) == 2
     assert [text[5:13] for text in texts_of(tmp_path, split="train_sft")] == ["train_sf"]
     assert [text[5:13] for text in texts_of(tmp_path, split="test")] == ["test_sft"]
@@ -346,9 +350,36 @@ def test_only_texts_with_names_of_splits_are_divided(tmp_path: Path) -> None:
     write_files(tmp_path, "model/a.txt", "model/b.txt", "model/layers.txt")
     assert len(texts_of(tmp_path)) == 7
     assert (
-        "files by split: 1 test, 5 train, 1 validation; 7 of" in open_reader(tmp_path).description
+        "files by split: 1 test, 5 train, 1 validation; files read: 7"
+        in open_reader(tmp_path).description
     )
     assert texts_of(tmp_path, split="test") == ["test.txt"]
+    (tmp_path / "train.txt").unlink()
+    (tmp_path / "valid.txt").write_text("x" * 1000)
+    assert len(texts_of(tmp_path)) == 6
+
+
+def test_sources_and_validation_choose_their_splits(tmp_path: Path) -> None:
+    write_files(
+        tmp_path, "a/train.jsonl", "a/test.jsonl", "b/train.jsonl", "b/dev.jsonl", "c.jsonl"
+    )
+
+    def texts(**values: Any) -> list[list[str]]:
+        settings = DataSettings(packs="p", tokenizer="t", **values)
+        template = TextTemplate.parse("text")
+        sources = [open_source(part, template) for part in all_parts(settings)]
+        return [[str(path.relative_to(tmp_path)) for path in source.paths] for source in sources]
+
+    a, b, c = (str(tmp_path / name) for name in ("a", "b", "c.jsonl"))
+    assert texts(source=a, validation={"split": "test"}) == [["a/train.jsonl"], ["a/test.jsonl"]]
+    assert texts(source=a, split="test", validation={"split": "train"}) == [
+        ["a/test.jsonl"],
+        ["a/train.jsonl"],
+    ]
+    sources = [{"source": source, "weight": 1} for source in (a, c)]
+    assert texts(sources=sources, split="test") == [["a/test.jsonl"], ["c.jsonl"]]
+    sources = [{"source": a, "weight": 1}, {"source": b, "weight": 1, "split": "validation"}]
+    assert texts(sources=sources) == [["a/train.jsonl"], ["b/dev.jsonl"]]
 
 
 def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
