@@ -19,6 +19,7 @@ from foundation.files import (
     FileRecord,
     check_files,
     find_damage,
+    fsync,
     locked,
     new_folder,
     replace_file,
@@ -90,6 +91,11 @@ def test_a_file_that_cannot_be_replaced_keeps_its_content(
         replace_file(tmp_path / "new" / "file", b"new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
     assert (tmp_path / "new" / "file").read_bytes() == b"old"
+
+
+def test_a_failed_flush_names_its_file() -> None:
+    with pytest.raises(OSError, match=r"Invalid argument: '/dev/null'"):
+        fsync(Path("/dev/null"))
 
 
 @pytest.mark.filterwarnings("ignore:.*has no locks")

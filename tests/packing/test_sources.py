@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import bz2
 import csv
-import glob
 import gzip
 import io
 import json
 import lzma
 import os
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,9 @@ from foundation.errors import InputError
 from packing.chunks import read_chunk
 from packing.prepare import check_sources
 from packing.records import UNTRAINED, TextTemplate, TokenColumns
-from packing.settings import DataSettings, matching_files
+from packing.settings import DataSettings
 from packing.sources import open_source
-from packing.store import all_parts
 from packing.token_columns import TOKEN_COLUMNS
-from packing.tokenizer import load_tokenizer
 
 
 def open_reader(source: Path | str, **more: Any) -> Any:
@@ -164,262 +160,6 @@ def test_a_streamed_dataset_yields_the_same_documents(documents: list[str], tmp_
     assert [
         text for c in chunks for text in read_chunk(c, source.records, skip_bad=False)[0]
     ] == documents
-
-
-def test_a_folder_is_read_in_order_without_hidden_files_and_packs(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.txt", ".hidden.txt", "packs/x.txt", "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    (tmp_path / "packs" / "packs.json").write_text("{}")
-    assert texts_of(tmp_path) == ["README.md", "a/z.txt", "b.txt"]
-
-
-def test_files_of_the_kind_with_the_most_bytes_are_read(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("about this data set")
-    (tmp_path / "a.csv").write_text("text\nb\n")
-    assert open_reader(tmp_path).description.endswith("\nfiles not read: 1 .csv")
-    for name in ("b.csv", "a.tsv"):
-        (tmp_path / name).write_text("text\n" + f"{name}\n" * 4)
-    assert texts_of(tmp_path) == ["b", *["a.tsv"] * 4, *["b.csv"] * 4]
-    write_corpus(tmp_path, "jsonl", ["x" * 100])
-    assert texts_of(tmp_path) == ["x" * 100]
-    assert open_reader(tmp_path).description.endswith("files not read: 2 .csv, 1 .md, 1 .tsv")
-    (tmp_path / "README.md").write_text("x" * 1000)
-    with pytest.raises(InputError, match=r"data.source: .*smaller JSONL or Parquet files"):
-        open_reader(tmp_path)
-
-
-def test_unknown_files_with_the_most_bytes_are_rejected(tmp_path: Path) -> None:
-    write_corpus(tmp_path, "jsonl", ["x"])
-    (tmp_path / "a.pdf").write_text("x" * 100)
-    with pytest.raises(InputError, match=r"data.source: .*most of the bytes.*\*\*/\*\.txt"):
-        open_reader(tmp_path)
-
-
-def test_a_pattern_matches_files_in_order(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.txt", "a/.hidden.txt", "c.pdf", "[x].txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    assert texts_of(tmp_path / "*.txt") == ["[x].txt", "b.txt"]
-    assert texts_of(tmp_path / "**" / "*.txt") == ["[x].txt", "a/z.txt", "b.txt"]
-    assert texts_of(tmp_path / "[x].txt") == ["[x].txt"]  # an existing path is no pattern
-    assert texts_of(tmp_path / "[ab].*") == ["b.txt"]
-    with pytest.raises(InputError, match=r"data.source: .*\.md: no such file.*no file matches"):
-        open_reader(tmp_path / "*.md")
-
-
-def write_files(folder: Path, *names: str) -> None:
-    """Write files whose text is their name: text files, and JSONL files of one record."""
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name if path.suffix == ".txt" else json.dumps({"text": name}) + "\n")
-
-
-def test_linked_folders_are_read_once(tmp_path: Path) -> None:
-    write_files(tmp_path, "far/more/x.txt", "corpus/a.txt", "corpus/m/y.txt", "corpus/m/n/z.txt")
-    corpus = tmp_path / "corpus"
-    for link, target in (
-        ("l", "../far"),  # a folder elsewhere
-        ("b", "m"),  # a folder beside its link
-        ("m/n/up", "../.."),  # a cycle
-        ("m/self", "self"),
-        ("more", "../far/more"),  # a folder that is also reached through `l`
-    ):
-        (corpus / link).symlink_to(target)
-    (corpus / "m" / "self").unlink()
-    expected = ["corpus/a.txt", "far/more/x.txt", "corpus/m/y.txt", "corpus/m/n/z.txt"]
-    for source in (corpus, corpus / "**" / "*.txt", corpus / "**", corpus / "**" / "**" / "*.t*"):
-        assert sorted(texts_of(source)) == sorted(expected)
-    assert sorted(texts_of(corpus / "*" / "*.txt")) == ["corpus/m/y.txt", "far/more/x.txt"]
-    assert texts_of(tmp_path / "*" / "m*" / "[y]*") == ["corpus/m/y.txt"]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["a", "b", "a/c", "a/c/d", "."]), st.sampled_from(["x.txt", ".y.txt"])
-        ),
-        min_size=1,
-    ),
-    st.sampled_from(["*.txt", "**/*.txt", "*/*.txt", "a/**/x.txt", "**/c/*", "a/**", "[ab]/?.txt"]),
-)
-def test_a_pattern_without_links_matches_as_in_glob(
-    tmp_path_factory: pytest.TempPathFactory, files: list[tuple[str, str]], pattern: str
-) -> None:
-    folder = tmp_path_factory.mktemp("pattern")
-    write_files(folder, *(f"{parent}/{name}" for parent, name in files))
-    expected = [Path(path) for path in glob.glob(f"{folder}/{pattern}", recursive=True)]
-    assert matching_files(f"{folder}/{pattern}") == sorted(filter(Path.is_file, expected))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-@pytest.mark.parametrize("source", ["", "**/*.txt", "*/*/*.txt"])
-def test_a_folder_that_may_not_be_read_is_named(source: str) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        folder = Path(name)
-        write_files(folder, "a/b.txt", "a/secret/c.txt")
-        folder.chmod(0o755)
-        (folder / "a" / "secret").chmod(0)
-        os.seteuid(65534)
-        try:
-            with pytest.raises(InputError, match=f"Permission denied: '{folder}/a/secret'"):
-                texts_of(folder / source)
-        finally:
-            os.seteuid(0)
-
-
-def test_a_link_to_a_missing_file_is_named(tmp_path: Path) -> None:
-    write_files(tmp_path, "a.txt")
-    (tmp_path / "notes.zip").symlink_to("gone")  # is not read anyway
-    assert open_reader(tmp_path).description.endswith("files not read: 1 .zip")
-    (tmp_path / "b.txt").symlink_to("gone")
-    for source in (tmp_path, tmp_path / "*.txt"):
-        with pytest.raises(InputError, match=r"No such file or directory: '.*/b.txt'; .*link"):
-            texts_of(source)
-    (tmp_path / "self.txt").symlink_to("self.txt")
-    with pytest.raises(InputError, match=r"/self.txt: cannot be read: Too many levels"):
-        texts_of(tmp_path / "self.txt")
-
-
-SPLITS = {
-    "data/train-00000-of-00001.parquet": "train",
-    "validation-00000-of-00002.parquet": "validation",
-    "train/x.jsonl": "train",
-    "my-dev_1.jsonl": "validation",
-    "en/TEST.jsonl": "test",
-    "test/x.jsonl": "test",
-    "test data/x.jsonl": "test",
-    "eval/train.jsonl": "train",
-    "my_test_notes.txt": "test",
-    "latest.jsonl": "train",
-    "tests/x.jsonl": "train",
-    "contest.jsonl": "train",
-    "x.val.jsonl": "validation",
-    "corpus.jsonl": "train",
-}
-
-
-@pytest.mark.parametrize(("name", "split"), SPLITS.items())
-def test_a_split_is_read_from_names_as_in_datasets(name: str, split: str, tmp_path: Path) -> None:
-    others = {"train": "1.jsonl", "validation": "dev.jsonl", "test": "test.jsonl"}
-    kind = Path(name).suffix
-    others = {other: f"z/{path.replace('.jsonl', kind)}" for other, path in others.items()}
-    for path in (name, *others.values()):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("x")
-    for choice, path in others.items():
-        expected = {path, name} if choice == split else {path}
-        source = open_reader(tmp_path, split=choice)
-        if choice == "train" and kind == ".txt":
-            continue
-        assert {str(file.relative_to(tmp_path)) for file in source.paths} == expected
-
-
-def test_a_folder_with_several_splits_reads_train(tmp_path: Path) -> None:
-    write_files(
-        tmp_path, "data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl"
-    )
-    write_files(tmp_path, "data/train_gen-00000-of-00001.jsonl", "README.md")
-    description = open_reader(tmp_path).description
-    assert "\nfiles by split: 1 test, 2 train; files read: 2" in description
-    assert all("train" in text for text in texts_of(tmp_path)) and len(texts_of(tmp_path)) == 2
-    assert [text[5:13] for text in texts_of(tmp_path, split="train_sft")] == ["train_sf"]
-    assert [text[5:13] for text in texts_of(tmp_path, split="test")] == ["test_sft"]
-    # A pattern and a file are read completely.
-    assert len(texts_of(tmp_path / "**" / "*.jsonl")) == 3
-    assert len(texts_of(next((tmp_path / "data").glob("test*")))) == 1
-    assert len(texts_of(tmp_path / "data" / "t*", split="test_sft")) == 1
-    with pytest.raises(InputError, match=r"data.split: dev: .* no jsonl file .*: 1 test, 2 train;"):
-        open_reader(tmp_path, split="dev")
-
-
-def test_a_folder_without_train_needs_a_split_if_it_has_several(tmp_path: Path) -> None:
-    write_files(tmp_path, "test-0.jsonl", "test-1.jsonl")
-    assert len(texts_of(tmp_path)) == 2
-    write_files(tmp_path, "validation.jsonl")
-    with pytest.raises(InputError, match=r"data.split: train: .* but: 2 test, 1 validation; set"):
-        open_reader(tmp_path)
-    assert texts_of(tmp_path, split="validation") == ["validation.jsonl"]
-
-
-def test_only_texts_with_names_of_splits_are_divided(tmp_path: Path) -> None:
-    write_files(tmp_path, "train.txt", "valid.txt", "test.txt")
-    (tmp_path / "README.md").write_text("about")
-    assert texts_of(tmp_path) == ["about", "train.txt"]
-    write_files(tmp_path, "model/a.txt", "model/b.txt", "model/layers.txt")
-    assert len(texts_of(tmp_path)) == 7
-    assert (
-        "files by split: 1 test, 5 train, 1 validation; files read: 7"
-        in open_reader(tmp_path).description
-    )
-    assert texts_of(tmp_path, split="test") == ["test.txt"]
-    (tmp_path / "train.txt").unlink()
-    (tmp_path / "valid.txt").write_text("x" * 1000)
-    assert len(texts_of(tmp_path)) == 6
-
-
-def test_sources_and_validation_choose_their_splits(tmp_path: Path) -> None:
-    write_files(
-        tmp_path, "a/train.jsonl", "a/test.jsonl", "b/train.jsonl", "b/dev.jsonl", "c.jsonl"
-    )
-
-    def texts(**values: Any) -> list[list[str]]:
-        settings = DataSettings(packs="p", tokenizer="t", **values)
-        template = TextTemplate.parse("text")
-        sources = [open_source(part, template) for part in all_parts(settings)]
-        return [[str(path.relative_to(tmp_path)) for path in source.paths] for source in sources]
-
-    a, b, c = (str(tmp_path / name) for name in ("a", "b", "c.jsonl"))
-    assert texts(source=a, validation={"split": "test"}) == [["a/train.jsonl"], ["a/test.jsonl"]]
-    assert texts(source=a, split="test", validation={"split": "train"}) == [
-        ["a/test.jsonl"],
-        ["a/train.jsonl"],
-    ]
-    sources = [{"source": source, "weight": 1} for source in (a, c)]
-    assert texts(sources=sources, split="test") == [["a/test.jsonl"], ["c.jsonl"]]
-    sources = [{"source": a, "weight": 1}, {"source": b, "weight": 1, "split": "validation"}]
-    assert texts(sources=sources) == [["a/train.jsonl"], ["b/dev.jsonl"]]
-
-
-def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
-    for name in ("a1.txt", "a2.txt", "b1.txt"):
-        (tmp_path / name).write_text(name)
-
-    def validate(training: str, validation: str) -> None:
-        DataSettings(
-            packs="p",
-            tokenizer="t",
-            source=str(tmp_path / training),
-            validation={"source": str(tmp_path / validation)},
-        )
-
-    validate("a*.txt", "b*.txt")
-    validate("a1.txt", "[b]1.txt")
-    for pair in (("a*.txt", "a1.txt"), ("a*.txt", "*1.txt"), ("", "b*.txt"), ("b*.txt", "")):
-        with pytest.raises(ValueError, match="is also used for training"):
-            validate(*pair)
-
-
-def test_a_similar_name_is_suggested_before_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_text").mkdir()
-    (tmp_path / "my_text" / "corpus.jsonl").touch()
-    (tmp_path / "t.csv").touch()
-    for wrong, right in (
-        ("my_txt", "my_text"),
-        ("my_text/corpus.josnl", "my_text/corpus.jsonl"),
-        ("My_Text", "my_text"),
-        ("t.cvs", "t.csv"),
-    ):
-        with pytest.raises(InputError, match=f"data.source: {wrong}: .*did you mean {right}\\?"):
-            open_reader(wrong)
-    for name in ("my_txt@main", "other", "my_text/corpus"):
-        assert open_reader(name).kind == "dataset"
-    with pytest.raises(InputError, match=r"data.tokenizer: my_txt: .*did you mean my_text\?"):
-        load_tokenizer("my_txt")
 
 
 @pytest.mark.parametrize(
