@@ -184,7 +184,7 @@ def kill_in(
     if phase == "start-up":
         moment = time.monotonic() + rng.uniform(0, startup)
     else:
-        marks = {"steps": "metrics.jsonl", "saving": "checkpoints", "exporting": ".final.writing"}
+        marks = {"steps": "metrics.jsonl", "saving": "checkpoints", "exporting": ".final.*.writing"}
         began = time.time()
         while not any(path.stat().st_mtime >= began for path in _existing(run_dir, marks[phase])):
             if process.poll() is not None:
