@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -29,12 +31,13 @@ from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.files import by_umask, new_folder
+from foundation.files import by_umask, new_folder, write_json
 from foundation.overrides import overridden
 from foundation.progress import advance
 from foundation.reading import as_input_error
@@ -64,6 +67,26 @@ _SIZES = (
 _OPTIONAL_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
 )
+# Names of RoPE parameters in transformers 4, by the layers that they describe, and the new names.
+_OLD_ROPE_KEYS = {
+    "full_attention": {
+        "rope_theta": "rope_theta",
+        "rotary_emb_base": "rope_theta",
+        "global_rope_theta": "rope_theta",
+        "partial_rotary_factor": "partial_rotary_factor",
+        "rotary_pct": "partial_rotary_factor",
+    },
+    "sliding_attention": {"rope_local_base_freq": "rope_theta", "local_rope_theta": "rope_theta"},
+}
+# RoPE scaling that transformers 4 accepts for some model types only with `type` instead of
+# `rope_type`, and without further keys.
+_STRICT_SCALING = {
+    "olmo": {"rope_type", "factor"},
+    "olmo2": {"rope_type", "factor"},
+    "phi3": {"rope_type", "short_factor", "long_factor"},
+}
+# Keys of tokenizer_config.json that describe the loading of the tokenizer in this process.
+_NOT_OF_THE_TOKENIZER = ("backend", "is_local", "local_files_only")
 # Names of buffers that older versions of transformers saved. Newer versions compute these buffers.
 _OLD_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias)$")
 # Exceptions that transformers and torch raise for unexpected values. Some architectures check the
@@ -240,14 +263,19 @@ def _rebased(
 def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
     """Return all public values of a configuration of class `kind` that is made from `values`.
 
-    Return an empty dict if the class rejects the values. Warnings of transformers are not logged.
+    Return an empty dict if the class rejects the values. Warnings of transformers are hidden.
 
     A configuration stores unknown keys too, so two configurations with the same effect may have
     different keys. Callers therefore do not compare two results for equality. They test by `<=`
     whether all items of one result are also in the other.
     """
     quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
-    with suppress(InputError), _as_input_error(kind.__name__), quiet:
+    with (
+        suppress(InputError),
+        _as_input_error(kind.__name__),
+        quiet,
+        warnings.catch_warnings(action="ignore"),
+    ):
         made = kind.from_dict(copy.deepcopy(values)).to_dict()
         return {key: value for key, value in made.items() if not key.startswith("_")}
     return {}
@@ -320,10 +348,9 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     """
     if settings.source is None:
         return {}
-    values = flatten(_stored_config(settings))
     return {
         f"{SOURCE}{key}": value
-        for key, value in values.items()
+        for key, value in flatten(_stored_config(settings)).items()
         if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))
     }
 
@@ -610,8 +637,10 @@ def export(
             advance()
         # This call writes the configurations too.
         hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")
+        file = writing / "config.json"
+        write_json(file, json.loads(file.read_text(encoding="utf-8")) | old_keys(hf.config))
         if tokenizer is not None:
-            tokenizer.save_pretrained(writing)
+            save_tokenizer(tokenizer, writing)
         for name, content in beside.items():
             (writing / name).write_bytes(content)
         for file in writing.glob("*.safetensors"):
@@ -621,3 +650,64 @@ def export(
         for name in os.listdir(folder) if folder.exists() else ():
             if name not in written and not _OPTIONAL_FILES.fullmatch(name):
                 raise ValueError(f"the folder has {name}, but no export writes it (move it away)")
+
+
+def old_keys(config: PretrainedConfig) -> dict[str, Any]:
+    """Return additional keys for config.json, which transformers 4 and other programs read.
+
+    transformers 5 renamed keys, but still reads the old names. Older versions ignore the new names
+    without a message, and use their defaults.
+    """
+    kind = type(config)
+    # Content of config.json, as transformers 5 writes it.
+    values = config.to_diff_dict()
+    # llama.cpp and mlx-lm read GPT-2's `n_ctx`, which its class no longer has.
+    names = {"torch_dtype": "dtype", "n_ctx": "n_positions"} | kind.attribute_map
+    of_class = config_values(kind, {})
+    old = {
+        name: values[key] for name, key in names.items() if key in values and name not in of_class
+    }
+    if not (rope := values.get("rope_parameters")):
+        return old
+    # In most models, all layers have the same parameters.
+    parameters = {layers: rope.get(layers, rope) or {} for layers in _OLD_ROPE_KEYS}
+    rope_keys = {
+        name: parameters[layers][key]
+        for layers, old_names in _OLD_ROPE_KEYS.items()
+        for name, key in old_names.items()
+        if key in parameters[layers]
+    }
+    scaling = {k: v for k, v in parameters["full_attention"].items() if k not in rope_keys}
+    # Published files have null if the embedding is not scaled.
+    rope_keys["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+    others = {key: value for key, value in values.items() if key not in rope_keys}
+    # The class either removes a key that it reads, or derives `rope_parameters` from the key.
+    known = {
+        key: value
+        for key, value in rope_keys.items()
+        if key not in config_values(kind, others | {key: value})
+        or _reacts(kind, _without("rope_parameters", others), key)
+    }
+    # A class whose layers have different parameters may apply an old key to all of them.
+    if not config_values(kind, others).items() <= config_values(kind, others | known).items():
+        return old
+    strict = _STRICT_SCALING.get(kind.model_type)
+    if scaling.keys() - {"type", "original_max_position_embeddings"} == strict:
+        known["rope_scaling"] = {key.removeprefix("rope_"): scaling[key] for key in strict}
+    return old | known
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a tokenizer to a folder, from which transformers 4 and 5 load the same tokenizer."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    config = {key: value for key, value in written.items() if key not in _NOT_OF_THE_TOKENIZER}
+    # Name of the class in both versions. Version 5 itself writes TokenizersBackend.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["additional_special_tokens"] = config.pop("extra_special_tokens", [])
+    # If this key differs from the pre-tokenizer, version 4 changes the pre-tokenizer.
+    pre_tokenizer = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+    if "add_prefix_space" in pre_tokenizer:
+        config["add_prefix_space"] = pre_tokenizer["add_prefix_space"]
+    write_json(file, config)

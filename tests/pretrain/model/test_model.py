@@ -349,7 +349,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("kind", "stored", "key"), KEYS)
-@pytest.mark.parametrize("written_by", ["hand", "transformers 5", "nobody"])
+@pytest.mark.parametrize("written_by", ["hand", "transformers 5", "our export", "nobody"])
 def test_a_key_counts_as_if_it_were_in_the_file(
     kind: str, stored: dict, key: dict, written_by: str, tmp_path: Path
 ) -> None:
@@ -357,8 +357,12 @@ def test_a_key_counts_as_if_it_were_in_the_file(
     older = {names.get(name, name): value for name, value in key.items()}
     expected = AutoConfig.for_model(kind, **copy.deepcopy(stored | older))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | stored))
-    if written_by == "transformers 5":
-        AutoConfig.for_model(kind, **stored).save_pretrained(tmp_path)
+    if written_by in ("transformers 5", "our export"):
+        written = AutoConfig.for_model(kind, **stored)
+        written.save_pretrained(tmp_path)
+    if written_by == "our export":
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | model.old_keys(written)))
     source = {"source": str(tmp_path), "config": key}
     if written_by == "nobody":
         source = {"config": {"model_type": kind} | stored | older}
