@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from foundation.reading import load_object
+from foundation.units import plural
 from pretrain.model.fused.layers import stack_of
 from pretrain.model.huggingface import is_mixture, named_tensors
 from pretrain.precision.delayed_state import of_operand
@@ -225,6 +226,13 @@ def served_weights(
     stacks = _trained_stacks(run_dir, precision_name)
     linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
     _check_supported(precision, hf, linears, stacks)
+    # Servers stack q, k and v, and gate and up. They reject a stack with weights in two formats.
+    mixed = [
+        name
+        for name in stacks
+        if any(member in linears and member not in stacks for member in stack_of(name)[1])
+    ]
+    stacks = {name: stack for name, stack in stacks.items() if name not in mixed}
     layout = LAYOUTS[precision.served_as]
     quantize = precision.quantizer("weight", "features")
     tensors: dict[str, Tensor] = {}
@@ -255,6 +263,11 @@ def served_weights(
         facts["tensor scales"] = (
             "one for each linear, as in training; a server that uses one scale for q, k and v, or "
             "one for gate and up, computes different products"
+        )
+    if mixed:
+        facts["kept in BF16"] = (
+            f"{plural(len(mixed), 'linear')} that training quantizes, such as {mixed[0]}; servers "
+            "stack q, k and v, or gate and up, and training keeps a part of this stack in BF16"
         )
     kept = [name for name in linears if name not in stacks]
     return tensors, layout.config | {layout.kept_key: kept}, facts

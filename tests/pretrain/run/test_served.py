@@ -1,13 +1,21 @@
-"""Weights that a layout cannot hold exactly."""
+"""Weights that a layout cannot hold exactly, and linears that servers stack."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from pretrain.precision.quantizers import E4M3
 from pretrain.precision.quantizers.blocks import quantize_mx, quantize_nvfp4
-from pretrain.run.served import LAYOUTS
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.run.served import LAYOUTS, served_weights
 
 
 def test_the_reciprocal_of_nvfp4_moves_values_by_one_unit_in_the_last_place() -> None:
@@ -34,3 +42,90 @@ def test_a_row_has_a_scale_for_each_of_its_blocks(two_dimensional: bool) -> None
     assert torch.equal(
         torch.exp2(exponents.float()).repeat_interleave(32, 1), quantized.block_scale
     )
+
+
+# ── Linears that servers stack ──
+
+
+def served(
+    folder: Path, precision: str, quantized: Collection[str], *, fused: bool = False
+) -> tuple[PreTrainedModel, dict[str, Tensor], dict[str, Any], dict[str, str]]:
+    """Return a model of one layer, and its export after a run that quantizes some linears.
+
+    quantized: last parts of the names of these linears.
+    fused: True if the run has computed q, k and v in one product, and gate and up in another.
+    """
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+    )
+    torch.manual_seed(5)
+    hf = Qwen3ForCausalLM(config).bfloat16()
+    # The largest value of each linear differs.
+    for number, weight in enumerate(hf.parameters()):
+        weight.data *= 1 + number
+    products = [
+        {
+            "name": name,
+            "module": "fused Linear" if fused else "LowPrecisionLinear",
+            "products": name.rpartition(".")[2] in quantized,
+        }
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    (folder / "audit.json").write_text(json.dumps({"effective": precision, "products": products}))
+    settings = LowPrecisionSettings(on_unsupported="emulate")
+    tensors, layout, facts = served_weights(folder, precision, settings, hf, hf.get_parameter, {})
+    return hf, tensors, layout, facts
+
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+STACKED = (LINEARS[:3], LINEARS[4:6])
+
+
+@pytest.mark.parametrize("precision", ["current", "nvfp4"])
+def test_fused_linears_share_the_scale_of_their_stack(precision: str, tmp_path: Path) -> None:
+    hf, tensors, _, facts = served(tmp_path, precision, LINEARS, fused=True)
+    weights = {
+        name.split(".")[-2]: weight.detach().float()
+        for name, weight in hf.named_parameters()
+        if name.endswith("_proj.weight")
+    }
+    scales = {
+        name.split(".")[-2]: scale.item()
+        for name, scale in tensors.items()
+        if name.endswith("weight_global_scale" if precision == "nvfp4" else "weight_scale")
+    }
+    for stack in (*STACKED, ("o_proj",), ("down_proj",)):
+        largest = max(weights[name].abs().max().item() for name in stack)
+        # The largest E4M3 value is 448, and the largest E2M1 value is 6.
+        expected = 448 * 6 / largest if precision == "nvfp4" else largest / 448
+        for name in stack:
+            assert scales[name] == pytest.approx(expected, rel=1e-6), name
+    assert "tensor scales" not in facts
+
+
+@pytest.mark.parametrize("precision", ["current", "block", "mxfp8"])
+@pytest.mark.parametrize("kept", [*(name for stack in STACKED for name in stack), "o_proj"])
+def test_linears_that_servers_stack_have_one_format(
+    precision: str, kept: str, tmp_path: Path
+) -> None:
+    quantized = {*LINEARS} - {kept}
+    hf, tensors, layout, facts = served(tmp_path, precision, quantized)
+    in_bf16 = {kept, *(name for stack in STACKED if kept in stack for name in stack)}
+    listed = layout["modules_to_not_convert" if precision == "block" else "ignore"]
+    assert {name.rpartition(".")[2] for name in listed} == in_bf16 | {"lm_head"}
+    for name, weight in hf.named_parameters():
+        linear = name.split(".")[-2]
+        if linear in LINEARS:
+            assert (tensors[name].dtype == torch.bfloat16) == (linear in in_bf16), name
+        if linear in in_bf16:
+            assert torch.equal(tensors[name], weight)
+    assert ("kept in BF16" in facts) == (kept != "o_proj")
+    if kept != "o_proj":
+        assert facts["kept in BF16"].startswith(f"{len(in_bf16) - 1} linear")
