@@ -78,7 +78,7 @@ _LOSS_MARKS = ("weight", "train", "training", "loss")
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
 # Keys of a message with tool calls, in OpenAI's present and earlier format. They may be JSON text.
 _CALLS = ("tool_calls", "function_call")
-# Names of the key with the reasoning of an answer. transformers passes each of them on as the first.
+# Names of the key with the reasoning of an answer. transformers passes each on as the first.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Pattern of a JSON text of messages, in a column that may also have other texts.
 _MESSAGES_IN_JSON = re.compile(r'\s*\[\s*\{\s*"role"\s*:\s*"(system|developer|user|assistant)"')
