@@ -121,9 +121,6 @@ class HealthState:
     # Moving average of the position of each matrix's gradient (see `distance_from_usual`). The
     # outer key is the name of the precision, and the inner key is the name of the matrix.
     usual_gap: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    # The last step in low precision if `health.on_gap: switch` has switched the run to BF16, else
-    # None.
-    switched_after: int | None = None
 
 
 @dataclass
@@ -191,8 +188,7 @@ class Health:
 
         The gradients of the step are compared with BF16 gradients. If the gradient of a matrix is
         farther than `health.gap_threshold` from its usual position relative to the BF16 gradient,
-        the setting `health.on_gap` determines the decision. With `switch`, this step still updates
-        the weights, and the caller must compute all later steps in BF16.
+        the setting `health.on_gap` determines the decision.
 
         Args:
             step: Number of the step.
@@ -236,9 +232,6 @@ class Health:
                 "`run_dir`, or resume from a checkpoint with --accept-changes"
             )
             return StepDecision("stop", f"{reason}. {_unchanged(step - 1)}", remedy), figures
-        if self.settings.on_gap == "switch":
-            self.state.switched_after = step
-            reason += "; the run computes all later steps in BF16"
         return StepDecision(reason=f"step {step}: {reason}"), figures
 
     def judge_overflow(self, names: Sequence[str], *, can_go_back: bool) -> StepDecision:

@@ -45,9 +45,7 @@ PIECE = 2**24
 class GapMeter(Observer):
     """Compare the first microbatch's loss and gradient with BF16, every `log.gap` steps.
 
-    The health check judges the comparison (`Health.judge_gap`). If a gradient is too far from its
-    usual position relative to the BF16 gradient and `health.on_gap` is `switch`, the precision
-    schedule switches to BF16 after the step.
+    The health check judges the comparison (`Health.judge_gap`).
     """
 
     separates_first_microbatch = True
@@ -140,8 +138,6 @@ class GapMeter(Observer):
             step.number, self._precision.current.name, self.positions
         )
         self._figures |= figures
-        if self._health.state.switched_after == step.number:
-            self._precision.schedule = self._precision.schedule.switched_to_bf16_after(step.number)
         reasons = [reason for reason in (decision.reason, judged.reason) if reason]
         return replace(judged, reason="; ".join(reasons) or None)
 

@@ -147,7 +147,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
 def check_gap(recipe: Recipe, *, replicas: int) -> None:
     """Check `log.gap`, which measures the difference between gradients in low precision and BF16.
 
-    `log.gap` must be set if `health.on_gap` is stop or switch. `log.gap` must not be set with HSDP,
+    `log.gap` must be set if `health.on_gap` is stop. `log.gap` must not be set with HSDP,
     because the difference cannot be measured with HSDP.
 
     replicas: number of sharded copies of the model. It is larger than 1 with HSDP.

@@ -1,15 +1,13 @@
 """The precision of each training step: one for the whole run, or several one after the other.
 
 A schedule is computed from the recipe, the precisions that the machine supports, and the number of
-steps. It does not depend on the state of the run, so a resumed run has the same schedule. The only
-exception is the switch to BF16 that `health.on_gap` can cause: a checkpoint stores the step of the
-switch.
+steps. It does not depend on the state of the run, so a resumed run has the same schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from pretrain.precision.settings import ActivePrecision, label, last_steps
@@ -38,25 +36,12 @@ class PrecisionSchedule:
     phases: the phases of the recipe, in order.
     steps: the number of steps of the run.
     unquantized: the unquantized precision with which `log.gap` compares the quantized precisions.
-        After a switch, the run computes in this precision. None if no phase is quantized.
-    switched: the phases of the run after `health.on_gap` switched it to `unquantized`. None if the
-        run was not switched.
+        None if no phase is quantized.
     """
 
     phases: Sequence[Phase]
     steps: int
     unquantized: ActivePrecision | None = None
-    switched: Sequence[Phase] | None = None
-
-    def switched_to_bf16_after(self, step: int | None) -> PrecisionSchedule:
-        """Return a copy of the schedule with the precision `unquantized` after `step`.
-
-        If `step` is None or the last step, the copy has no switch.
-        """
-        planned = replace(self, switched=None)
-        if step is None or step >= self.steps or self.unquantized is None:
-            return planned
-        return replace(planned, switched=[*planned.until(step), (None, self.unquantized)])
 
     def until(self, step: int) -> list[Phase]:
         """Return the phases of the steps up to `step`, each with its last step."""
@@ -66,15 +51,13 @@ class PrecisionSchedule:
     def spans(self) -> tuple[Span, ...]:
         """Return the spans of the run in the order of their steps.
 
-        If the run was switched to `unquantized`, the last span begins after the switch. Raise
-        InputError if a phase would have no step.
+        Raise InputError if a phase would have no step.
         """
-        phases = self.switched or self.phases
-        ends = last_steps([until for until, _ in phases], self.steps)
+        ends = last_steps([until for until, _ in self.phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]
         return tuple(
             Span(first, end, active)
-            for first, end, (_, active) in zip(firsts, ends, phases, strict=False)
+            for first, end, (_, active) in zip(firsts, ends, self.phases, strict=False)
         )
 
     @property
@@ -102,6 +85,5 @@ class PrecisionSchedule:
     @property
     def label(self) -> str:
         """Return a readable text, such as "delayed" or "delayed to 80 %, then bf16"."""
-        phases = self.switched or self.phases
-        names = [{"until": until, "use": active.precision.name} for until, active in phases]
+        names = [{"until": until, "use": active.precision.name} for until, active in self.phases]
         return label(names) or ""

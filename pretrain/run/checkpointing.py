@@ -396,10 +396,6 @@ def roll_back(run: Run, reason: str | None) -> None:
         shift=judged.shift,
         place=judged.place,
     )
-
-    run.precision.schedule = run.precision.schedule.switched_to_bf16_after(
-        run.health.state.switched_after
-    )
     resume_precision(run, source)
     # The new observers check the next two steps, as at the start of a process.
     run.observers.finish()

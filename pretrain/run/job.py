@@ -100,14 +100,11 @@ class Job:
         """Return the dtype of the stored weights."""
         return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
 
-    def with_plan(self, **values: Any) -> Job:
-        """Return a copy of the job with changed attributes of its plan."""
-        return replace(self, plan=replace(self.plan, **values))
-
     def with_settings(self, section: str, **values: Any) -> Job:
         """Return a copy of the job with changed values in one section of its recipe."""
         changed = getattr(self.recipe, section).model_copy(update=values)
-        return self.with_plan(recipe=self.recipe.model_copy(update={section: changed}))
+        recipe = self.recipe.model_copy(update={section: changed})
+        return replace(self, plan=replace(self.plan, recipe=recipe))
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -114,9 +114,8 @@ def where_to_resume(
     requested: the value of --resume.
     accept_changes: True to continue although the recipe has changed (--accept-changes).
 
-    The returned job keeps the loss chunk of the checkpoint, and computes in BF16 if the health
-    check had switched to BF16. `checkpoints` manages the checkpoints of the run folder. `source` is
-    None if the run starts from the beginning.
+    The returned job keeps the loss chunk of the checkpoint. `checkpoints` manages the checkpoints
+    of the run folder. `source` is None if the run starts from the beginning.
 
     Changes nothing on the disk. All ranks must call this function. Raises InputError as
     `find_checkpoint` does. Also raises InputError if the checkpoint belongs to another training
@@ -137,9 +136,6 @@ def where_to_resume(
         source = with_changes(source, changes, job)
         require_same_stream(source, job)
         require_steps_to_train(source, job)
-        job = job.with_plan(
-            schedule=job.plan.schedule.switched_to_bf16_after(source.health.switched_after)
-        )
         if job.recipe.loss.chunk == "auto":
             # Keep the chunk of the checkpoint, because it determines the order in which the loss
             # and its gradients are summed. So the resumed run repeats the uninterrupted run bit for

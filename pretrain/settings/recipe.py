@@ -274,8 +274,7 @@ class HealthSettings(Settings):
     on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"
     # Reaction if a measurement of `log.gap` shows that low precision changes a gradient more than
     # at earlier measurements. warn: print a warning. stop: stop the training before the update.
-    # switch: continue the training in BF16.
-    on_gap: Literal["warn", "stop", "switch"] = "warn"
+    on_gap: Literal["warn", "stop"] = "warn"
     # Change of a gradient above which `on_gap` reacts. The change is the distance by which the
     # gradient of a matrix has moved away from its BF16 gradient since earlier measurements, divided
     # by the norm of the BF16 gradient. It is logged as `gap/moved`.

@@ -25,7 +25,7 @@ from pretrain.plan.checks import check_gap
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.settings.recipe import HealthSettings, Recipe
 from tests.conftest import Finished
-from tests.golden.runs import poisoned_once, saved, steps_logged, steps_saved
+from tests.golden.runs import saved, steps_logged, steps_saved
 
 STEPS = 4
 BROKEN = "model.layers.1.mlp.down_proj"
@@ -143,37 +143,6 @@ def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:
     assert health.judge_gap(7, "current", lost)[0].reason
 
 
-def test_a_run_that_the_gap_switches_to_bf16_resumes_bit_for_bit(
-    started: Callable, tmp_path: Path
-) -> None:
-    """A bad step after the switch makes the run roll back to a step before it, once."""
-    options = (
-        "precision=delayed",
-        "log.gap=1",
-        "health.on_gap=switch",
-        "health.on_nan=rollback",
-        "train.steps=6",
-    )
-    with broken_from(step=3, run_dir=tmp_path / "run"):
-        with poisoned_once(tmp_path / "run", steps_before=3):
-            run = started("run", *options)
-        checkpoint = f"{run.run_dir}/checkpoints/step-00000004"
-        resumed = started("resumed", *options, "--resume", checkpoint)
-    (rollback,) = [record for record in run.records() if record.get("event") == "rollback"]
-    assert rollback["resumed_from"] == 2
-    assert [step["precision"] for step in rollback["abandoned"]] == ["delayed", "bf16"]
-    steps = run.steps()
-    assert [step.get("precision", "delayed") for step in steps] == ["delayed"] * 3 + ["bf16"] * 3
-    assert [step["step"] for step in measured_steps(run)] == [1, 2, 3]
-    audit = run.audit()
-    assert audit["effective"] == "bf16"
-    assert audit["phases"] == {"1": "delayed", "4": "bf16"}
-    assert {product["effective"] for product in audit["products"]} == {"bf16"}
-    assert resumed.losses() == run.losses()[4:]
-    assert saved(resumed.run_dir, 6) == saved(run.run_dir, 6)
-    assert resumed.audit()["phases"] == audit["phases"]
-
-
 @pytest.mark.multi
 def test_two_processes_train_as_without_a_meter(
     start_as_ranks: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
@@ -199,6 +168,6 @@ def test_two_processes_train_as_without_a_meter(
 
 
 def test_what_cannot_be_measured_or_acted_on_is_refused(small_recipe: dict[str, Any]) -> None:
-    for section, replicas in (({"health": {"on_gap": "switch"}}, 1), ({"log": {"gap": 100}}, 2)):
+    for section, replicas in (({"health": {"on_gap": "stop"}}, 1), ({"log": {"gap": 100}}, 2)):
         with pytest.raises(InputError, match=r"log\.gap"):
             check_gap(parse(Recipe, small_recipe | section, "recipe"), replicas=replicas)

@@ -93,18 +93,6 @@ def test_two_steps_are_new_at_start_phase_change_and_rollback() -> None:
     assert [step.number for step in steps if step.is_new] == [10, 11]
 
 
-def test_a_switch_during_the_run_starts_a_precision() -> None:
-    recorder = Recorder("a", [])
-    schedule = PrecisionSchedule([(None, active_in("nvfp4"))], 9, BF16)
-    precision = SimpleNamespace(schedule=schedule)
-    observers = Observers([recorder], precision, 0, None)
-    assert not any(step.is_new for step in steps_described(observers, recorder, range(3, 5)))
-    precision.schedule = schedule.switched_to_bf16_after(4)
-    five, six, seven = steps_described(observers, recorder, range(5, 8))
-    assert (five.is_new, six.is_new, seven.is_new) == (True, True, False)
-    assert not five.is_quantized
-
-
 @given(number=st.integers(1, 20), every=st.none() | st.integers(1, 5))
 def test_operands_are_measured_at_a_precisions_start_and_every_n_steps(
     number: int, every: int | None

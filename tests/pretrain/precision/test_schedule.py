@@ -118,10 +118,6 @@ def test_a_schedule_agrees_with_a_list_of_the_steps(data: st.DataObject) -> None
     ends = [sum(lengths[:number]) for number in range(1, len(lengths))]
     phases = list(zip([*ends, None], precisions, strict=True))
     schedule = PrecisionSchedule(phases, steps, unquantized=BF16)
-    switch = data.draw(st.none() | st.integers(1, steps + 3))
-    if switch is not None:
-        schedule = schedule.switched_to_bf16_after(switch)
-        listed = [active if step <= switch else BF16 for step, active in enumerate(listed, 1)]
     assert [schedule.at(step) for step in range(1, steps + 1)] == listed
     assert schedule.at(steps + 1) == listed[-1], "a finished run stays in its last precision"
     assert schedule.precisions() == list(dict.fromkeys(listed))
@@ -131,18 +127,6 @@ def test_a_schedule_agrees_with_a_list_of_the_steps(data: st.DataObject) -> None
     assert schedule.changes == (len(spans) > 1)
 
 
-def test_a_switch_to_bf16_is_labelled_with_its_step_and_can_be_undone() -> None:
-    planned = PrecisionSchedule([(0.5, NVFP4), (None, DELAYED)], 100, unquantized=BF16)
-    assert planned.label == "nvfp4 to 50 %, then delayed"
-    switched = planned.switched_to_bf16_after(60)
-    assert switched.label == "nvfp4 to step 50, then delayed to step 60, then bf16"
-    early = planned.switched_to_bf16_after(30)
-    assert early.label == "nvfp4 to step 30, then bf16"
-    assert early.precisions() == [NVFP4, BF16], "a phase after the switch never runs"
-    assert early.switched_to_bf16_after(None) == planned
-    assert planned.switched_to_bf16_after(100).spans == planned.spans, "after the last step"
-
-
 def test_the_reference_precision_of_the_gap_is_listed_once() -> None:
     low = PrecisionSchedule([(None, NVFP4)], 10, unquantized=BF16)
     assert low.precisions() == [NVFP4] and low.precisions(and_unquantized=True) == [NVFP4, BF16]
@@ -150,7 +134,6 @@ def test_the_reference_precision_of_the_gap_is_listed_once() -> None:
     assert both.precisions(and_unquantized=True) == [NVFP4, BF16]
     plain = PrecisionSchedule([(None, BF16)], 10)
     assert plain.precisions(and_unquantized=True) == [BF16]
-    assert plain.switched_to_bf16_after(5).spans == plain.spans, "nothing to switch from"
 
 
 def test_a_longer_horizon_moves_shares_and_not_steps() -> None:

@@ -51,7 +51,7 @@ def record_of(
     progress = {"step": step, "steps": steps, "tokens": 1024 * step, "left_out": 0, "shift": 0}
     return {
         "progress": progress | {"place": 4 * step},
-        "health": {"losses": [2.0], "rollbacks": 1, "switched_after": 3},
+        "health": {"losses": [2.0], "rollbacks": 1},
         "identity": {
             "batch.tokens": 1024,
             "data.length": 256,
@@ -382,7 +382,7 @@ def test_a_branch_starts_with_an_empty_past() -> None:
     assert branch.notes[1:] == ["the recipe has changed: seed: saved 0, now 1"]
     assert branch.past == {"changed": [], "left_out": 0} and branch.is_branch
     assert branch.health.losses == [2.0]
-    assert branch.health.rollbacks == 0 and branch.health.switched_after is None
+    assert branch.health.rollbacks == 0
 
 
 def test_options_that_a_new_precision_brings_have_no_note() -> None:
@@ -402,7 +402,7 @@ def test_a_moved_horizon_is_noted() -> None:
         "the recipe has changed: schedule: saved constant: constant 8 = 8 steps, peak 0.0003; "
         "now constant: constant 24 = 24 steps, peak 0.0003"
     ]
-    assert point.health.rollbacks == 1 and point.health.switched_after == 3
+    assert point.health.rollbacks == 1
 
 
 def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
     job.recipe.loss = SimpleNamespace(chunk=64)
     job.plan.loss = SimpleNamespace(tokens_at_once=64)
     job.plan.before_decay = 0
-    job.with_plan = job.with_settings = lambda *_, **values: job
+    job.with_settings = lambda *_, **values: job
     with pytest.raises(InputError, match="seed: saved 0, now 1"):
         where_to_resume(job, "auto", accept_changes=False)
     _, _, point = where_to_resume(job, "auto", accept_changes=True)
