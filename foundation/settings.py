@@ -105,11 +105,8 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 # A path, or a name such as the name of a Hugging Face dataset. The value is a path if this path
 # exists.
 PathText = Annotated[str, BeforeValidator(at_home)]
-FilePath = Annotated[Path, BeforeValidator(at_home)]
 # A template of documents.
 TemplateText = Annotated[str, AfterValidator(with_escapes)]
-
-
 # A path on this machine. An address such as s3://bucket/run is refused.
 FilePath = Annotated[Path, BeforeValidator(local_path)]
 LocalPath = Annotated[str, BeforeValidator(local_path)]
