@@ -65,17 +65,17 @@ def main(options: argparse.Namespace) -> int:
     launch = ["--config_file", os.path.relpath(configuration)]
     if processes is not None:
         launch += ["--num_processes", str(processes)]
-    if load_yaml(configuration).get("mixed_precision") is False:
+    content = load_yaml(configuration)
+    if content.get("mixed_precision") is False:
         # YAML reads `no` without quotation marks as false, which accelerate does not accept.
         launch += ["--mixed_precision", "no"]
     launch += [os.path.relpath(LAUNCHER), *training_arguments(options)]
     # Flush, so that the command comes before the output of the processes in a log file.
     print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)
-    machines = load_yaml(configuration)
-    if machines.get("num_machines") not in (None, 0, 1):
+    if content.get("num_machines") not in (None, 0, 1):
         print(
-            f"machine {machines.get('machine_rank')} waits for all {machines['num_machines']} "
-            f"machines at {machines.get('main_process_ip')}:{machines.get('main_process_port')}",
+            f"machine {content.get('machine_rank')} waits for all {content['num_machines']} "
+            f"machines at {content.get('main_process_ip')}:{content.get('main_process_port')}",
             flush=True,
         )
     return run_launcher(launch, configuration)
