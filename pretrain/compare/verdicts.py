@@ -229,8 +229,9 @@ class Rounds:
         seconds_of_round = self.seconds([verdict.name for verdict in verdicts if verdict.is_open])
         for verdict in verdicts:
             if verdict.served and verdict.enough_seeds and verdict.enough_seeds <= MOST_SEEDS:
-                missing = verdict.enough_seeds - len(verdict.served.by_seed)
-                verdict.more_seconds = missing * seconds_of_round
+                verdict.more_seconds = seconds_of_round * (
+                    verdict.enough_seeds - len(verdict.served.by_seed)
+                )
         eligible = [
             verdict
             for verdict in sorted(verdicts, key=lambda verdict: -(verdict.gain or 0.0))
