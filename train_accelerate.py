@@ -205,9 +205,10 @@ def build(
         state = TrainState(steps=job.plan.steps)
     # The microbatch is None if the recipe has `batch.microbatch: auto`.
     if job.plan.microbatch is None:
-        resumed = source.record if source else None
         with console.progress("finding the microbatch"):
-            microbatch = startup.choose_microbatch(job, assembly, resumed, accelerator)
+            microbatch = startup.choose_microbatch(
+                job, assembly, source.record if source else None, accelerator
+            )
         job = job.with_settings("batch", microbatch=microbatch)
 
     run = Run(

@@ -146,8 +146,14 @@ def _parser() -> CommandParser:
 def _train_tokenizer(options: argparse.Namespace) -> None:
     """Train a tokenizer on a source and save it in a new folder."""
     out = options.out
-    keys = [f"data.source={options.source}", f"data.packs={out}", f"data.tokenizer={out}"]
-    settings = _data_settings([*keys, *options.settings])
+    settings = _data_settings(
+        [
+            f"data.source={options.source}",
+            f"data.packs={out}",
+            f"data.tokenizer={out}",
+            *options.settings,
+        ]
+    )
     if out.exists():
         raise InputError(
             f"--out {out}: this path already exists and is not overwritten; "

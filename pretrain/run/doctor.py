@@ -82,8 +82,9 @@ def main(options: argparse.Namespace) -> int:
     missing = missing_on("cuda" if gpu else "cpu")
     versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    device = torch.cuda.get_device_name() if gpu else "CPU"
-    print(f"{device}; {libraries}, CUDA {torch.version.cuda}")
+    print(
+        f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}"
+    )
     rows = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(Path(folder), gpu=gpu)

@@ -75,8 +75,9 @@ class ResumePoint:
         If so, the checkpoint has no position in the run's stream, and the run starts with the first
         pack.
         """
-        fingerprint = self.record["identity"].get("data.fingerprint")
-        return job.data.stream is not None and fingerprint != job.identity["data.fingerprint"]
+        return job.data.stream is not None and (
+            self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+        )
 
     def place(self, job: Job) -> int:
         """Return the position in the order of packs at which the run continues.

@@ -132,8 +132,11 @@ def count_gpus() -> int:
 
 def training_arguments(options: argparse.Namespace) -> list[str]:
     """Return the arguments of train_accelerate.py for the options of `train`."""
-    flags = ("accept_changes", "plan", "profile")
-    arguments = [f"--{name.replace('_', '-')}" for name in flags if getattr(options, name)]
+    arguments = [
+        f"--{name.replace('_', '-')}"
+        for name in ("accept_changes", "plan", "profile")
+        if getattr(options, name)
+    ]
     if options.resume != "auto":
         arguments += ["--resume", options.resume]
     return [str(options.recipe), *options.overrides, *arguments]

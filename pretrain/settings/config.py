@@ -286,10 +286,11 @@ class LaunchParser(CommandParser):
 
     def _without_dashes(self, text: str) -> str:
         """Return an argument --key=value as key=value if it sets a key of the recipe."""
-        key, equals, _ = text.removeprefix("--").partition("=")
-        is_option = f"--{key}" in self._option_string_actions
-        is_setting = equals and ("." in key or key in Recipe.model_fields) and not is_option
-        return text.removeprefix("--") if is_setting else text
+        key, equals, value = text.removeprefix("--").partition("=")
+        is_key = equals and ("." in key or key in Recipe.model_fields)
+        return (
+            f"{key}={value}" if is_key and f"--{key}" not in self._option_string_actions else text
+        )
 
 
 class TrainingParser(LaunchParser):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import stat
 import tempfile
 from collections.abc import Callable
@@ -222,6 +223,17 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     assert {*modes} == {0o700}, "other users can read the packed text"
     assert [*temporary.iterdir()] == [foreign]
     assert [*contents(foreign)] == ["thesis.tex"]
+
+    # A signal during the evaluation deletes the folder too.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        monkeypatch.setattr(
+            evaluate_command, "held_out_figures", lambda *_, n=number: os.kill(os.getpid(), n)
+        )
+        with pytest.raises(SystemExit) as ended:
+            train_here("evaluate", f"data.tokenizer={words}", str(text))
+        assert ended.value.code == 128 + number
+        assert [*temporary.iterdir()] == [foreign]
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("length", ["train.steps=3", "train.epochs=0.2"])
