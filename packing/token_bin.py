@@ -54,7 +54,9 @@ class TokenBin(Packs):
         self.path = Path(path)
         self.length = length
         self.end_token = end_token
-        index = self.path.with_suffix(".idx")
+        # The token file may be a link, to a file that has an index beside it.
+        places = [file.with_suffix(".idx") for file in (self.path, self.path.resolve())]
+        index = next(filter(Path.exists, places), places[0])
         # `_ends` has the offsets [documents] int64 at which documents end. Without an index, it is
         # None, as is the dtype.
         dtype, self._ends = _read_index(index, self.path) if index.exists() else (None, None)
@@ -71,8 +73,8 @@ class TokenBin(Packs):
         ids = np.full(self.length, self.end_token or 0, np.uint32)
         ids[: len(tokens)] = tokens
         if self._ends is not None:
-            inside = np.searchsorted(self._ends, [start, start + len(tokens)], "right")
-            ends = self._ends[slice(*inside)] - start
+            first, last = np.searchsorted(self._ends, [start, start + len(tokens)], "right")
+            ends = self._ends[first:last] - start
         else:
             # No token is equal to None.
             ends = np.flatnonzero(tokens == self.end_token) + 1
@@ -135,8 +137,9 @@ def _map_tokens(path: Path, dtype: str | None) -> np.ndarray:
             or tokens.dtype.kind not in "iu"
             # The third number of llm.c's header is the number of tokens.
             or (has_header and tokens.size != int.from_bytes(start[8:], "little"))
-            # A pointer of Git LFS, or a zip, gzip or zstd file.
-            or start.startswith((b"version http", b"PK\3\4", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"))
+            # A pointer of Git LFS, a file of LitGPT, or a zip, gzip or zstd file.
+            or start.startswith((b"version http", b"LITPKDS", b"PK\3\4"))
+            or start.startswith((b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"))
         ):
             raise ValueError(
                 f"it has {tokens.dtype} in the shape {tokens.shape}, and begins with {start[:8]!r}"

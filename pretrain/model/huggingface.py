@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -472,7 +472,7 @@ def build(
             "choose a source with BF16 or FP32 weights"
         )
     with _as_input_error(f"{source}: weights cannot be loaded", remedy):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, loading = cast(Any, AutoModelForCausalLM).from_pretrained(
             str(settings.repository),
             config=config,
             revision=settings.revision,
@@ -482,7 +482,6 @@ def build(
             ignore_mismatched_sizes=True,
             **options,
         )
-    model, loading = loaded
     for name, stored, expected in sorted(loading["mismatched_keys"]):
         has_vocabulary = expected[0] == config.get_text_config().vocab_size
         raise InputError(

@@ -224,6 +224,16 @@ def sum_of_lengths(document: list[list[int]]) -> int:
     return sum(map(len, document))
 
 
+def test_the_index_of_a_linked_file_is_found_beside_either_name(tmp_path):
+    (tmp_path / "far").mkdir()
+    write_megatron(tmp_path / "far/corpus.bin", [[[1, 2]], [[3]], [[4, 5]]], "uint16", 8)
+    link = tmp_path / "train.bin"
+    link.symlink_to("far/corpus.bin")
+    assert lengths_of(TokenBin(link, 4)) == [[2, 1, 1], [1]]
+    (tmp_path / "far/corpus.idx").rename(tmp_path / "train.idx")
+    assert lengths_of(TokenBin(link, 4)) == [[2, 1, 1], [1]]
+
+
 def _fairseq(content: bytes) -> bytes:
     return content[:18] + struct.pack("<Q", 3) + content[34:-24]
 
@@ -271,7 +281,9 @@ def test_shards_of_a_folder_are_read_as_sources(tmp_path):
     assert tokens_of(packs) == [token for path in shards for token in tokens_of(TokenBin(path, 8))]
 
 
-@pytest.mark.parametrize("start", [b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04"])
+@pytest.mark.parametrize(
+    "start", [b"version https://git-lfs.github.com\n", b"PK\x03\x04", b"LITPKDS"]
+)
 def test_a_file_of_another_kind_is_refused(tmp_path, start):
     tokens = np.random.default_rng(0).integers(0, 50_257, 100).astype("uint16")
     path = tmp_path / "train.bin"
