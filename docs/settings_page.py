@@ -36,6 +36,8 @@ The text of a key is the comment on its line or above it, in `pretrain/settings/
 * `key=value` on the command line overrides the recipe, with dots for nesting:
   `optimizer.learning_rate=1e-4 train.tokens=2e9`. If a key is given twice, the last value counts.
 * If the default is `null`, the last column explains `null`.
+* YAML reads `on`, `yes`, `off` and `no` as true and false, and `12` as a number. A text that YAML
+  would read so needs quotation marks: `name: "no"`. A date, `017` and `1:30` are texts.
 * **In an editor** with a YAML language server, such as VS Code with the YAML extension,
   [`schema.json`](../recipes/schema.json) completes and explains keys, and marks mistakes. Recipes
   in `recipes/` name the schema in their first line. In a recipe of your own, this line is
