@@ -90,11 +90,18 @@ _CHAT_COLUMNS = {
     ("instruction", "input", "output"): r'["{instruction}\n\n{input}", output]',
     ("instruction", "output"): "[instruction, output]",
 }
-# Splits in the names of files and folders, with the words and separators of `datasets`. The last
-# word in a path counts. `latest.txt` has no split, and `my_test-0.txt` has the split test.
+# Words for splits in the names of files and folders, as in `datasets`.
+_SPLIT_WORDS = {
+    "train": "train|training",
+    "validation": "validation|valid|dev|val",
+    "test": "test|testing|eval|evaluation",
+}
+# Split of a file. The last word in a path counts: `my_test-0.txt` has the split test, and
+# `latest.txt` has none. The name of a shard, such as train_1M-00000-of-00003, may extend the word.
 _SPLIT_NAME = re.compile(
-    r"(?:.*[-._ 0-9/])?(?:(?P<train>train|training)|(?P<validation>validation|valid|dev|val)|"
-    r"(?P<test>test|testing|eval|evaluation))(?=[-._ 0-9/])",
+    rf"(?:.*/)?(?P<shard>(?:{'|'.join(_SPLIT_WORDS.values())})_\w+)-\d{{5}}-of-\d{{5}}[^/]*$"
+    rf"|(?:.*[-._ 0-9/])?(?:{'|'.join(f'(?P<{k}>{words})' for k, words in _SPLIT_WORDS.items())})"
+    r"(?=[-._ 0-9/])",
     re.IGNORECASE | re.DOTALL,
 )
 _KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
@@ -170,17 +177,11 @@ def _of_split(files: list[Path], kind: str, settings: DataSettings) -> tuple[lis
     """
     folder = Path(os.path.commonpath([str(settings.source), *files]))
     named = {
-        file: match.lastgroup
+        file: match["shard"] or match.lastgroup
         for file in files
         if (match := _SPLIT_NAME.match(file.relative_to(folder).as_posix()))
     }
-    # The name of a shard, such as train_sft-00000-of-00003.parquet, also begins with its split.
-    chosen = [
-        file
-        for file in files
-        if settings.split
-        in (named.get(file, "train"), re.split(r"-\d{5}-of-\d{5}|\.", file.name)[0])
-    ]
+    chosen = [file for file in files if named.get(file, "train") == settings.split]
     counts = Counter(named.get(file, "train") for file in files)
     if not settings.chosen(("split",)) and (
         len(counts) == 1

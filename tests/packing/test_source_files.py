@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
@@ -153,6 +153,10 @@ SPLITS = {
     "contest.jsonl": "train",
     "x.val.jsonl": "validation",
     "corpus.jsonl": "train",
+    "data-00000-of-00003.jsonl": "train",
+    "test/data-00000-of-00003.jsonl": "test",
+    "en/my-test-00000-of-00003.jsonl": "test",
+    "en/c4-train.00000-of-01024.jsonl": "train",
 }
 
 
@@ -172,22 +176,67 @@ def test_a_split_is_read_from_names_as_in_datasets(name: str, split: str, tmp_pa
         assert {str(file.relative_to(tmp_path)) for file in source.paths} == expected
 
 
-def test_a_folder_with_several_splits_reads_train(tmp_path: Path) -> None:
-    write_files(
-        tmp_path, "data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl"
+SYNONYMS = {"training": "train", "testing": "test", "eval": "test", "evaluation": "test"}
+SYNONYMS |= dict.fromkeys(["valid", "dev", "val"], "validation")
+# The last five words are no words for splits.
+WORDS = ["train", "training", "validation", "valid", "dev", "val", "test", "testing", "eval"]
+WORDS += ["evaluation", "latest", "tests", "contest", "trains", "devel"]
+
+
+@given(
+    st.tuples(
+        st.sampled_from(["", "data/", "x/y/"]),
+        st.sampled_from(["", "my", "c4", "9", "é"]),
+        st.sampled_from(["", "-", "_", ".", " ", "+"]),
+        st.sampled_from(WORDS),
+        st.sampled_from(["", "-1", "_sft", ".0", " b", "+", "3", "-00000-of-00002"]),
+        st.sampled_from(["", "/x", "/train"]),
     )
-    write_files(tmp_path, "data/train_gen-00000-of-00001.jsonl", "README.md")
+)
+@settings(max_examples=15)
+def test_words_for_splits_are_those_of_datasets(
+    tmp_path_factory: pytest.TempPathFactory, parts: tuple[str, ...]
+) -> None:
+    from datasets.data_files import get_data_patterns  # slow to import
+
+    name = f"{''.join(parts)}.jsonl"
+    # Hidden files are not read. In `datasets`, any name before the number of a shard is a split.
+    is_split = parts[3] in WORDS[:10] and not parts[1] + parts[2]
+    assume("/." not in f"/{name}" and (is_split or "-of-" not in name))
+    root = tmp_path_factory.mktemp("splits")
+    write_files(root, name)
+    try:
+        split = str(next(iter(get_data_patterns(str(root)))))
+    except ValueError:  # a name that cannot be a split, such as "my-test"
+        return
+    # In `datasets`, words in names of folders come before those in names of files.
+    split = "train" if parts[-1] == "/train" else split
+    # In `datasets`, the split of data/dev-00000-of-00002 is dev, and that of dev.jsonl validation.
+    split = SYNONYMS.get(split, split)
+    write_files(root, "z/train-0.jsonl", "z/test-0.jsonl")
+    assert name in texts_of(root, split=split)
+
+
+def test_a_folder_with_several_splits_reads_train(tmp_path: Path) -> None:
+    splits = ("train", "train_1M", "test_sft")
+    shards = [f"data/{split}-00000-of-00001.jsonl" for split in splits]
+    write_files(tmp_path, *shards, "README.md")
     description = open_reader(tmp_path).description
-    assert "\nfiles by split: 1 test, 2 train; files read: 2" in description
-    assert all("train" in text for text in texts_of(tmp_path)) and len(texts_of(tmp_path)) == 2
-    assert [text[5:13] for text in texts_of(tmp_path, split="train_sft")] == ["train_sf"]
-    assert [text[5:13] for text in texts_of(tmp_path, split="test")] == ["test_sft"]
-    # A pattern and a file are read completely.
+    assert "\nfiles by split: 1 test_sft, 1 train, 1 train_1M; files read: 1" in description
+    assert texts_of(tmp_path) == shards[:1]
+    for split, shard in zip(splits, shards, strict=True):
+        assert texts_of(tmp_path, split=split) == [shard]
+        assert texts_of(tmp_path / shard) == [shard]
+    # A pattern is read completely.
     assert len(texts_of(tmp_path / "**" / "*.jsonl")) == 3
-    assert len(texts_of(next((tmp_path / "data").glob("test*")))) == 1
-    assert len(texts_of(tmp_path / "data" / "t*", split="test_sft")) == 1
-    with pytest.raises(InputError, match=r"data.split: dev: .* no jsonl file .*: 1 test, 2 train;"):
+    assert texts_of(tmp_path / "data" / "t*", split="test_sft") == [shards[2]]
+    with pytest.raises(
+        InputError, match=r"data.split: dev: .* no jsonl file .*: 1 test_sft, 1 tra"
+    ):
         open_reader(tmp_path, split="dev")
+    (tmp_path / shards[0]).unlink()
+    with pytest.raises(InputError, match=r"data.split: train: .* 1 test_sft, 1 train_1M; set"):
+        open_reader(tmp_path)
 
 
 def test_a_folder_without_train_needs_a_split_if_it_has_several(tmp_path: Path) -> None:
