@@ -82,7 +82,9 @@ def _exists_message(part: DataSettings) -> str:
     recorded = read_manifest(folder_of(part))["statistics"].get("source")
     present = None
     with suppress(InputError, OSError):
-        present = open_source(part, Records((), ())).identity if recorded else None
+        source = open_source(part, Records((), ()))
+        # The name of a folder that is gone may be the name of a dataset of the hub.
+        present = source.identity if recorded and source.is_local else None
     message = f"{part.packs}: these packs are already prepared with these settings"
     return message if present == recorded else f"{message}. {_CHANGED}"
 

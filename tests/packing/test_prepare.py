@@ -29,6 +29,7 @@ from packing.arrow import read_manifest
 from packing.pack_maker import PackMaker
 from packing.prepare import TokenLog, prepare, summary
 from packing.settings import DataSettings
+from packing.sources import DatasetSource
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -188,7 +189,10 @@ def test_other_settings_than_those_of_the_packs_are_rejected(
 
 
 def test_a_changed_source_is_reported_at_every_start(
-    settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
+    settings: DataSettings,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_out = settings.model_copy(update={"held_out": 0.2})
     prepare(held_out)
@@ -215,6 +219,17 @@ def test_a_changed_source_is_reported_at_every_start(
     assert warned()
     corpus.unlink()
     assert warned()
+    # A name like that of a dataset of the hub is not looked up.
+    monkeypatch.chdir(corpus.parent)
+    monkeypatch.setattr(DatasetSource, "_data", None)
+    named = settings.model_copy(update={"source": "corpus", "packs": Path("named")})
+    Path("corpus").mkdir()
+    Path("corpus/notes.txt").write_text("one two three")
+    prepare(named, progress=False)
+    shutil.rmtree("corpus")
+    prepare(named)
+    assert "named: these packs are already" in (output := capsys.readouterr().err)
+    assert "WARNING: the source has changed" in output
     # Packs of earlier versions do not record their source.
     manifest = read_manifest(settings.packs)
     del manifest["statistics"]["source"]
