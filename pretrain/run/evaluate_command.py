@@ -86,12 +86,10 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
     All ranks must call this function. Return the path of the folder. The folder contains a link
     `packs` to the packs of `recipe`. Only the present user can read the folder. On each machine,
     the first process creates the folder, sends its path to the other processes, and deletes the
-    folder when `stack` ends. From then on, SIGTERM ends the first process by
-    an exception.
+    folder when `stack` ends.
     """
     created = None
     if accelerator.is_local_main_process:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         created = Path(
             stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True)
