@@ -108,7 +108,8 @@ def test_a_killed_fork_takes_nobody_with_it(fork: Callable[..., int], tmp_path: 
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: not is_locked(tmp_path / "killed.log"))
     assert is_locked(tmp_path / "waiting.log")
-    wait_until(lambda: bool((tmp_path / "waiting.log").read_text()))
+    # The last line is the end of the process's stdin.
+    wait_until(lambda: (tmp_path / "waiting.log").read_text().endswith("''\n"))
     server = int((tmp_path / "waiting.log").read_text().split()[-3])
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: has_ended(server))
@@ -164,7 +165,8 @@ os.kill(os.getpid(), 9)
     ended = subprocess.run([sys.executable, "-c", client], env=environment)
     assert ended.returncode == -signal.SIGKILL
     log = tmp_path / "a.log"
-    wait_until(lambda: log.exists() and "True" in log.read_text())
+    # The last line is the end of the process's stdin.
+    wait_until(lambda: log.exists() and log.read_text().endswith("''\n"))
     server = int(log.read_text().split()[-3])
     wait_until(lambda: has_ended(server))
     assert is_locked(log), "the forked process continues"
