@@ -138,7 +138,7 @@ class PackMaker(AbstractContextManager):
         # Only the identity of a local source is recorded: to compare that of a dataset of the hub,
         # every start would need the network.
         if self.source.is_local:
-            statistics["source"] = self.source.identity
+            statistics["source_identity"] = self.source.identity
         splits: Iterable[Split] = arranged.layouts
         texts = {"tokenizer.json": self.tokenizer.tokenizer.to_str(pretty=True)}
         if isinstance(self.records, ChatColumns):

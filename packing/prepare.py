@@ -79,7 +79,7 @@ def _exists_message(part: DataSettings) -> str:
 
     There is no warning if the packs do not record the identity of their source.
     """
-    recorded = read_manifest(folder_of(part))["statistics"].get("source")
+    recorded = read_manifest(folder_of(part))["statistics"].get("source_identity")
     present = None
     with suppress(InputError, OSError):
         source = open_source(part, Records((), ()))
@@ -320,7 +320,7 @@ def summary(manifest: dict[str, Any]) -> str:
         },
         "tokenizer": (manifest["tokenizer"] or {}).get("name"),
         # Do not print nested dicts. None is skipped below.
-        "source": None,
+        "source_identity": None,
         "stream": None,
     }
     if "fill" in values:

@@ -232,7 +232,7 @@ def test_a_changed_source_is_reported_at_every_start(
     assert "WARNING: the source has changed" in output
     # Packs of earlier versions do not record their source.
     manifest = read_manifest(settings.packs)
-    del manifest["statistics"]["source"]
+    del manifest["statistics"]["source_identity"]
     content = manifest | {"checksum": hash_of(manifest)}
     (settings.packs / "packs.json").write_text(json.dumps(content))
     assert not warned()
