@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
+from foundation.reading import as_input_error
 from foundation.units import plural
 from packing.records import UNTRAINED, Records
 from packing.settings import DataSettings
@@ -52,6 +53,12 @@ class Chunk:
     after: Place
     # Names of all columns of a table. `payload` has only the columns that are read.
     columns: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """Place of the records for messages: a text file, or the first one of several records."""
+        records = f"{self.origin}{self.first} or one of the next records"
+        return self.origin if self.kind == "text" else records
 
 
 def open_stream(path: Path) -> pa.NativeFile:
@@ -148,9 +155,17 @@ class Tokens:
 def tokenize(
     chunk: Chunk, tokenizer: TextTokenizer, records: Records, settings: DataSettings
 ) -> Tokens:
-    """Return the documents of `chunk` as token ids."""
+    """Return the documents of `chunk` as token ids.
+
+    Raises InputError if a long document cannot be encoded.
+    """
     documents, counts = read_chunk(chunk, records, settings.on_bad_line == "skip")
-    encoded = list(records.encode(tokenizer.tokenizer, documents))
+    with as_input_error(
+        (ValueError,),
+        chunk.place,
+        "divide it into shorter documents, such as one line of a .jsonl file for each",
+    ):
+        encoded = list(records.encode(tokenizer.tokenizer, documents))
     tokens = np.concatenate([np.zeros(0, np.uint32), *encoded])
     counts += Counts(
         documents=len(encoded),
@@ -194,13 +209,12 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
                 ) from None
             skipped.append(message)
     filled = [document for document in documents if document]
-    counts = Counts(
+    return filled, Counts(
         skipped=len(skipped),
         empty=len(documents) - len(filled),
         first_skipped=skipped[0] if skipped else None,
         unread=tuple(unread),
     )
-    return filled, counts
 
 
 def decoded(data: bytes) -> str:

@@ -115,8 +115,9 @@ class PackMaker(AbstractContextManager):
                 yield results.popleft().result()
         except BrokenProcessPool:
             raise InputError(
-                "a tokenizer process died. If the memory was full, run the same command with fewer "
-                "cores (taskset). Finished work is kept"
+                f"a tokenizer process died while it read {chunk.place}, or text shortly before it. "
+                "If the memory was full, run the same command with fewer cores (taskset). Finished "
+                "work is kept"
             ) from None
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:

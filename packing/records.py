@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error, load_object, one_line
+from packing.encoding import encode_texts
 from packing.settings import DataSettings, SourceSettings
 from packing.token_columns import (
     LABELS,
@@ -192,11 +193,12 @@ class TextTemplate(Records):
         return text
 
     def encode(self, tokenizer: Tokenizer, texts: list[str]) -> Iterator[np.ndarray]:
-        # Skip texts without tokens: many tokenizers return no tokens for blanks. Use the fast
-        # method, which does not compute offsets.
-        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            if ids := encoding.ids:
-                yield np.array([*ids, *self.end], np.uint32)
+        # Use the fast method, which does not compute offsets.
+        for parts in encode_texts(tokenizer, texts, tokenizer.encode_batch_fast):
+            ids = [np.array(part.ids, np.uint32) for part in parts]
+            # Skip texts without tokens: many tokenizers return no tokens for blanks.
+            if any(map(len, ids)):
+                yield np.concatenate([*ids, np.array(self.end, np.uint32)])
 
 
 @dataclass(frozen=True)
@@ -271,16 +273,11 @@ class ChatColumns(Records):
     def encode(
         self, tokenizer: Tokenizer, chats: list[tuple[str, list[tuple[int, int]]]]
     ) -> Iterator[np.ndarray]:
-        # A token has a loss if one of its characters belongs to an answer.
-        encodings = tokenizer.encode_batch([text for text, _ in chats], add_special_tokens=False)
-        for (_, spans), encoding in zip(chats, encodings, strict=True):
-            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-            trained = np.logical_or.reduce(
-                [(starts < end) & (ends > start) for start, end in spans]
-            )
-            if trained.any():
-                ids = np.array(encoding.ids, np.uint32)
-                yield np.where(trained, ids, ids | UNTRAINED)
+        encodings = encode_texts(tokenizer, [text for text, _ in chats], tokenizer.encode_batch)
+        for (_, spans), parts in zip(chats, encodings, strict=True):
+            ids = np.concatenate([_marked(part.ids, part.offsets, spans) for part in parts])
+            if (ids < UNTRAINED).any():
+                yield ids
 
     def _chat(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of a record. A system message from a column becomes the first one.
@@ -489,6 +486,17 @@ class ChatColumns(Records):
             ) from None
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
+
+
+def _marked(ids: Any, offsets: Any, spans: list[tuple[int, int]]) -> np.ndarray:
+    """Return token ids as an array, with the bit `UNTRAINED` in tokens without a loss.
+
+    `offsets` are the first character of each token and the character after it. A token has a loss
+    if one of its characters is in `spans`, which are the answers of a chat.
+    """
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    trained = np.logical_or.reduce([(starts < end) & (ends > start) for start, end in spans])
+    return np.array(ids, np.uint32) | np.where(trained, np.uint32(0), UNTRAINED)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,94 @@
+"""Encode texts of any length.
+
+The library needs about 150 bytes of memory for each byte of a text that it encodes. So a long text
+is encoded in windows, and each window overlaps the window before it. Two windows are joined in the
+overlap, at a boundary where the text can be cut without changing its tokens:
+
+* Between two words of the pre-tokenizer, because the model encodes each word by itself.
+* Between two tokens of a BPE model, also within a word. Merges depend on ranks alone. So tokens are
+  the encoding of their text if each pair of neighbours is the encoding of the pair's text. Each
+  pair of the joined tokens is also a pair in one of the two windows.
+
+The pre-tokenizer may need the characters before a word, or after it. So a window begins at a
+boundary of the window before it, and the two windows must agree on the tokens and words in the
+middle of the overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
+
+# Number of characters in a window. A text of up to 4 windows is encoded without windows, which is
+# faster, because windows need offsets.
+WINDOW = 2**17
+# Fields of a token. `ids` and `offsets` have the names and the meaning of the library's `Encoding`.
+# `boundary` is 0 if the text must not be cut before the token. Otherwise it is a larger number
+# before the first token of a word than before other tokens.
+_FIELDS = np.dtype([("ids", np.uint32), ("offsets", np.int64, 2), ("boundary", np.uint8)])
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: list[str], encode_batch: Callable[..., list[Encoding]]
+) -> Iterator[Iterable[Encoding | np.recarray]]:
+    """Yield the encoding of each text in parts, which have the attributes `ids` and `offsets`.
+
+    Special tokens are not added. `encode_batch` is the method of the tokenizer for short texts:
+    `encode_batch`, or `encode_batch_fast`, which does not compute offsets. Raises ValueError if a
+    long text cannot be encoded in windows.
+    """
+    encodings = iter(
+        encode_batch([text for text in texts if len(text) <= 4 * WINDOW], add_special_tokens=False)
+    )
+    for text in texts:
+        yield [next(encodings)] if len(text) <= 4 * WINDOW else encode_in_windows(tokenizer, text)
+
+
+def encode_in_windows(tokenizer: Tokenizer, text: str) -> Iterator[np.recarray]:
+    """Yield the tokens of `text` in parts. Together they are the encoding of the whole text.
+
+    Raises ValueError if two windows have no boundary at which they can be joined.
+    """
+    overlap = WINDOW // 8
+    begin = 0
+    tokens: Any = _encode_window(tokenizer, text, begin)
+    while (end := begin + WINDOW) < len(text):
+        # Begin the next window at the last boundary that leaves an overlap, if possible at a word.
+        near_end = slice(*np.searchsorted(tokens.offsets[:, 0], [end - 2 * overlap, end - overlap]))
+        _, begin = max(
+            zip(tokens.boundary[near_end], tokens.offsets[near_end, 0].tolist(), strict=True),
+            default=(0, end - overlap),
+        )
+        following = _encode_window(tokenizer, text, begin)
+        # Tokens at the borders of a window may differ from those of the whole text.
+        middle = [begin + overlap // 4, end - overlap // 4]
+        left, right = (
+            slice(*np.searchsorted(rows.offsets[:, 0], middle)) for rows in (tokens, following)
+        )
+        # Both windows must have the tokens on both sides of a join. So the first token of the
+        # middle has no join before it.
+        joins = np.flatnonzero(tokens.boundary[left][1:]) + 1
+        if not len(joins) or not np.array_equal(tokens[left], following[right]):
+            raise ValueError(
+                f"a text of {len(text):,} characters that begins with {text[:40]!r} cannot be "
+                f"encoded in parts, because the tokenizer does not divide it near character {end:,}"
+            )
+        yield tokens[: left.start + joins[0]]
+        tokens = following[right.start + joins[0] :]
+    yield tokens
+
+
+def _encode_window(tokenizer: Tokenizer, text: str, begin: int) -> np.recarray:
+    """Return the tokens of the window of `text` that begins at character `begin`."""
+    encoding = tokenizer.encode(text[begin : begin + WINDOW], add_special_tokens=False)
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + begin
+    starts_word = np.diff(np.array(encoding.word_ids, np.int64), prepend=0) != 0
+    # The text is not cut between tokens that share a character, such as its bytes.
+    boundary = (np.roll(offsets[:, 1], 1) <= offsets[:, 0]) * (
+        2 * starts_word + isinstance(tokenizer.model, BPE)
+    )
+    return np.rec.fromarrays([encoding.ids, offsets, boundary], dtype=_FIELDS)

@@ -1,0 +1,248 @@
+"""A text of any length has the tokens of the whole text, and needs little memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from foundation.errors import InputError
+from packing import encoding
+from packing.chunks import Chunk, tokenize
+from packing.encoding import encode_in_windows
+from packing.records import UNTRAINED, records_of
+from packing.settings import DataSettings
+from packing.tokenizer import TextTokenizer
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS = "the quick brown fox's def self.x() 12345 naïve cafe\u0301 世界 日本 नमस्ते 😀 ß İ ﬁ"
+PIECES = [
+    *WORDS.split(),
+    *(" ", "  ", "      ", "\n", "\n\n", "\r\n", "\t", "a", "123", "''", "==", "!!!", "Σ", "▁"),
+    *("\u0301", "\u200b", "\u00a0", "\u3000", "\x07"),
+    *("<|end|>", "<mask>", "[R]", "def"),
+    *("x" * 40, "0" * 40, " " * 40, "\n" * 40, "世" * 40, "Hello, world. " * 20),
+]
+texts = st.builds(
+    lambda pieces, times: "".join(pieces * times),
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=300),
+    st.integers(1, 40),
+).map(lambda text: text[:4000])
+
+
+def trained(
+    model: Any, trainer: Any, pre: Any = None, normalizer: Any = None, **more: Any
+) -> Tokenizer:
+    """Return a tokenizer that is trained on `WORDS`, with added tokens of all kinds.
+
+    `more` replaces parts of the trained tokenizer, as in tokenizer.json.
+    """
+    tokenizer = Tokenizer(model)
+    if pre is not None:
+        tokenizer.pre_tokenizer = pre
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator([WORDS, WORDS.replace(" ", "\n"), WORDS * 2], trainer)
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens(
+        [
+            AddedToken("<mask>", lstrip=True, normalized=False),
+            AddedToken("[R]", rstrip=True, normalized=True),
+            AddedToken("def", single_word=True, normalized=True),
+        ]
+    )
+    return Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | more))
+
+
+def byte_level(regex: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(regex), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def make(name: str) -> Tokenizer:
+    """Return a small tokenizer with the parts of a well-known one."""
+    bytes_trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    unk: dict[str, Any] = {"special_tokens": ["<unk>"], "show_progress": False}
+    bpe = trainers.BpeTrainer(vocab_size=150, **unk)
+    pieces = trainers.UnigramTrainer(vocab_size=100, unk_token="<unk>", **unk)
+    words = trainers.WordPieceTrainer(vocab_size=150, **unk)
+    sequence = normalizers.Sequence
+    metaspace = pre_tokenizers.Metaspace
+    llama2 = sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return {
+        "gpt2": lambda: trained(models.BPE(), bytes_trainer, pre_tokenizers.ByteLevel()),
+        "llama3": lambda: trained(
+            models.BPE(ignore_merges=True), bytes_trainer, byte_level(LLAMA3)
+        ),
+        "qwen": lambda: trained(
+            models.BPE(),
+            bytes_trainer,
+            byte_level(LLAMA3.replace("{1,3}", "")),
+            normalizers.NFC(),
+        ),
+        "mistral": lambda: trained(
+            models.BPE(unk_token="<unk>", fuse_unk=True), bpe, metaspace(prepend_scheme="first")
+        ),
+        # The merges of these two tokenizers cross words, because no pre-tokenizer divides a text.
+        "llama2": lambda: trained(
+            models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
+            bpe,
+            pre_tokenizers.Split(Regex(r"\S+ \S+|\s+"), "isolated"),
+            llama2,
+            pre_tokenizer=None,
+        ),
+        "gemma": lambda: trained(
+            models.BPE(unk_token="<unk>"),
+            bpe,
+            pre_tokenizers.Split(" ", "merged_with_previous"),
+            normalizers.Replace(" ", "▁"),
+        ),
+        "t5": lambda: trained(
+            models.Unigram(),
+            pieces,
+            pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace()]),
+            sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]),
+        ),
+        "albert": lambda: trained(
+            models.Unigram(),
+            pieces,
+            metaspace(prepend_scheme="always"),
+            sequence([normalizers.Strip(), normalizers.NFKD(), normalizers.StripAccents()]),
+        ),
+        "bert": lambda: trained(
+            models.WordPiece(unk_token="<unk>"),
+            words,
+            pre_tokenizers.BertPreTokenizer(),
+            normalizers.BertNormalizer(),
+        ),
+        "words": lambda: trained(
+            models.WordPiece(unk_token="<unk>"), words, pre_tokenizers.Whitespace()
+        ),
+    }[name]()
+
+
+NAMES = ("gpt2", "llama3", "qwen", "mistral", "llama2", "gemma", "t5", "albert", "bert", "words")
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode texts of more than 2,048 characters in windows of 512."""
+    monkeypatch.setattr(encoding, "WINDOW", 512)
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("name", NAMES)
+def test_windows_have_the_tokens_of_the_whole_text(name: str) -> None:
+    tokenizer = make(name)
+
+    @given(texts)
+    @settings(max_examples=40, deadline=None)
+    def check(text: str) -> None:
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        try:
+            parts = list(encode_in_windows(tokenizer, text))
+        except ValueError as error:
+            # A word or a run of characters is longer than the overlap of 64 characters.
+            assert "cannot be encoded in parts" in str(error)
+            return
+        assert np.concatenate([part.ids for part in parts]).tolist() == expected.ids
+        offsets = np.concatenate([part.offsets for part in parts])
+        assert list(map(tuple, offsets.tolist())) == expected.offsets
+
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ordinary_text_is_encoded_in_windows(
+    name: str, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "WINDOW", 2048)
+    tokenizer = make(name)
+    text = "\n".join([*documents[:2], "naïve cafe\u0301 世界 😀 <|end|>\r\n" * 9, documents[3]])
+    parts = list(encode_in_windows(tokenizer, text))
+    ids = np.concatenate([part.ids for part in parts])
+    assert len(parts) > 4
+    assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read(tokenizer: Tokenizer, record: dict[str, str], **more: Any) -> np.ndarray:
+    """Return the tokens that a worker reads from a file with a short record and `record`."""
+    chosen = DataSettings(source="x", tokenizer="t", packs="p", **more)
+    text_tokenizer = TextTokenizer("t", tokenizer, {"eos": 0})
+    short = {name: "x" for name in record}
+    lines = f"{json.dumps(short)}\n{json.dumps(record)}\n".encode()
+    chunk = Chunk("jsonl", "x.jsonl:", 1, lines, {})
+    result = tokenize(chunk, text_tokenizer, records_of(chosen, text_tokenizer), chosen)
+    return result.tokens[result.lengths[0] :]
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_long_text_and_chat_have_the_tokens_of_the_whole_text(
+    tokenizer_file: Path, documents: list[str]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    text = "\n".join(WORDS * n for n in range(1, 9))
+    assert len(text) > 2048
+    assert read(tokenizer, {"text": text}).tolist() == [*tokenizer.encode(text).ids, 0]
+    chat = read(tokenizer, {"p": text, "r": text}, messages=["{p}", "r"], chat_template="plain")
+    prompt = f"User:\n{text}\n\nAssistant:\n"
+    expected = tokenizer.encode(f"{prompt}{text}<|endoftext|>")
+    assert (chat & ~UNTRAINED).tolist() == expected.ids
+    is_answer = [end > len(prompt) for _, end in expected.offsets]
+    assert (chat < UNTRAINED).tolist() == is_answer
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_long_text_that_cannot_be_cut_is_named() -> None:
+    with pytest.raises(
+        InputError,
+        match=r"x\.jsonl:1 or one of the next records: a text of 3,000 characters that begins "
+        r"with 'xxx.*x' cannot be encoded in parts, .* near character 512; divide it into "
+        r"shorter documents",
+    ):
+        read(make("bert"), {"text": "x" * 3000})
+
+
+def test_a_long_text_needs_little_memory(
+    tokenizer_file: Path, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "WINDOW", 2**13)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    text = "\n".join(documents)[:400_000]
+
+    def memory(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+    # This resets the peak of the resident memory.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    tokens = sum(len(part.ids) for part in encode_in_windows(tokenizer, text))
+    assert tokens > len(text) / 5
+    # The library needs 150 bytes for each byte of a text.
+    assert memory("VmHWM") - before < 20 * len(text)
