@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -202,8 +203,11 @@ def train_tokenizer(
     tokenizer may have fewer tokens than `vocabulary`.
     """
     tokenizer = ByteLevelBPETokenizer()
+    # Divide long texts, because the library needs about 100 bytes of memory for each byte. A piece
+    # ends before a blank, where the pre-tokenizer of byte-level BPE always divides a text.
+    pieces = r"(?s).{100000}.*?\S(?=[ \n])|.+"
     tokenizer.train_from_iterator(
-        texts,
+        (piece for text in texts for piece in re.findall(pieces, text)),
         vocabulary,
         min_frequency=0,
         special_tokens=[END_OF_TEXT, *special],

@@ -26,7 +26,7 @@ from packing.chunks import Chunk, tokenize
 from packing.encoding import encode_in_windows
 from packing.records import UNTRAINED, records_of
 from packing.settings import DataSettings
-from packing.tokenizer import TextTokenizer
+from packing.tokenizer import TextTokenizer, train_tokenizer
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -246,3 +246,15 @@ def test_a_long_text_needs_little_memory(
     assert tokens > len(text) / 5
     # The library needs 150 bytes for each byte of a text.
     assert memory("VmHWM") - before < 20 * len(text)
+
+
+def test_a_tokenizer_trained_on_one_text_is_that_of_the_library(documents: list[str]) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    text = "\n".join(documents)[:250_000]
+    library = ByteLevelBPETokenizer()
+    library.train_from_iterator(
+        [text], 400, 0, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    trained = train_tokenizer([text], 400)
+    assert trained.to_str() == library.to_str()
