@@ -28,7 +28,7 @@ _CONVERT = (
     "if there are vocab.json, merges.txt or a .model file instead, write tokenizer.json with "
     "transformers' `AutoTokenizer.from_pretrained('{}').save_pretrained(FOLDER)`"
 )
-# Usual names of special tokens, for a tokenizer without a tokenizer_config.json.
+# Usual names of special tokens, for a tokenizer whose files do not name the token.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
     "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
@@ -88,8 +88,11 @@ class TextTokenizer:
         """Token id that ends a document. Raises InputError if there is none."""
         if "eos" not in self.special:
             raise InputError(
-                f"data.tokenizer: {self.name} has no EOS token, with which documents end; "
-                "set `eos_token` in its tokenizer_config.json"
+                f"data.tokenizer: {self.name} has no EOS token, with which documents end: "
+                f"tokenizer.json lacks {', '.join(_names_of(self.name, 'eos')) or 'one'}; either "
+                "set `eos_token` in its tokenizer_config.json to a token of tokenizer.json, or add "
+                "a missing token with transformers' "
+                f"`AutoTokenizer.from_pretrained('{self.name}').save_pretrained(FOLDER)`"
             )
         return self.special["eos"]
 
@@ -117,7 +120,6 @@ def load_tokenizer(name: str) -> TextTokenizer:
             f"data.tokenizer: {name}: this tokenizer has no tokenizer.json; "
             f"{_CONVERT.format(name)}; otherwise {_CHOOSE}"
         )
-    config = find_file(name, "tokenizer_config.json")
     # The library raises a plain Exception for a file that it cannot use.
     with as_input_error(
         (Exception,),
@@ -127,17 +129,32 @@ def load_tokenizer(name: str) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    values = load_object(config, REMEDY) if config else None
     special: dict[str, int] = {}
-    for role, usual_names in _USUAL_NAMES.items():
-        names = list(usual_names)
-        if values is not None:
-            token = values.get(f"{role}_token")
-            names = [token["content"] if isinstance(token, dict) else token or ""]
-        ids = map(tokenizer.token_to_id, names)
+    for role in _USUAL_NAMES:
+        with as_input_error(
+            (TypeError, KeyError),
+            f"data.tokenizer: {name}: `{role}_token` is not the text of a token",
+            REMEDY,
+        ):
+            ids = list(map(tokenizer.token_to_id, _names_of(name, role)))
         if (number := next((number for number in ids if number is not None), None)) is not None:
             special[role] = number
     return TextTokenizer(name, tokenizer, special)
+
+
+def _names_of(tokenizer: str, role: str) -> Sequence[str]:
+    """Return the possible texts of the special token `role` (bos, eos or pad) of a tokenizer.
+
+    The first file that has the token's key determines the text. If its value is null, there is no
+    such token. If no file has the key, return the usual texts. A value of another type than in
+    files of transformers is returned unchanged.
+    """
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        values = load_object(file, REMEDY) if (file := find_file(tokenizer, name)) else {}
+        if f"{role}_token" in values:
+            token = values[f"{role}_token"]
+            return [token["content"] if isinstance(token, dict) else token] if token else []
+    return _USUAL_NAMES[role]
 
 
 def find_file(tokenizer: str, name: str) -> Path | None:
@@ -146,8 +163,8 @@ def find_file(tokenizer: str, name: str) -> Path | None:
     `tokenizer` is a folder, the path of a tokenizer.json, or the name of a hub repository. A file
     of a hub repository is downloaded, or found in the cache of earlier downloads. Returns None if
     the tokenizer has no such file. If the hub cannot be reached and the file is not in the cache,
-    returns None for a template (`.jinja`), and raises InputError for any other file, because token
-    ids must not depend on the network.
+    raises InputError for tokenizer.json and tokenizer_config.json, because token ids must not
+    depend on the network, and returns None for any other file.
     """
     path = Path(tokenizer)
     if path.exists():
@@ -169,10 +186,10 @@ def find_file(tokenizer: str, name: str) -> Path | None:
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except (OSError, HFValidationError) as error:
-        # Most repositories have no template file, and without a network the cache does not show
-        # whether a repository has one. So a template that is not in the cache is treated as absent.
+        # Most repositories lack the other files, and without a network the cache does not show
+        # whether a repository has one. So a file that is not in the cache is treated as absent.
         absent = (RemoteEntryNotFoundError, LocalEntryNotFoundError)
-        if isinstance(error, absent if name.endswith(".jinja") else RemoteEntryNotFoundError):
+        if isinstance(error, RemoteEntryNotFoundError if name.startswith("tokenizer") else absent):
             return None
         raise InputError(
             f"data.tokenizer: {path.absolute()} does not exist, and {name} of {repository} cannot "

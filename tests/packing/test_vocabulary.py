@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -74,6 +75,61 @@ def test_the_message_about_old_files_converts_them(tmp_path: Path, tokenizer: To
         load_tokenizer(str(tmp_path / "new")).tokenizer.encode(text).ids
         == tokenizer.encode(text).ids
     )
+
+
+ADDED = {"__type": "AddedToken", "content": "<|stop|>", "lstrip": False, "normalized": False}
+CONFIG = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({}, END_OF_TEXT),
+        # The file of GPT-2.
+        ({CONFIG: {"model_max_length": 1024}}, END_OF_TEXT),
+        ({CONFIG: {"eos_token": ADDED, "bos_token": None}}, "<|stop|>"),
+        ({CONFIG: {"pad_token": "<|stop|>"}, MAP: {"eos_token": ADDED}}, "<|stop|>"),
+        ({CONFIG: {"eos_token": END_OF_TEXT}, MAP: {"eos_token": "<|stop|>"}}, END_OF_TEXT),
+        ({MAP: {"eos_token": "<|stop|>"}}, "<|stop|>"),
+        ({CONFIG: {"eos_token": None}, MAP: {"eos_token": "<|stop|>"}}, None),
+    ],
+)
+def test_the_files_of_a_tokenizer_name_its_eos_token(
+    files: dict[str, dict], eos: str | None, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    more = Tokenizer.from_str(tokenizer.to_str())
+    more.add_special_tokens(["<|stop|>"])
+    more.save(str(tmp_path / "tokenizer.json"))
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    loaded = load_tokenizer(str(tmp_path))
+    expected = {} if eos is None else {"eos": more.token_to_id(eos)}
+    assert {role: loaded.special[role] for role in loaded.special if role == "eos"} == expected
+
+
+@pytest.mark.parametrize("token", [7, ["</s>", "<|stop|>"], {"text": "</s>"}])
+def test_a_special_token_that_is_no_text_is_refused(
+    token: object, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / CONFIG).write_text(json.dumps({"pad_token": token}))
+    with pytest.raises(InputError, match=r"`pad_token` is not the text of a token: .*fetch"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_eos_token_that_the_tokenizer_lacks_is_named(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot|>"}
+    (folder / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"json lacks <\|eot\|>; .*save_pretrained\(FOLDER\)"):
+        load_tokenizer(str(folder)).end_of_text  # noqa: B018
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "new")
+    assert load_tokenizer(str(tmp_path / "new")).end_of_text == VOCABULARY
 
 
 def test_a_tokenizer_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
