@@ -156,31 +156,6 @@ def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     return carve(packs, settings.held_out, split) if must_carve else packs
 
 
-def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None = None) -> None:
-    """Raise InputError if a model with `vocab_size` embeddings cannot use `packs`.
-
-    `tokenizer_fingerprint` is the fingerprint of the model's tokenizer. If it is given, packs of
-    another tokenizer raise InputError, too. Packs that do not record their tokenizer are accepted
-    here. Their token ids are checked when batches are made.
-    """
-    name, size, fingerprint = map(
-        (packs.tokenizer or {}).get, ("name", "vocab_size", "fingerprint")
-    )
-    difference = None
-    if tokenizer_fingerprint and fingerprint and fingerprint != tokenizer_fingerprint:
-        difference = (
-            f"another tokenizer ({name}, {fingerprint[:12]}) than the model's "
-            f"({tokenizer_fingerprint[:12]})"
-        )
-    elif (size or 0) > vocab_size:
-        difference = f"a vocabulary of {size} tokens ({name}), but the model has only {vocab_size}"
-    if difference:
-        raise InputError(
-            f"{packs.path}: the packs were made with {difference}; "
-            "prepare the packs with the model's tokenizer (`data.tokenizer`)"
-        )
-
-
 def carve(packs: Packs, share: float, split: Split) -> Packs:
     """Return the packs of a split, for packs that were prepared without a held-out split.
 

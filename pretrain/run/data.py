@@ -24,7 +24,7 @@ from packing.batch import (
 from packing.order import MixedPacks, evenly
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from packing.store import check_model, open_packs
+from packing.store import open_packs
 from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
@@ -163,15 +163,20 @@ def check_tokens(
     fingerprint: the fingerprint of the model's own tokenizer, or None if it is not known.
     most: the largest number of tokens in a document, or None if there is no limit.
 
-    If the packs record the size of their vocabulary, this size is compared with `vocab_size`. Packs
-    are read only if `most` is set or if the packs do not record this size. Then at most 65,536
-    evenly spaced packs of each source are read and checked. All other packs are checked when
-    batches are made from them.
+    The packs are read if `most` is set, or if the vocabulary of their tokenizer may be larger than
+    `vocab_size`. At most 65,536 evenly spaced packs of each source are read and checked. All other
+    packs are checked when batches are made from them.
     """
-    check_model(data.train, vocab_size, fingerprint)
+    name, packed = map((data.train.tokenizer or {}).get, ("name", "fingerprint"))
+    if fingerprint and packed and packed != fingerprint:
+        raise InputError(
+            f"{data.train.path}: the packs were made with another tokenizer ({name}, "
+            f"{packed[:12]}) than the model's ({fingerprint[:12]}); prepare the packs with the "
+            "model's tokenizer (`data.tokenizer`)"
+        )
     for split in filter(None, (data.train, data.held_out)):
         for packs in split.by_source.values():
-            if most or "vocab_size" not in (packs.tokenizer or {}):
+            if most or (packs.tokenizer or {}).get("vocab_size", vocab_size + 1) > vocab_size:
                 for index in evenly(len(packs), _SCANNED_PACKS):
                     read_pack(packs, index, vocab_size, most)
 

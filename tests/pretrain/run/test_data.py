@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 from transformers import GPT2Config, LlamaConfig
 
 from foundation.errors import InputError
@@ -75,6 +76,20 @@ def test_packs_without_a_tokenizer_are_accepted(small_packs: Path) -> None:
     check_tokens(data, 61, None)
     with pytest.raises(InputError, match=r"token id 60, but the model has only 60 ids"):
         check_tokens(data, 60, None)
+
+
+def test_a_token_of_the_tokenizer_that_no_pack_has_needs_no_embedding(
+    settings: DataSettings, words: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(words / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    folder = shutil.copytree(words, tmp_path / "more")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    data = open_data(settings.model_copy(update={"tokenizer": str(folder)}), is_main_process=True)
+    assert data.tokenizer["vocab_size"] == tokenizer.get_vocab_size() == 62
+    check_tokens(data, 61, data.tokenizer["fingerprint"])
+    with pytest.raises(InputError, match=r"token id 60, but the model has only 60 ids"):
+        check_tokens(data, 60, data.tokenizer["fingerprint"])
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
