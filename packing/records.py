@@ -686,12 +686,13 @@ def chat_template(given: str | None, tokenizer: str) -> str:
             return Path(given).read_text(encoding="utf-8")
     if file := find_file(tokenizer, CHAT_TEMPLATE):
         return file.read_text(encoding="utf-8")
-    config = find_file(tokenizer, "tokenizer_config.json")
-    template = load_object(config, REMEDY).get("chat_template") if config else None
-    if not isinstance(template, str):
-        raise InputError(
-            f"data.chat_template: {tokenizer} has no template, or several; either set "
-            "data.chat_template to plain (which suits every tokenizer), chatml or a Jinja file, or "
-            "set data.tokenizer to the tokenizer of an instruct model"
-        )
-    return template
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        file = find_file(tokenizer, name)
+        template = load_object(file, REMEDY).get("chat_template") if file else None
+        if isinstance(template, str):
+            return template
+    raise InputError(
+        f"data.chat_template: {tokenizer} has no template, or several; either set "
+        "data.chat_template to plain (which suits every tokenizer), chatml or a Jinja file, or set "
+        "data.tokenizer to the tokenizer of an instruct model"
+    )

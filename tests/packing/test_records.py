@@ -618,8 +618,20 @@ def test_a_tokenizer_with_several_templates_needs_a_file(
     assert chat_template(str(folder / "rag.jinja"), str(folder)) == "rag"
 
 
+def test_the_template_of_a_processor_is_read(tmp_path: Path, tokenizer_file: Path) -> None:
+    folder = shutil.copytree(tokenizer_file.parent, tmp_path / "processor")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert chat_template(None, str(folder)) == CHATML
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    assert chat_template(None, str(folder)) == PLAIN
+
+
 ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
 IN_PYTHON = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+HUGE = "{% for n in range(10**9) %}{{ n }}{% endfor %}"
+ENDLESS = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
 LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", "content": "x"}]
 
 
@@ -638,6 +650,8 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
         ),
         ({"m": CHATS[1]}, {"messages": "m", "chat_template": ODD}, "generation"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": IN_PYTHON}, "rejects this chat"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": HUGE}, "OverflowError: Range too big"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": ENDLESS}, "RecursionError"),
         (
             {"m": LISTS},
             {
