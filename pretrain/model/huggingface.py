@@ -37,7 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.files import by_umask, new_folder, write_json
+from foundation.files import by_umask, new_folder
 from foundation.overrides import overridden
 from foundation.progress import advance
 from foundation.reading import as_input_error
@@ -637,7 +637,8 @@ def export(
         # This call writes the configurations too.
         hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")
         file = writing / "config.json"
-        write_json(file, json.loads(file.read_text(encoding="utf-8")) | old_keys(hf.config))
+        config = json.loads(file.read_text(encoding="utf-8")) | old_keys(hf.config)
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
             save_tokenizer(tokenizer, writing)
         for name, content in beside.items():
@@ -709,4 +710,4 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     pre_tokenizer = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
     if "add_prefix_space" in pre_tokenizer:
         config["add_prefix_space"] = pre_tokenizer["add_prefix_space"]
-    write_json(file, config)
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
