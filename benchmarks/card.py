@@ -1,4 +1,7 @@
-"""Make the card of a machine, or check one: `python -m pretrain doctor --card`, `--check`.
+"""Make the card of a machine, or check one.
+
+    python -m benchmarks.card --card b200.json      # measure this machine (15 minutes on a GPU)
+    python -m benchmarks.card --check b200.json     # repeat the 50 steps and compare the losses
 
 A card is a JSON file with the results of every precision that the machine has. It is a result file
 of `benchmarks.throughput` with more keys, so that `--report` shows it beside the other results:
@@ -75,7 +78,7 @@ Result = Mapping[str, Any]
 
 def main() -> int:
     """Run the command. Return 1 if a precision failed or does not agree with the card, else 0."""
-    parser = CommandParser("python -m pretrain doctor", __doc__)
+    parser = CommandParser("python -m benchmarks.card", __doc__)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--card", type=Path, metavar="FILE", help="make a card")
     task.add_argument("--check", type=Path, metavar="FILE", help="check a card")
@@ -83,6 +86,11 @@ def main() -> int:
         "--precisions", type=lambda text: text.split(","), metavar="A,B", help="default: all"
     )
     arguments = parser.parse_args()
+    unknown = [name for name in arguments.precisions or () if name not in PRECISIONS]
+    if unknown:
+        raise InputError(
+            f"--precisions: {', '.join(unknown)}: unknown; choose from {', '.join(PRECISIONS)}"
+        )
     if arguments.card:
         return make(arguments.card, arguments.precisions)
     return check(arguments.check, arguments.precisions)
@@ -295,7 +303,7 @@ def check(path: Path, names: Iterable[str] | None) -> int:
 
 def read(path: Path) -> dict[str, Any]:
     """Read a card. Raises InputError if the file is not a card, or was changed."""
-    card = load_object(path, "make a card with `python -m pretrain doctor --card`")
+    card = load_object(path, "make a card with `python -m benchmarks.card --card`")
     if card.get("sha256") != signed(card)["sha256"]:
         raise InputError(
             f"{path}: its content does not have the hash in the file; it is no card, or was changed"

@@ -9,14 +9,13 @@ first step of a trial, the parity check compares the model with plain transforme
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,18 +65,14 @@ HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardw
 def main(options: argparse.Namespace) -> int:
     """Print a table of precisions. Return 1 if the trial of any precision fails, else 0.
 
-    If the hardware does not support a precision, its trial emulates the precision.
-
-    With --card or --check there is no table: `run_card` replaces this process. Raises InputError
-    for an unknown name in --precisions.
+    If the hardware does not support a precision, its trial emulates the precision. Raises
+    InputError for an unknown name in --precisions.
     """
     unknown = [name for name in options.precisions or () if name not in PRECISIONS]
     if unknown:
         raise InputError(
             f"--precisions: {', '.join(unknown)}: unknown; choose from {', '.join(PRECISIONS)}"
         )
-    if options.card or options.check:
-        run_card(options)
     gpu = torch.cuda.is_available()
     missing = missing_on("cuda" if gpu else "cpu")
     versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
@@ -95,28 +90,6 @@ def main(options: argparse.Namespace) -> int:
             print(f"{name}: {rows[-1][1]}", file=sys.stderr, flush=True)
     print(markdown(HEADER, rows, names=2))
     return int(any(row[1] == "nothing" for row in rows))
-
-
-def run_card(options: argparse.Namespace) -> NoReturn:
-    """Replace this process by `python -m benchmarks.card`, which makes or checks a card.
-
-    A card is a file with the measured results of every precision on one machine. Raises InputError
-    if the package is installed without the benchmarks.
-    """
-    if not (ROOT / "benchmarks" / "card.py").is_file():
-        raise InputError(
-            "--card and --check use the benchmarks of the repository, which are not installed; "
-            "start the command in a checkout of the repository"
-        )
-    command = [sys.executable, "-m", "benchmarks.card"]
-    for name in ("card", "check"):
-        path = getattr(options, name)
-        if path:
-            command += [f"--{name}", str(path.absolute())]
-    if options.precisions:
-        command += ["--precisions", ",".join(options.precisions)]
-    os.chdir(ROOT)
-    os.execv(sys.executable, command)
 
 
 def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:

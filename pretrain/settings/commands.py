@@ -138,32 +138,12 @@ def doctor(add: Callable) -> None:
 
     A model of one layer is trained in each precision for a few steps. Before the first step, its
     loss and gradients are compared with plain transformers.
-
-        python -m pretrain doctor --card b200.json      write a card of this GPU (15 minutes)
-        python -m pretrain doctor --check b200.json     compare this machine with a card
     """
     add(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
         help="precisions to test; default: all",
-    )
-    add(
-        "--card",
-        type=Path,
-        nargs="?",
-        const=Path("card.json"),
-        metavar="FILE",
-        help="write a card of this machine, a JSON file, instead of printing the table; for each "
-        "precision, the card has the speed as a share of the machine's limits, the losses of a "
-        "training of 50 steps, the results of its audit and its parity check, and a comparison of "
-        "the hardware's quantized operands with our emulation; default of FILE: %(const)s",
-    )
-    add(
-        "--check",
-        type=Path,
-        metavar="CARD",
-        help="repeat the trainings of 50 steps in CARD, and compare the losses",
     )
 
 

@@ -200,7 +200,6 @@ COMMANDS = {
             "report {here} --out s3://bucket/x",
             "sample s3://bucket/x one",
             "which nowhere.yaml --run_dir s3://bucket/x",
-            "doctor --card s3://bucket/x",
             "tokenizer {here} --vocabulary 300 --out s3://bucket/x",
             "matrix s3://bucket/x",
         )

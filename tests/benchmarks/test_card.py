@@ -1,4 +1,4 @@
-"""`python -m pretrain doctor --card` and `--check` on a CPU, as a user starts them."""
+"""`python -m benchmarks.card --card` and `--check` on a CPU, as a user starts them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import pytest
 from benchmarks import card, throughput_report
 from foundation.errors import InputError
 from foundation.files import write_json
-from pretrain import __main__ as commands
-from pretrain.run import doctor as doctor_module
 from tests.conftest import ROOT
 from tests.forked_commands import forking
 from tests.pretrain.compare.made_runs import rows_of
@@ -22,9 +20,9 @@ pytestmark = pytest.mark.long
 PRECISIONS = ("bf16", "nvfp4")
 
 
-def doctor(*options: str) -> subprocess.CompletedProcess[str]:
+def start(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pretrain", "doctor", *options],
+        [sys.executable, "-m", "benchmarks.card", *options],
         cwd=ROOT,
         env=forking() | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -40,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def output(path: Path) -> str:
     """Output of the command that writes the card."""
-    done = doctor("--card", str(path), "--precisions", ",".join(PRECISIONS))
+    done = start("--card", str(path), "--precisions", ",".join(PRECISIONS))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -73,7 +71,7 @@ def test_the_check_finds_a_loss_that_was_changed(made: dict[str, Any], tmp_path:
     made["losses"]["ways"]["nvfp4"]["losses"][17] += 1e-6
     changed = tmp_path / "changed.json"
     write_json(changed, card.signed(made))
-    done = doctor("--check", str(changed))
+    done = start("--check", str(changed))
     assert done.returncode == 1, done.stderr
     bf16, nvfp4 = done.stdout.splitlines()[-2:]
     assert bf16 == "bf16: agrees: all 50 losses are equal, bit for bit"
@@ -146,15 +144,13 @@ def test_a_card_that_cannot_be_checked_is_refused(
 
 
 def test_making_and_checking_a_card_at_once_is_refused():
-    done = doctor("--card", "a.json", "--check", "b.json")
+    done = start("--card", "a.json", "--check", "b.json")
     assert done.returncode == 2
     message = done.stderr.splitlines()[-1]
     assert message.startswith("error: ") and "not allowed with argument --card" in message
 
 
-def test_an_installation_without_benchmarks_makes_no_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(doctor_module, "ROOT", tmp_path)
-    assert commands.main(["doctor", "--card", str(tmp_path / "card.json")]) == 2
-    assert "start the command in a checkout" in capsys.readouterr().err
+def test_an_unknown_precision_is_refused_before_a_training(tmp_path: Path):
+    done = start("--card", str(tmp_path / "card.json"), "--precisions", "bf16,fp16")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: --precisions: fp16: unknown; choose")
