@@ -97,11 +97,8 @@ class _Extension(ModuleType):
                 if fp4:
                     quantized = self._quantize_fp4(rows, quantizer, direction)
                 else:
-                    quantized = quantize_mx(
-                        rows,
-                        self._grid(quantizer),
-                        two_dimensional=quantizer.with_2d_quantization,
-                    )
+                    assert not quantizer.with_2d_quantization
+                    quantized = quantize_mx(rows, self._grid(quantizer))
                 values = quantized.operand
                 if direction == "columnwise" and not fp4:
                     values = values.t()
@@ -117,6 +114,8 @@ class _Extension(ModuleType):
         return E4M3 if quantizer.dtype == self.DType.kFloat8E4M3 else E5M2
 
     def _quantize_fp4(self, rows: Tensor, quantizer: Any, direction: str) -> Quantized:
+        assert not quantizer.row_scaled_nvfp4
+        assert not quantizer.nvfp4_use_4over6
         if direction == "columnwise" and quantizer.with_rht:
             rows = hadamard(rows)
         uniform = None
@@ -126,18 +125,14 @@ class _Extension(ModuleType):
             rows,
             two_dimensional=quantizer.with_2d_quantization,
             uniform=uniform,
-            amax=rows.abs().amax(1, keepdim=True) if quantizer.row_scaled_nvfp4 else None,
-            error=quantizer.nvfp4_4over6_err_mode if quantizer.nvfp4_use_4over6 else None,
-            largest_scale=float(quantizer.nvfp4_e4m3_max),
         )
 
     def _dequantized(self, rows: Tensor, quantized: Quantized, quantizer: Any) -> Tensor:
         """Return the values of `quantized` in BF16, as the library's kernels compute them."""
         if not hasattr(quantizer, "with_rht"):
             return quantized.operand.bfloat16()
-        amax = rows.abs().amax(1, keepdim=True) if quantizer.row_scaled_nvfp4 else rows.abs().max()
         # dequantize_fp4_kernel rounds after each of these products.
-        scale = quantized.block_scale * amax.float()
+        scale = quantized.block_scale * rows.abs().max().float()
         scale = scale * torch.tensor(1 / (6 * quantizer.nvfp4_e4m3_max))
         return (quantized.codes * scale).bfloat16()
 

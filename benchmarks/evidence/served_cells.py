@@ -25,7 +25,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -53,8 +53,6 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 
 RECIPE = "benchmarks/evidence/served_14m.yaml"
-# NVFP4 with weights in blocks of 1x16, which is usual for post-training quantization.
-USUAL = "nvfp4_1d"
 # Cells whose checkpoints are averaged, and the precisions in which the means are evaluated.
 MERGED_CELLS = ("bf16", "nvfp4")
 MERGED_SERVED = ("bf16", "nvfp4")
@@ -66,20 +64,19 @@ PACKAGES = ("torch", "transformers", "transformer-engine")
 class Server:
     """A model that evaluates checkpoints in several precisions."""
 
-    # Map each precision of the evaluation to its label in the output.
-    labels: Mapping[str, str]
+    # Names of the precisions of the evaluation.
+    served: Sequence[str]
     job: Job
     accelerator: Accelerator
     assembly: Assembly
 
     @classmethod
-    def of(cls, labels: Mapping[str, str], overrides: Sequence[str]) -> Server:
-        """Assemble the model, and evaluate its initial weights in all precisions once.
+    def of(cls, served: Sequence[str], overrides: Sequence[str]) -> Server:
+        """Assemble the model, and evaluate its initial weights in the precisions `served` once.
 
-        `labels` maps each precision to its label. `overrides` are key=value arguments that
-        override the recipe.
+        `overrides` are key=value arguments that override the recipe.
         """
-        quantized = [name for name in labels if name != "bf16"]
+        quantized = [name for name in served if name != "bf16"]
         changed = [
             "run_dir=runs/served_cells",
             *overrides,
@@ -89,10 +86,10 @@ class Server:
         accelerator, _ = as_launched(recipe)
         job = prepare_job(recipe, accelerator, changed)
         job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
-        server = cls(labels, job, accelerator, assemble(job, accelerator))
+        server = cls(served, job, accelerator, assemble(job, accelerator))
         # This compiles all layers, and shows early if a precision cannot be evaluated.
-        for label, figures in server.figures(labels.values()):
-            print(f"{label}: initial loss {figures['held_out_loss']:.6f}", flush=True)
+        for name, figures in server.figures(served):
+            print(f"{name}: initial loss {figures['held_out_loss']:.6f}", flush=True)
         return server
 
     def load(self, checkpoints: Sequence[Path]) -> None:
@@ -112,16 +109,16 @@ class Server:
                     parameter.copy_(read(name))
 
     def figures(self, chosen: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield (label, held-out figures) of the loaded weights for each label in `chosen`."""
+        """Yield (name, held-out figures) of the loaded weights for each precision in `chosen`."""
         chosen = set(chosen)
         context = self.assembly.context
         measure = partial(held_out_figures, self.job, self.assembly.model, self.accelerator)
-        for name, label in self.labels.items():
-            if label not in chosen:
+        for name in self.served:
+            if name not in chosen:
                 continue
             if name == "bf16":
                 with overridden(context, evaluates_low=False):
-                    yield label, measure()
+                    yield name, measure()
                 continue
             with (
                 self.assembly.precision.using(name),
@@ -132,30 +129,23 @@ class Server:
                 context.forget()
                 if context.state():
                     self.assembly.start_precision(name, self.job, self.accelerator)
-                yield label, measure()
+                yield name, measure()
 
 
 def servers_of(served: Sequence[str], overrides: Sequence[str]) -> list[Server]:
     """Return servers that evaluate in all precisions of `served`.
 
-    One server has all precisions except USUAL, so that the same layers compute all of them. If one
-    precision fails, each precision gets a separate server, and precisions that fail are omitted.
-    USUAL always has a separate server, because it changes the recipe.
+    One server has all precisions, so that the same layers compute all of them. If one precision
+    fails, each precision gets a separate server, and precisions that fail are omitted.
     """
-    labels = {name: name for name in served if name != USUAL}
-    usual = ["fp8_config.disable_2d_quantization=true", *overrides]
-    groups: list[tuple[Mapping[str, str], Sequence[str]]] = []
-    servers = []
     try:
-        servers.append(Server.of(labels, overrides))
+        return [Server.of(served, overrides)]
     except FAILURES:
         traceback.print_exc()
-        groups = [({name: name}, overrides) for name in labels]
-    if USUAL in served:
-        groups.append(({"nvfp4": USUAL}, usual))
-    for group, settings in groups:
+    servers = []
+    for name in served:
         try:
-            servers.append(Server.of(group, settings))
+            servers.append(Server.of([name], overrides))
         except FAILURES:
             traceback.print_exc()
     return servers
@@ -199,8 +189,8 @@ class Evaluation:
         steps = [step_of(folder) for folder in checkpoints]
         for server in self.servers:
             server.load(checkpoints)
-            for label, figures in server.figures(served):
-                cell = {"served": label, "merged": steps, "loss": figures["held_out_loss"]}
+            for name, figures in server.figures(served):
+                cell = {"served": name, "merged": steps, "loss": figures["held_out_loss"]}
                 cell["held_out_tokens"] = figures["held_out_tokens"]
                 append(self.out, facts | cell)
 

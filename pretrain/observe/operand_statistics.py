@@ -173,13 +173,7 @@ class OperandStatistics:
         scaling = self.precision.scaling(role)
         blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
-        # If activations have one tensor scale per row, each sampled block needs the amax of the row
-        # of x that contains the block.
-        if role == "input" and self.precision.settings.row_scaled_activation:
-            amaxes = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)[first_rows]
-        else:
-            amaxes = amax
-        quantized = self.precision.along_features(role)(rows, scale, amaxes)
+        quantized = self.precision.along_features(role)(rows, scale, amax)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
         if ends is None:
             return

@@ -258,9 +258,7 @@ class _ProductCheck:
         if self._settings.backward_override == "dequantized" and role != "grad_output":
             # Backward multiplies the dequantized operand of the forward product, which is quantized
             # along the features.
-            row_scaled = role == "input" and self._settings.row_scaled_activation
-            amaxes = part.abs().amax(1, keepdim=True) if row_scaled else amax
-            quantized = self._quantize[role](part[:, columns], None, amaxes)
+            quantized = self._quantize[role](part[:, columns], None, amax)
             transformed = quantized.dequantize().to(part.dtype).t()
         self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax, columns)
 

@@ -30,8 +30,8 @@ class Operand(NamedTuple):
 
     # [rows, k]: the codes, multiplied by the scales of their blocks.
     values: Tensor
-    # The tensor scale: a scalar, or one scale for each row, [rows, 1]. `values` are not multiplied
-    # by it. None if the format has no tensor scale.
+    # The tensor scale, a scalar, by which `values` are not multiplied. None if the format has no
+    # tensor scale.
     scale: Tensor | None
     # The scales of the blocks, for observers: [rows, k / block], or [rows / block, k / block] if
     # blocks are squares. None if the format has no blocks. `values` are multiplied by these scales.
@@ -265,13 +265,11 @@ def _by_expert(values: Tensor, experts: int) -> Tensor:
 def _product_scale(left: Operand, right: Operand) -> Tensor | None:
     """Return the product of the tensor scales of two operands, or None if they have no such scales.
 
-    If both scales are scalars, the result is [1], because torch would cast a scalar to the output
-    dtype of `multiply`. The result is [m, 1] if each row of `left` has a scale, and [1, n] if each
-    row of `right` has a scale.
+    The result is [1], because torch would cast a scalar to the output dtype of `multiply`.
     """
     if left.scale is None or right.scale is None:
         return None
-    return torch.atleast_1d(left.scale * right.scale.t())
+    return torch.atleast_1d(left.scale * right.scale)
 
 
 def multiply(

@@ -271,23 +271,6 @@ class LowPrecisionSettings(Settings):
     disable_rht: bool | None = None
     # Round gradients to the nearest value instead of stochastically.
     disable_stochastic_rounding: bool | None = None
-    # Quantize weights in blocks of 1 x 16 values instead of 16 x 16.
-    disable_2d_quantization: bool | None = None
-    # Compute the FP32 scale of an activation for each row instead of once for the tensor. Requires
-    # `disable_rht: true`.
-    row_scaled_activation: bool | None = None
-    # Operands that use 4over6 (arXiv:2512.02010): the scale of a block maps its largest value to 4
-    # or to 6, whichever has the smaller error. Gradients never use 4over6. `activations` and `all`
-    # require `disable_rht: true`, and cannot be combined with `row_scaled_activation`.
-    nvfp4_4over6: Literal["none", "weights", "activations", "all"] | None = None
-    # Operands of 4over6 whose scales are at most 256 instead of 448 if they map to 6. A scale that
-    # maps to 4 is then at most 384, in the range of E4M3.
-    nvfp4_4over6_e4m3_use_256: Literal["none", "weights", "activations", "all"] | None = None
-    # Error of a block that 4over6 minimizes. MAE: sum of absolute errors. MSE: sum of squared
-    # errors.
-    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] | None = None
-    # Quantize weights in blocks of 32 x 32 values instead of 1 x 32.
-    enable_2d_quantization: bool | None = None
     # Use FP32 numbers instead of powers of two as block scales, as servers on Hopper do. Needs
     # Hopper or emulation.
     use_f32_scales: bool | None = None
@@ -319,29 +302,6 @@ class LowPrecisionSettings(Settings):
         accepted = {key: value for key, value in self.options_set.items() if key in defaults}
         options = {**dict.fromkeys(OPTIONS), **defaults, **accepted}
         return type(self).model_validate(self.model_dump() | options)
-
-    def check_combinations(self) -> None:
-        """Raise InputError if options of NVFP4 contradict each other or have no effect.
-
-        For activations, Transformer Engine's kernels support only one of three methods at a time:
-        the Hadamard transform, row scaling or 4over6.
-        """
-        on_activations = (self.row_scaled_activation, self.nvfp4_4over6 in ("activations", "all"))
-        if all(on_activations) or (any(on_activations) and not self.disable_rht):
-            raise InputError(
-                "`fp8_config`: for activations, Transformer Engine supports only one of "
-                "`row_scaled_activation: true`, `nvfp4_4over6` and the random Hadamard transform; "
-                "either set `disable_rht: true` and only one of the first two, or set "
-                "`row_scaled_activation: false` and `nvfp4_4over6: weights`"
-            )
-        if self.nvfp4_4over6 in (None, "none") and (
-            self.nvfp4_4over6_err_mode == "MSE"
-            or self.nvfp4_4over6_e4m3_use_256 not in (None, "all")
-        ):
-            raise InputError(
-                "`fp8_config`: `nvfp4_4over6_err_mode` and `nvfp4_4over6_e4m3_use_256` have no "
-                "effect without 4over6; either remove them, or set `nvfp4_4over6: weights`"
-            )
 
     def without_options(self) -> Self:
         """Return a copy of the settings without the options, which depend on the precision."""

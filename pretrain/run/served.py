@@ -62,10 +62,8 @@ def _fp8_blocks(weight: Any) -> dict[str, Tensor]:
     return {"weight": _fp8(weight.codes), "weight_scale_inv": weight.scales.contiguous()}
 
 
-def _mxfp8(weight: Quantized) -> dict[str, Tensor]:
-    # The layout has a scale for every 32 values of a row. If training has one scale for a square of
-    # 32 x 32 values, this scale is repeated in each row of the square.
-    return {"weight": _fp8(weight.codes), "weight_scale": _e8m0(weight.block_scale[:, ::MX_BLOCK])}
+def _mxfp8(weight: Any) -> dict[str, Tensor]:
+    return {"weight": _fp8(weight.codes), "weight_scale": _e8m0(weight.scales)}
 
 
 def _mxfp4(weight: Any) -> dict[str, Tensor]:
@@ -73,8 +71,8 @@ def _mxfp4(weight: Any) -> dict[str, Tensor]:
 
 
 def _nvfp4(weight: Quantized) -> dict[str, Tensor]:
-    # The layout has a scale for every 16 values of a row. If training has one scale for a square of
-    # 16 x 16 values, this scale is repeated in each row of the square.
+    # The layout has a scale for every 16 values of a row. Training has one scale for a square of
+    # 16 x 16 values. This scale is repeated in each row of the square.
     scales = weight.block_scale[:, ::NVFP4_BLOCK]
     return {
         "weight_packed": _packed_e2m1(weight.codes),

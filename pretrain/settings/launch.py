@@ -92,11 +92,18 @@ _ACCELERATE_DEFAULTS = {
     "amax_history_len": 1024,
     "amax_compute_algo": "most_recent",
 }
-# Map each key of Accelerate's `fp8_config` that has no effect in this project to its default. A
+# Map each key of Accelerate's `fp8_config` that this project does not support to its default. A
 # value other than the default is an error.
-_WITHOUT_EFFECT = {
+_UNSUPPORTED = {
+    # These are options of Transformer Engine's recipes.
     "interval": 1,
     "override_linear_precision": False,
+    "disable_2d_quantization": False,
+    "enable_2d_quantization": False,
+    "row_scaled_activation": False,
+    "nvfp4_4over6": "none",
+    "nvfp4_4over6_e4m3_use_256": "all",
+    "nvfp4_4over6_err_mode": "MAE",
     # This is a key of the backend MS-AMP.
     "opt_level": "O2",
     # These are keys of the backend torchao.
@@ -158,7 +165,6 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     elif recipe.fp8_config.fp8_format is None:
         _check_fp8_format(requested, inherited)
     settings = _merge(inherited, recipe.fp8_config)
-    settings.check_combinations()
     if settings.backward_override and any(
         precision.plain_forward and "backward_override" in precision.options for precision in chosen
     ):
@@ -273,12 +279,12 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
 
     `values` maps keys in the spelling of this project to values. Raises InputError for a mistake.
     """
-    for key, default in _WITHOUT_EFFECT.items():
+    for key, default in _UNSUPPORTED.items():
         value = values.pop(key, default)
         if value != default:
             raise InputError(
-                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; remove this key (to keep "
-                "layers in BF16, set `keep_bf16_layers`)"
+                f"{_ORIGIN}: `fp8_config.{key}: {value}` is not supported; remove this key (to "
+                "keep layers in BF16, set `keep_bf16_layers`)"
             )
     for switch, switched_on in ACCELERATE_SWITCHES.items():
         if str(values.pop(switch, False)).lower() not in _TRUE:

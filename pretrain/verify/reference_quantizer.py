@@ -33,9 +33,6 @@ CODES: dict[str, Array] = {
     "E5M2": torch.arange(0x7C, dtype=torch.uint8).view(torch.float8_e5m2).double().numpy(),
     "E2M1": np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
 }
-# 4over6 tries two scales for each block, and chooses the scale with the smaller error. If the
-# relative difference of the two errors is at most this number, either choice is accepted.
-CLOSE = 1e-5
 # Diagonal of the sign matrix of the random Hadamard transform. The signs are Transformer Engine's.
 SIGNS = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])
 # Orthogonal 16 x 16 matrix of the random Hadamard transform.
@@ -110,35 +107,15 @@ def differing_share(
     if settings.disable_stochastic_rounding is False and role == "grad_output":
         torch.manual_seed(0)
         uniform = torch.rand_like(summed_last, dtype=torch.float32)
-    scopes = "all", {"weight": "weights", "input": "activations"}.get(role, "none")
-    selects = role != "grad_output" and settings.nvfp4_4over6 in scopes
-    scaling = precision.scaling(role)
-    references = [
-        quantize_dequantize(
-            summed_last,
-            scaling,
-            precision.grid(role).name,
-            scale=None if scale is None else scale.item(),
-            uniform=uniform,
-            transform=settings.disable_rht is False and role != "weight" and along == "rows",
-            row_scaled=settings.row_scaled_activation is True and role == "input",
-            largest=256.0 if selects and settings.nvfp4_4over6_e4m3_use_256 in scopes else 448.0,
-            factor=factor,
-        )
-        for factor in ((1.0, 1.5) if selects else (None,))
-    ]
-    if selects:
-        power = 2 if settings.nvfp4_4over6_err_mode == "MSE" else 1
-        six, four = (
-            _over_blocks(np.add, (reference - summed_last.float().cpu()).numpy() ** power, scaling)
-            for reference in references
-        )
-        # If the two errors are equal up to rounding, accept the choice of training's quantizer.
-        is_four = np.where(
-            np.isclose(four, six, rtol=CLOSE, atol=0), codes == references[1], four < six
-        )
-        references[0] = torch.where(torch.from_numpy(is_four), references[1], references[0])
-    return (codes != references[0]).float().mean().item()
+    reference = quantize_dequantize(
+        summed_last,
+        precision.scaling(role),
+        precision.grid(role).name,
+        scale=None if scale is None else scale.item(),
+        uniform=uniform,
+        transform=settings.disable_rht is False and role != "weight" and along == "rows",
+    )
+    return (codes != reference).float().mean().item()
 
 
 def quantize_dequantize(
@@ -149,9 +126,6 @@ def quantize_dequantize(
     scale: float | None,
     uniform: Tensor | None,
     transform: bool,
-    row_scaled: bool = False,
-    largest: float = 448.0,
-    factor: float | None = None,
 ) -> Tensor:
     """Quantize `x` with the reference quantizer, and return the dequantized values.
 
@@ -166,33 +140,26 @@ def quantize_dequantize(
         uniform: Random numbers in [0, 1) of the shape of `x`, for stochastic rounding. With None,
             values are rounded to nearest.
         transform: True to multiply each 16 values by the Hadamard matrix first.
-        row_scaled: True if each row has its own tensor scale (NVFP4 only).
-        largest: Largest block scale of NVFP4, before it is multiplied by `factor`.
-        factor: Factor of the block scales for a trial of 4over6. None without
-            4over6.
     """
     values = (_hadamard(x) if transform else x).float().cpu().numpy()
     codes = CODES[format_name]
-    amax = np.abs(values).max(1 if row_scaled else None, keepdims=True).astype(np.float64)
-    tensor_decode = np.ones_like(amax, np.float32)
+    amax = np.abs(values).max().astype(np.float64)
+    tensor_decode = np.float32(1)
     if scaling.kind == "E4M3":
-        maximum = codes[-1] * largest
-        tensor_decode = (amax / maximum).astype(np.float32)
+        maximum = codes[-1] * CODES["E4M3"][-1]
+        tensor_decode = np.float32(amax / maximum)
         # If all values are zero, the encoding scale is 1.
-        tensor_encode = np.divide(maximum, amax, out=np.ones_like(amax), where=amax > 0)
-        encode, decode = _block_scales_of_nvfp4(
-            _over_blocks(np.maximum, values, scaling), tensor_encode.astype(np.float32), factor
-        )
+        tensor_encode = np.float32(maximum / amax if amax > 0 else 1)
+        encode, decode = _block_scales_of_nvfp4(_block_amax(values, scaling), tensor_encode)
     elif scaling.kind == "power of two":
         # The decoding scale is the smallest power of two for which the block's largest value
         # divided by the scale does not exceed the format's maximum.
-        fraction, exponent = np.frexp(
-            _over_blocks(np.maximum, values, scaling).astype(np.float64) / codes[-1]
-        )
+        block_amax = _block_amax(values, scaling)
+        fraction, exponent = np.frexp(block_amax.astype(np.float64) / codes[-1])
         decode = np.ldexp(np.float32(1), np.clip(exponent - (fraction == 0.5), -127, 127))
         encode = _reciprocal(decode)
     elif scaling.block:
-        block_amax = _over_blocks(np.maximum, values, scaling)
+        block_amax = _block_amax(values, scaling)
         # If all values of a block are zero, its encoding scale is 1.
         encode = np.divide(
             np.float32(codes[-1]), block_amax, out=np.ones_like(block_amax), where=block_amax > 0
@@ -225,21 +192,16 @@ def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
     return np.copysign(np.where(goes_up, codes[above], codes[below]), scaled)
 
 
-def _over_blocks(function: np.ufunc, values: Array, scaling: Scaling) -> Array:
-    """Reduce the magnitudes of each block with `function`.
-
-    Return an array with the shape of `values`. Each element is the result of its block.
-    """
+def _block_amax(values: Array, scaling: Scaling) -> Array:
+    """Return the largest magnitude of each value's block, in the shape of `values`."""
     size = scaling.block or values.shape[1]
     height = size if scaling.square else 1
     blocks = np.abs(values).reshape(len(values) // height, height, -1, size)
-    reduced = function.reduce(blocks, (1, 3), keepdims=True)
-    return np.broadcast_to(reduced, blocks.shape).reshape(values.shape)
+    amax = blocks.max((1, 3), keepdims=True)
+    return np.broadcast_to(amax, blocks.shape).reshape(values.shape)
 
 
-def _block_scales_of_nvfp4(
-    block_amax: Array, tensor_encode: Array, factor: float | None
-) -> tuple[Array, Array]:
+def _block_scales_of_nvfp4(block_amax: Array, tensor_encode: np.floating) -> tuple[Array, Array]:
     """Return the encoding scale and the decoding scale of each value in NVFP4.
 
     The decoding scales are E4M3 values. The order of operations is the same as in Transformer
@@ -247,13 +209,9 @@ def _block_scales_of_nvfp4(
 
     Args:
         block_amax: Largest magnitude of each value's block.
-        tensor_encode: Encoding scale of the tensor [1, 1], or of each row [rows, 1].
-        factor: See `quantize_dequantize`.
+        tensor_encode: Encoding scale of the tensor.
     """
-    if factor is None:
-        exact_scale = block_amax * (tensor_encode * np.float32(1 / 6))
-    else:
-        exact_scale = block_amax / np.float32(6) * tensor_encode * np.float32(factor)
+    exact_scale = block_amax * (tensor_encode * np.float32(1 / 6))
     block_scale = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
     return _reciprocal(block_scale * _reciprocal(tensor_encode)), block_scale
 

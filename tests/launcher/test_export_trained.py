@@ -222,19 +222,12 @@ def exported(
 # ── Codes and scales ──
 
 
-@pytest.mark.parametrize(
-    ("precision", "weights", "options"),
-    [
-        *((name, weights, {}) for name in PRECISIONS for weights in ("bf16_exact", "fp32")),
-        ("mxfp8", "bf16_exact", {"enable_2d_quantization": True}),
-        ("nvfp4", "bf16_exact", {"disable_2d_quantization": True, "nvfp4_4over6": "weights"}),
-        ("nvfp4", "bf16_exact", {"row_scaled_activation": True, "disable_rht": True}),
-    ],
-)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("weights", ["bf16_exact", "fp32"])
 def test_codes_and_scales_are_those_of_the_training_forward(
-    exported: Callable[..., Exported], precision: str, weights: str, options: dict[str, Any]
+    exported: Callable[..., Exported], precision: str, weights: str
 ) -> None:
-    run = exported(precision, weights, **options)
+    run = exported(precision, weights)
     assert len(run.linears) == (7 if precision == "nvfp4" else 14)
     for linear in run.linears:
         weight = decode(run.folder, linear)

@@ -40,14 +40,11 @@ class Given(NamedTuple):
     square: bool
     # The scale of delayed scaling, a Tensor. None in other precisions.
     scale: Any
-    # The amax of x, a scalar, or the amaxes of its rows, [rows, 1]. None if not yet computed.
+    # The amax of x, a scalar. None if not yet computed.
     amax: Tensor | None
     # Random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. None to round to
     # the nearest value.
     uniform: Tensor | None
-    # The role of x, and the settings with the options of the precision.
-    role: Role
-    settings: OptionValues
 
 
 @dataclass(frozen=True)
@@ -179,8 +176,8 @@ class QuantizedPrecision(Precision):
 
     hardware: Hardware
     scales: Scaling
-    # True if the blocks of a weight are squares by default. Options may change this. Square blocks
-    # are quantized once for both products of the weight.
+    # True if the blocks of a weight are squares. They are quantized once for both products of the
+    # weight.
     square_weights: bool = False
     # Function that quantizes x [rows, features] in blocks along its features.
     quantize: Callable[[Tensor, Given], Quantized]
@@ -238,10 +235,7 @@ class QuantizedPrecision(Precision):
 
     def scaling(self, role: Role) -> Scaling:
         """Return the scaling of an operand. It is the same in both products of the operand."""
-        is_square = (self.square_weights or self.settings.enable_2d_quantization is True) and (
-            role == "weight" and not self.settings.disable_2d_quantization
-        )
-        return replace(self.scales, square=is_square)
+        return replace(self.scales, square=self.square_weights and role == "weight")
 
     def serves_both(self, role: Role) -> bool:
         """Return True if both products of an operand can use the same codes and scales."""
@@ -301,7 +295,7 @@ class QuantizedPrecision(Precision):
 
         def quantized(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
             uniform = torch.rand_like(x, dtype=torch.float32) if stochastic else None
-            return quantize(x, Given(grid, square, scale, amax, uniform, role, self.settings))
+            return quantize(x, Given(grid, square, scale, amax, uniform))
 
         return quantized
 

@@ -8,12 +8,10 @@ PRECISION = QuantizedPrecision(
     description="FP8 products; one power-of-two scale for every 32 values (OCP Microscaling)",
     peak="fp8",
     multiple_of=32,
-    options={"fp8_format": "E4M3", "enable_2d_quantization": False, "backward_override": None},
+    options={"fp8_format": "E4M3", "backward_override": None},
     hardware=Hardware((10, 0), "B200, GB200", below=(12, 0)),
     scales=Scaling("power of two", 0.5, 32),
-    quantize=lambda x, given: quantizers.blocks.quantize_mx(
-        x, given.grid, two_dimensional=given.square
-    ),
+    quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid),
     served_as="MXFP8",
     te_recipe="MXFP8BlockScaling",
     te_available="is_mxfp8_available",

@@ -11,7 +11,6 @@ operation, which reshapes it. Second, the last dimension of a transposed tensor 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -96,7 +95,6 @@ class Blocks:
         grid: Grid,
         uniform: Tensor | None = None,
         tensor_scale: Tensor | None = None,
-        factors: Tensor | None = None,
     ) -> BlockQuantized:
         """Round values to `grid` and return the quantized tensor.
 
@@ -106,7 +104,6 @@ class Blocks:
         uniform: random numbers in [0, 1) for stochastic rounding, FP32, not split into blocks. If
             None, round to the nearest value, ties to even.
         tensor_scale: a scalar, by default 1.
-        factors: see `BlockQuantized.split_factors`, by default `scale`.
         """
         codes = (
             round_to_grid(scaled, grid)
@@ -123,7 +120,6 @@ class Blocks:
             self,
             codes,
             scale,
-            scale if factors is None else factors,
         )
 
 
@@ -135,9 +131,6 @@ class BlockQuantized(Quantized):
     split_codes: Tensor
     # One scale for each block, broadcastable to `split_codes`.
     split_scale: Tensor
-    # The scale of each block times the tensor scale, in the shape of `split_scale`. The product is
-    # rounded as in Transformer Engine's dequantization kernel.
-    split_factors: Tensor
 
     @property
     def scales(self) -> Tensor:
@@ -156,8 +149,9 @@ class BlockQuantized(Quantized):
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
     def dequantized_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized values in `dtype`, rounded as in Transformer Engine's kernel."""
-        return self.blocks.join((self.split_codes * self.split_factors).to(dtype))
+        """Return the dequantized values in `dtype`."""
+        values = self.split_codes * self.split_scale * self.tensor_scale
+        return self.blocks.join(values.to(dtype))
 
 
 def quantize_fp8(
@@ -183,19 +177,15 @@ def quantize_fp8(
     return blocks.quantized(split.float() * scale, decode_scale(scale), grid)
 
 
-def quantize_mx(
-    x: Tensor, grid: Grid, *, two_dimensional: bool = False, uniform: Tensor | None = None
-) -> BlockQuantized:
+def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> BlockQuantized:
     """Quantize x [..., n] to an MX format: one power-of-two scale for every 32 values along n.
 
     x: any float dtype and strides.
     grid: the number format of the codes.
-    two_dimensional: a block has 32 x 32 values of the last two dimensions.
     uniform: random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. If None,
         codes are rounded to the nearest value, ties to even.
 
-    Raise RuntimeError if a dimension that is split into blocks is not a multiple of 32. See OCP
-    Microscaling Formats v1.0, section 5.2.
+    Raise RuntimeError if n is not a multiple of 32. See OCP Microscaling Formats v1.0, section 5.2.
 
     A scale is stored as an E8M0 byte, the biased exponent of a power of two from 2^-127 to 2^127.
     As in Transformer Engine, the scale is the smallest power of two for which the values of the
@@ -212,7 +202,7 @@ def quantize_mx(
     codes times the scale may be too small for BF16. In a block with an amax just below 2^128, the
     largest value may be rounded up to 2^128, which exceeds the range of BF16 and FP32.
     """
-    blocks = Blocks.of(x, MX_BLOCK, two_dimensional=two_dimensional)
+    blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
     split = blocks.split(x)
     amax = absolute_maximum(split, blocks.within, keepdim=True)
     # This is `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh.
@@ -239,13 +229,7 @@ def _power_of_two(biased: Tensor) -> Tensor:
 
 
 def quantize_nvfp4(
-    x: Tensor,
-    *,
-    two_dimensional: bool,
-    uniform: Tensor | None = None,
-    amax: Tensor | None = None,
-    error: Literal["MAE", "MSE"] | None = None,
-    largest_scale: float = E4M3.maximum,
+    x: Tensor, *, two_dimensional: bool, uniform: Tensor | None = None, amax: Tensor | None = None
 ) -> BlockQuantized:
     """Quantize x [..., n] to NVFP4: E2M1 codes, one E4M3 scale per block, one FP32 tensor scale.
 
@@ -254,72 +238,23 @@ def quantize_nvfp4(
         values of the last dimension.
     uniform: random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. If None,
         codes are rounded to the nearest value, ties to even.
-    amax: the largest absolute value of x, a scalar. If it is [rows, 1], each row of a matrix x has
-        a tensor scale of its own. If None, the largest absolute value is computed.
-    error: the error that 4over6 minimizes when it selects the scale of a block. If None, 4over6 is
-        not used, and the scale maps the largest value of the block to 6.
-    largest_scale: the largest block scale.
+    amax: the largest absolute value of x, a scalar. If None, it is computed.
 
     Raise RuntimeError if a dimension that is split into blocks is not a multiple of 16.
 
-    The tensor scale is amax / (6 * largest_scale), so that the largest block scale is
-    `largest_scale`. With 4over6, a block scale may be 1.5 times as large, but not larger than the
-    maximum of E4M3. Block scales are rounded to E4M3 before values are divided by them. The steps
-    have the same order as in Transformer Engine's NVFP4QuantizerRef, because the same formulas in
-    another order would result in other codes. The operand has at most 6 significant bits, so BF16
+    The tensor scale is amax / (6 * 448), so that the largest block scale is 448, the maximum of
+    E4M3. Block scales are rounded to E4M3 before values are divided by them. The steps have the
+    same order as in Transformer Engine's NVFP4QuantizerRef, because the same formulas in another
+    order would result in other codes. The operand has at most 6 significant bits, so BF16
     represents it exactly. If x contains NaN or an infinity, the tensor scale is not finite.
     """
     amax = (x.abs().amax() if amax is None else amax).float()
-    if amax.dim() or error:
-        # With a tensor scale per row or with 4over6, the code below requires contiguous rows.
-        x = x.contiguous()
     blocks = Blocks.of(x, NVFP4_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
     block_amax = split.abs().amax(dim=blocks.within, keepdim=True).float()
-    maximum = E2M1.maximum * largest_scale
-
-    split_amax = amax.unsqueeze(-1)  # [rows, 1, 1] or [1]
-    tensor_encode = scale_from_amax(split_amax, maximum)
-    if error is None:
-        exact_scale = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
-        block_scale, scaled = _divided_by_scale(split, exact_scale, tensor_encode)
-    else:
-        # Divide by a tensor. On a GPU, torch would replace a division by a Python number by a
-        # multiplication by its reciprocal, which is not exact.
-        exact_scale = block_amax / torch.full_like(block_amax, E2M1.maximum) * tensor_encode
-        candidates = [
-            _divided_by_scale(split, exact_scale * factor, tensor_encode) for factor in (1.5, 1.0)
-        ]
-        four, six = (
-            _block_error(split, *candidate, split_amax, maximum, error, blocks)
-            for candidate in candidates
-        )
-        block_scale, scaled = (
-            torch.where(four < six, of_four, of_six)
-            for of_four, of_six in zip(*candidates, strict=True)
-        )
-    return blocks.quantized(
-        scaled,
-        block_scale,
-        E2M1,
-        uniform,
-        tensor_scale=(amax.double() / maximum).float(),
-        # The order of operations is that of Transformer Engine's dequantize_fp4_kernel.
-        factors=block_scale * split_amax * (1 / maximum),
-    )
-
-
-def _divided_by_scale(
-    split: Tensor, exact_scale: Tensor, tensor_encode: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the block scales and the scaled values, two FP32 tensors.
-
-    The block scales are rounded to E4M3. The scaled values are `split` divided by the block scales
-    and by the tensor scale.
-
-    exact_scale: the scale of each block before it is rounded.
-    tensor_encode: the reciprocal of the tensor scale.
-    """
+    maximum = E2M1.maximum * E4M3.maximum
+    tensor_encode = scale_from_amax(amax, maximum)
+    exact_scale = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
     # The scale of a block is rounded to zero if its values are far below the amax of the tensor.
     # All values of the block then become zero.
     block_scale = round_to_grid(exact_scale, E4M3)
@@ -327,30 +262,9 @@ def _divided_by_scale(
     encode_scale = decode_scale(block_scale * decode_scale(tensor_encode)).clamp(max=FP32_MAX)
     scaled = split.float() * encode_scale
     # Replace -0.0 by 0.0. Small values that are rounded to zero later keep their sign.
-    return block_scale, torch.where(scaled == 0, 0.0, scaled)
-
-
-def _block_error(
-    split: Tensor,
-    block_scale: Tensor,
-    scaled: Tensor,
-    amax: Tensor,
-    maximum: float,
-    error: Literal["MAE", "MSE"],
-    blocks: Blocks,
-) -> Tensor:
-    """Return the rounding error of each block, FP32, broadcastable to `split`.
-
-    The operations and the order of sums are those of Transformer Engine's NVFP4QuantizerRef.
-    """
-    codes = round_to_grid(scaled, E2M1)
-    difference = codes * block_scale * amax / torch.full_like(amax, maximum) - split.float()
-    errors = difference.abs() if error == "MAE" else difference * difference
-    total = sum(errors.split(1, dim=-1), start=torch.zeros_like(block_scale))
-    if blocks.two_dimensional:
-        for rows in (8, 4, 2, 1):
-            total = total.narrow(-3, 0, rows) + total.narrow(-3, rows, rows)
-    return total
+    scaled = torch.where(scaled == 0, 0.0, scaled)
+    tensor_scale = (amax.double() / maximum).float()
+    return blocks.quantized(scaled, block_scale, E2M1, uniform, tensor_scale)
 
 
 def hadamard(x: Tensor) -> Tensor:

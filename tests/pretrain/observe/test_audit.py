@@ -507,11 +507,7 @@ def test_rows_of_a_grouped_product_must_have_one_scale(wrong: float) -> None:
 
 CASES = {name: (name, {}) for name in QUANTIZED} | {
     "mxfp8 hybrid": ("mxfp8", {"fp8_format": "HYBRID"}),
-    "mxfp8 squares": ("mxfp8", {"enable_2d_quantization": True}),
     "nvfp4 plain": ("nvfp4", {"disable_rht": True, "disable_stochastic_rounding": True}),
-    "nvfp4 rows": ("nvfp4", {"disable_2d_quantization": True}),
-    "nvfp4 4over6": ("nvfp4", {"nvfp4_4over6": "all", "disable_rht": True}),
-    "nvfp4 row-scaled": ("nvfp4", {"row_scaled_activation": True, "disable_rht": True}),
 }
 
 

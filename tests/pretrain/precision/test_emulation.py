@@ -69,20 +69,13 @@ def fp8(recipe: str, format: Any, two_dimensional: bool = False, power_of_two: b
         return lambda x: blocks.quantize_fp8(
             x, format, two_dimensional=two_dimensional, power_of_two=power_of_two
         ).dequantize()
-    return lambda x: blocks.quantize_mx(
-        x, format, two_dimensional=bool(two_dimensional)
-    ).dequantize()
+    return lambda x: blocks.quantize_mx(x, format).dequantize()
 
 
-def fp4(
-    transform: bool = False, square: bool = False, row_scaled: bool = False, **options: Any
-) -> Any:
+def fp4(transform: bool = False, square: bool = False) -> Any:
     """Return a function that quantizes x to NVFP4 and dequantizes it."""
     return lambda x: blocks.quantize_nvfp4(
-        blocks.hadamard(x) if transform else x,
-        two_dimensional=square,
-        amax=x.abs().amax(1, keepdim=True) if row_scaled else None,
-        **options,
+        blocks.hadamard(x) if transform else x, two_dimensional=square
     ).dequantize()
 
 
@@ -91,7 +84,6 @@ def mxfp4(transform: bool = False) -> Any:
     return lambda x: blocks.quantize_mx(blocks.hadamard(x) if transform else x, E2M1).dequantize()
 
 
-FOUR_OVER_SIX = fp4(square=True, error="MAE", largest_scale=256.0)
 # Options, and the functions that quantize the left and right operands of forward, dgrad and wgrad
 # along their last dimension.
 CASES = {
@@ -107,30 +99,6 @@ CASES = {
     "mxfp8 hybrid": (
         {"fp8_format": "HYBRID"},
         [fp8("mxfp8", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)],
-    ),
-    "mxfp8 squares": (
-        {"enable_2d_quantization": True},
-        [fp8("mxfp8", E4M3, two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)],
-    ),
-    "nvfp4 row-scaled": (
-        {
-            "disable_stochastic_rounding": True,
-            "disable_rht": True,
-            "row_scaled_activation": True,
-            "nvfp4_4over6": "weights",
-        },
-        [
-            fp4(row_scaled=True),
-            FOUR_OVER_SIX,
-            fp4(),
-            FOUR_OVER_SIX,
-            fp4(),
-            fp4(row_scaled=True),
-        ],
-    ),
-    "nvfp4 rows": (
-        {"disable_stochastic_rounding": True, "disable_2d_quantization": True},
-        [fp4()] * 4 + [fp4(transform=True)] * 2,
     ),
     "nvfp4": (
         {"disable_stochastic_rounding": True},

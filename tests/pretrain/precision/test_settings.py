@@ -87,12 +87,6 @@ VALUES = {
     "amax_compute_algo": ["max", "most_recent"],
     "disable_rht": [False, True],
     "disable_stochastic_rounding": [False, True],
-    "disable_2d_quantization": [False, True],
-    "enable_2d_quantization": [False, True],
-    "row_scaled_activation": [False, True],
-    "nvfp4_4over6": ["none", "weights"],
-    "nvfp4_4over6_e4m3_use_256": ["none", "weights", "activations", "all"],
-    "nvfp4_4over6_err_mode": ["MAE", "MSE"],
     "use_f32_scales": [False, True],
     "backward_override": ["high_precision", "dequantized"],
 }

@@ -112,26 +112,20 @@ def test_a_variable_that_changes_the_defaults_is_named(
             {"fp8_format": "HYBRID"},
             {"fp8_format.name": "HYBRID", "enable_2d_quantization": False},
         ),
+        (
+            "nvfp4",
+            {},
+            {
+                "fp4_quant_fwd_weight.fp4_2d_quantization": True,
+                "row_scaled_activation": False,
+                "nvfp4_4over6": "none",
+            },
+        ),
         ("nvfp4", {"disable_rht": True}, dict(zip(NVFP4_GRADIENTS, (False, True), strict=True))),
         (
             "nvfp4",
             {"disable_stochastic_rounding": True},
             dict(zip(NVFP4_GRADIENTS, (True, False), strict=True)),
-        ),
-        (
-            "nvfp4",
-            {"disable_2d_quantization": True},
-            {"fp4_quant_fwd_weight.fp4_2d_quantization": False},
-        ),
-        ("mxfp8", {"enable_2d_quantization": True}, {"enable_2d_quantization": True}),
-        *(
-            ("nvfp4", dict([option]), dict([option]))
-            for option in [
-                ("row_scaled_activation", True),
-                ("nvfp4_4over6", "weights"),
-                ("nvfp4_4over6_e4m3_use_256", "none"),
-                ("nvfp4_4over6_err_mode", "MSE"),
-            ]
         ),
         *(
             (name, dict([option]), dict([option]))

@@ -105,11 +105,6 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
         "use_autocast_during_eval": True,
         "disable_rht": True,
         "disable_stochastic_rounding": False,
-        "disable_2d_quantization": True,
-        "row_scaled_activation": True,
-        "nvfp4_4over6": "weights",
-        "nvfp4_4over6_e4m3_use_256": "none",
-        "nvfp4_4over6_err_mode": "MSE",
     }
     assert resolve(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
     delayed = {
@@ -148,10 +143,22 @@ def test_accelerates_defaults_count_only_if_the_precision_has_the_key(
             r"`fp8_config.recipe: bf16` is not a quantized precision; set `mixed_precision: bf16`",
         ),
         ({"fp8_format": "E5M2"}, r"`fp8_config.fp8_format`: .*'HYBRID' or 'E4M3'"),
-        ({"interval": 4}, r"`fp8_config.interval: 4` has no effect; remove this key"),
+        ({"interval": 4}, r"`fp8_config.interval: 4` is not supported; remove this key"),
         (
             {"override_linear_precision": [False, True, False]},
-            r"override_linear_precision.* has no effect; .*keep_bf16_layers",
+            r"override_linear_precision.* is not supported; .*keep_bf16_layers",
+        ),
+        (
+            {"recipe": "nvfp4", "nvfp4_4over6": "weights", "disable_2d_quantization": False},
+            r"`fp8_config.nvfp4_4over6: weights` is not supported; remove this key",
+        ),
+        (
+            {"recipe": "nvfp4", "disable_2d_quantization": True},
+            r"disable_2d_quantization: True` is not supported",
+        ),
+        (
+            {"recipe": "mxfp8", "fp8_format": "E4M3", "enable_2d_quantization": True},
+            r"enable_2d_quantization: True` is not supported",
         ),
         (
             {"use_mxfp8_block_scaling": True, "recipe": "delayed"},
@@ -176,6 +183,11 @@ def test_a_mistake_in_a_file_is_reported_with_its_key_and_a_remedy(
 ) -> None:
     with pytest.raises(InputError, match=rf"^Accelerate configuration: .*{message}"):
         take_requested_precision(environment(**fp8_config))
+
+
+def test_unsupported_options_with_their_defaults_are_accepted(environment: Any) -> None:
+    defaults = {"disable_2d_quantization": False, "nvfp4_4over6": "none"}
+    assert resolve(environment(recipe="nvfp4", **defaults)) == resolve(environment(recipe="nvfp4"))
 
 
 def test_accelerates_switch_for_mxfp8_is_accepted(environment: Any) -> None:
@@ -229,26 +241,6 @@ def test_the_recipe_overrides_the_accelerate_file_key_by_key(environment: Any) -
         "linear+head",
         {"first": 0, "last": 2},
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"row_scaled_activation": True}, "set `disable_rht: true`"),
-        ({"nvfp4_4over6": "all"}, "set `disable_rht: true`"),
-        (
-            {"nvfp4_4over6": "activations", "row_scaled_activation": True, "disable_rht": True},
-            "only one of the first two",
-        ),
-        ({"nvfp4_4over6_err_mode": "MSE"}, "no effect without 4over6"),
-        ({"nvfp4_4over6_e4m3_use_256": "none"}, "no effect without 4over6"),
-    ],
-)
-def test_nvfp4_options_that_no_kernel_combines_are_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        resolve({}, precision="nvfp4", fp8_config=options)
 
 
 def test_a_backward_override_needs_a_quantized_forward_product() -> None:

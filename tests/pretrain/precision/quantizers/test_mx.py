@@ -74,19 +74,6 @@ def test_amaxes_next_to_a_change_of_the_scale_agree_with_numpy(check: Check) -> 
     check(amax[:, None] * torch.linspace(-1, 1, blocks.MX_BLOCK), E4M3)
 
 
-def test_squares_agree_with_numpy(assert_same_bits: SameBits, finite_bf16: Tensor) -> None:
-    x = finite_bf16[: len(finite_bf16) // blocks.MX_BLOCK * blocks.MX_BLOCK]
-    squares = x.unflatten(1, (-1, 32)).unflatten(0, (-1, 32)).transpose(1, 2)
-    codes, scales = in_numpy(squares.flatten(2).float().numpy(), E4M3)
-    quantized = blocks.quantize_mx(x, E4M3, two_dimensional=True)
-    expected = torch.from_numpy(codes).view(squares.shape).transpose(1, 2).reshape(x.shape)
-    assert_same_bits(quantized.codes, expected)
-    in_bytes = quantized.scales.contiguous().view(torch.int32) >> 23
-    assert np.array_equal(in_bytes.numpy(), scales[..., 0])
-    of_transpose = blocks.quantize_mx(x.t(), E4M3, two_dimensional=True)
-    assert_same_bits(of_transpose.codes, quantized.codes.t())
-
-
 def test_infinities_saturate_and_nan_does_not_spread(check: Check) -> None:
     x = torch.randn(4, 64)
     x[0, 3], x[1, 40], x[2, 5], x[3] = torch.inf, -torch.inf, torch.nan, torch.nan
