@@ -1,20 +1,19 @@
 """Render the report as one HTML file that needs no network.
 
-`page/page.html` is the template. The file includes plotly's script, which draws the pictures. Text
+`page/page.html` is the template. The file includes plotly's script, which draws the curves. Text
 and tables are plain HTML, so they can be read and searched without scripts.
 
 Names of runs and settings come from run folders and may contain special characters of HTML. Jinja
-escapes these names in text and tables. In pictures, `escape` is called for each name, because
+escapes these names in text and tables. In curves, `escape` is called for each name, because
 plotly interprets some HTML.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,8 +23,7 @@ from pretrain.compare.comparison import ComparedRun, machine_of
 from pretrain.compare.fairness import distinguishing_keys, loss_differences
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from pretrain.compare.seed_groups import SeedComparison
-from pretrain.metrics.run_folder import STATISTICS_FILE
-from pretrain.metrics.run_record import RunRecord, as_text, observed_layers, read_lines
+from pretrain.metrics.run_record import RunRecord, as_text, observed_layers
 from pretrain.settings.config import flatten
 
 if TYPE_CHECKING:
@@ -67,25 +65,12 @@ UNITS = {
 SMOOTHED = ("training loss", AGAINST, "gradient norm", "frozen updates")
 # Panels with values at only a few steps. Each value is drawn as a point.
 POINTS = ("held-out loss", LOSS_GAP, COSINE)
-# Map the keys of the quantization statistics to their titles in the menu and at the colour bar.
-MEASURES = {
-    "underflow": "underflow, %",
-    "saturation": "saturation, %",
-    "scale": "log2 of the scale",
-    "amax": "log2 of the largest value",
-}
-# Keys of MEASURES whose values are drawn as binary logarithms. The other values are shares.
-LOGARITHMIC = ("scale", "amax")
 # Keys, and prefixes of keys, that are not listed among the differences, because no two runs have
 # the same value.
 NAMES = ("settings.name", "settings.run_dir", "settings.log.")
 
 # Step numbers (int64) and values (float64) of a curve.
 Curve = tuple[np.ndarray, np.ndarray]
-# Heat maps of one run. Each key is a pair of a key of MEASURES and the name of an operand. Each
-# heat map is a dict with the names of its rows (`layers`), the step numbers of its columns
-# (`steps`), and the array `values` [layer, step].
-HeatMaps = dict[tuple[str, str], dict[str, Any]]
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
@@ -109,7 +94,6 @@ def render(
     seeds: SeedComparison | None,
     answer: str,
     notes: Sequence[str],
-    every: float | None,
 ) -> bytes:
     """Return the HTML page, encoded in UTF-8.
 
@@ -119,7 +103,6 @@ def render(
             runs are compared.
         answer: The sentence at the top of the page.
         notes: The notes below the answer.
-        every: Seconds after which the page reloads itself. None if it does not reload itself.
     """
     # These imports are slow, and only the page needs them.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -140,15 +123,11 @@ def render(
         about=_about(base.run),
         notes=notes,
         written_by=WRITTEN_BY,
-        every=every,
         figures=figures_of(compared_runs),
         differences=differences_of(base) if candidates and not seeds else [],
-        pictures={
-            name: figure.update_layout(template="plotly_white").to_html(
-                full_html=False, include_plotlyjs=False, div_id=name
-            )
-            for name, figure in pictures(compared_runs).items()
-        },
+        curves=curves_figure(compared_runs)
+        .update_layout(template="plotly_white")
+        .to_html(full_html=False, include_plotlyjs=False, div_id="curves"),
         audits={compared.label: audit_of(compared.run) for compared in compared_runs},
         differing=differing_values(compared_runs),
         library=get_plotlyjs(),
@@ -161,22 +140,6 @@ def _about(run: RunRecord) -> str:
     about = f"{model_name(run)} · {machine_of(run)}"
     torch = (run.environment.get("packages") or {}).get("torch")
     return f"{about} · torch {torch}" if torch else about
-
-
-def pictures(compared_runs: Sequence[ComparedRun]) -> dict[str, Figure]:
-    """Return the pictures of the page by name: "curves" and "quantization".
-
-    "quantization" is missing if no run has quantization statistics.
-    """
-    figures = {"curves": curves_figure(compared_runs)}
-    statistics = {
-        compared.label: maps
-        for compared in compared_runs
-        if (maps := heat_maps(compared.run.path / STATISTICS_FILE))
-    }
-    if statistics:
-        figures["quantization"] = heat_figure(statistics)
-    return figures
 
 
 def curves_of(compared: ComparedRun) -> dict[str, Curve]:
@@ -240,101 +203,6 @@ def curves_figure(compared_runs: Sequence[ComparedRun]) -> Figure:
             figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
     figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
     return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
-
-
-def heat_maps(path: Path) -> HeatMaps:
-    """Read the quantization statistics of a run from the file at `path`, and return heat maps.
-
-    `values` of a heat map is float64 [layer, step], with NaN for missing values. Scales and largest
-    values are replaced by their binary logarithms. Return an empty dict if the file does not exist,
-    because the run quantizes nothing.
-    """
-    lines = read_lines(path) if path.is_file() else []
-    steps = [line["step"] for line in lines]
-    layers = list(dict.fromkeys(record["layer"] for line in lines for record in line["operands"]))
-    maps: HeatMaps = defaultdict(
-        lambda: {
-            "layers": layers,
-            "steps": steps,
-            "values": np.full((len(layers), len(steps)), np.nan),
-        }
-    )
-    for column, line in enumerate(lines):
-        for record in line["operands"]:
-            row = layers.index(record["layer"])
-            for measure in MEASURES:
-                value = record[measure]
-                if measure in LOGARITHMIC:
-                    value = np.log2(value) if value else None
-                maps[measure, record["operand"]]["values"][row, column] = value
-    return maps
-
-
-def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
-    """Draw the quantization statistics by layer and step, with one heat map per operand.
-
-    `statistics` maps the label of each run to its heat maps. The reader of the page chooses the run
-    and the measure in a menu.
-    """
-    from plotly.subplots import make_subplots
-
-    operands = list(dict.fromkeys(operand for maps in statistics.values() for _, operand in maps))
-    figure = make_subplots(
-        rows=1,
-        cols=len(operands),
-        shared_yaxes=True,
-        subplot_titles=[escape(operand) for operand in operands],
-    )
-    # One text per heat map: the menu entry that shows this heat map.
-    choices = []
-    # Each measure has a colour axis. plotly shows the colour bars of visible traces only.
-    axes = {measure: f"coloraxis{place}" for place, measure in enumerate(MEASURES, start=1)}
-    for label, maps in statistics.items():
-        for (measure, operand), heat_map in maps.items():
-            # At first, only the heat maps of the first menu entry are visible.
-            choices.append(f"{escape(label)}: {MEASURES[measure]}")
-            figure.add_heatmap(
-                x=[str(step) for step in heat_map["steps"]],
-                y=[escape(layer) for layer in heat_map["layers"]],
-                z=heat_map["values"] * (1 if measure in LOGARITHMIC else 100),
-                coloraxis=axes[measure],
-                visible=choices[-1] == choices[0],
-                row=1,
-                col=operands.index(operand) + 1,
-            )
-    rows = max(
-        len(heat_map["layers"]) for maps in statistics.values() for heat_map in maps.values()
-    )
-    # An entry of the menu shows the traces whose element in `choices` equals this entry.
-    buttons = [
-        {
-            "label": choice,
-            "method": "restyle",
-            "args": [{"visible": [choice == shown_by for shown_by in choices]}],
-        }
-        for choice in dict.fromkeys(choices)
-    ]
-    figure.update_yaxes(autorange="reversed").update_xaxes(type="category", title="step")
-    return figure.update_layout(
-        height=min(1200, 200 + 14 * rows),
-        **{
-            axis: {
-                "colorscale": "Viridis",
-                "colorbar": {"title": {"text": MEASURES[measure], "side": "right"}},
-            }
-            for measure, axis in axes.items()
-        },
-        updatemenus=[
-            {
-                "buttons": buttons,
-                "x": 0,
-                "xanchor": "left",
-                "y": 1.0,
-                "yanchor": "bottom",
-                "pad": {"b": 30},
-            }
-        ],
-    )
 
 
 def audit_of(run: RunRecord) -> list[str]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import check_replaceable, render
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.metrics.run_folder import METRICS_FILE
-from pretrain.metrics.run_record import NoStepYet, RunRecord, read_run
+from pretrain.metrics.run_record import RunRecord, read_run
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,9 @@ class Report:
         parts.append(_bullets([*explanations, *self.notes]))
         return list(filter(None, parts))
 
-    def write(self, page: Path, *, every: float | None = None) -> None:
-        """Write the report as an HTML page to the path `page`.
-
-        If `every` is set, the page reloads itself after that number of seconds.
-        """
-        replace_file(page, render(self.compared_runs, self.seeds, self.answer, self.notes, every))
+    def write(self, page: Path) -> None:
+        """Write the report as an HTML page to the path `page`."""
+        replace_file(page, render(self.compared_runs, self.seeds, self.answer, self.notes))
 
 
 def _bullets(notes: Iterable[str]) -> str:
@@ -113,14 +108,9 @@ def main(options: argparse.Namespace) -> int:
                 "(to save the tables, redirect the output with `> tables.md`)"
             )
         check_replaceable(options.out)
-    if options.watch is not None:
-        if not options.out:
-            raise InputError(
-                "--watch writes a page, but --out is missing; also set --out report.html"
-            )
-        watch(options)
-        return 0
-    report = _report_on(options)
+    # If a folder is given twice, the report contains its run only once.
+    runs = list({path.resolve(): read_run(path) for path in options.runs}.values())
+    report = Report.over(runs, options.vary, margin=options.margin / 100)
     print("\n\n".join(report.tables()))
     if options.out:
         report.write(options.out)
@@ -140,40 +130,3 @@ def run_folders(paths: Sequence[Path]) -> Sequence[Path]:
     for path in of_several:
         print(f"skipped: {path} contains several runs; name their folders", file=sys.stderr)
     return [path for path in paths if not path.is_file() and path not in of_several] or paths
-
-
-def _report_on(options: argparse.Namespace) -> Report:
-    """Return the report on the run folders in the command line.
-
-    If the command line contains a folder twice, the report contains its run only once.
-    """
-    runs = list({path.resolve(): read_run(path) for path in options.runs}.values())
-    return Report.over(runs, options.vary, margin=options.margin / 100)
-
-
-def watch(options: argparse.Namespace) -> None:
-    """Write the page repeatedly, until all runs have ended or Ctrl-C is pressed.
-
-    No page is written until every run has a step.
-    """
-    report = None
-    names = ", ".join(map(str, options.runs))
-    print(
-        f"writing the report on {names} to {options.out} every {options.watch:g} s; press Ctrl-C "
-        "to stop",
-        flush=True,
-    )
-    with suppress(KeyboardInterrupt):
-        while True:
-            with suppress(NoStepYet):
-                report = _report_on(options)
-                # The files of a killed run look like the files of a running run. So this loop does
-                # not end if a run was killed.
-                runs = [compared.run for compared in report.compared_runs]
-                if all(run.is_finished or "halted" in run.summary for run in runs):
-                    break
-                report.write(options.out, every=options.watch)
-            time.sleep(options.watch)
-    if report:
-        report.write(options.out)
-        print(f"{report.answer}\n\nPage: {options.out}")

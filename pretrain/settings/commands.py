@@ -395,15 +395,6 @@ def report(add: Callable) -> None:
         help="key or section in which the runs may differ; may be repeated",
     )
     add(
-        "--watch",
-        nargs="?",
-        type=positive,
-        const=10.0,
-        metavar="SECONDS",
-        help="rewrite the page every SECONDS seconds until all runs have ended; --watch without a "
-        "number: every 10 seconds",
-    )
-    add(
         "--margin",
         type=positive,
         default=MARGIN_PERCENT,

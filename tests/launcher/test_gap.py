@@ -16,7 +16,7 @@ import torch
 
 from foundation.errors import InputError
 from foundation.settings import parse
-from pretrain.compare.page import pictures
+from pretrain.compare.page import curves_figure
 from pretrain.compare.report import Report
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.run_record import read_run
@@ -107,7 +107,7 @@ def test_the_gap_meter_names_a_broken_quantizer_before_the_update(
         assert words in run.err
     assert steps_saved(run.run_dir) == [2]
     assert run.out.count("gap to BF16") == 2
-    curves = pictures(Report.over([read_run(run.run_dir)]).compared_runs)["curves"]
+    curves = curves_figure(Report.over([read_run(run.run_dir)]).compared_runs)
     drawn = [line for line in curves.data if len(line.x) == 2]
     assert drawn[0].y.tolist() == [step["gap/loss"] for step in measured_steps(run)]
 

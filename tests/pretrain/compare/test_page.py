@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from pathlib import Path
 
@@ -25,13 +24,10 @@ from pretrain.compare.page import (
     check_replaceable,
     curves_figure,
     differing_values,
-    heat_figure,
-    heat_maps,
-    pictures,
 )
 from pretrain.compare.report import Report
-from pretrain.metrics.run_record import RunRecord, read_run
-from tests.pretrain.compare.made_runs import make_run, trained
+from pretrain.metrics.run_record import RunRecord
+from tests.pretrain.compare.made_runs import trained
 
 LONG = [3.0 - 0.001 * step for step in range(100)]
 LOSSES = {
@@ -80,9 +76,9 @@ def test_first_points_are_in_the_frame_unless_they_flatten_the_rest(steps, fall)
         assert high < 3.2
 
 
-def page_of(runs: list[RunRecord], folder: Path, *vary: str, **options: object) -> str:
+def page_of(runs: list[RunRecord], folder: Path, *vary: str) -> str:
     """Return the page without scripts and styles."""
-    Report.over(runs, vary).write(folder / "page.html", **options)
+    Report.over(runs, vary).write(folder / "page.html")
     return re.sub(r"<(script|style)\b.*?</\1>", "", (folder / "page.html").read_text(), flags=re.S)
 
 
@@ -106,7 +102,6 @@ def test_the_page_needs_no_network_and_has_all_results_as_text(tmp_path):
         assert text in page
     for heading in ("Against a", "All figures", "Curves", "Audit", "What differed"):
         assert f"<h2>{heading}</h2>" in page
-    assert "http-equiv" not in page and 'content="7"' in page_of(runs, tmp_path, every=7)
     for step in runs[1].steps[9::10]:
         step |= {"gap/loss": 0.001, "gap/cosine": 0.99}
     assert "The gap to BF16" not in page
@@ -124,13 +119,6 @@ def test_names_from_a_run_are_never_markup(tmp_path):
     assert "<script>alert" not in page and "<img onerror" not in page
     assert "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
     drawn = [trace.name for trace in curves_figure(Report.over(runs).compared_runs).data]
-    heat_map = {"layers": [name], "steps": [1], "values": np.zeros((1, 1))}
-    heat = heat_figure({name: {("underflow", name): heat_map}})
-    drawn += [
-        *heat.data[0].y,
-        heat.layout.annotations[0].text,
-        heat.layout.updatemenus[0].buttons[0].label,
-    ]
     assert not any("<" in text for text in drawn), "plotly reads some HTML in names"
 
 
@@ -164,35 +152,6 @@ def test_any_run_has_a_loss_plot_and_a_page(tmp_path):
         on_other_data = trained(tmp_path / f"t {name}", losses, fingerprint="cd")
         assert "</html>" in page_of([other, run, on_other_data], tmp_path, "data")
     assert "</html>" in page_of([run], tmp_path, "data")
-
-
-def test_heat_maps_have_shares_by_layer_and_step_and_scales_as_log2(tmp_path):
-    operand = {
-        "layer": "model.layers.3.self_attn.q_proj",
-        "operand": "input",
-        "amax": 4.0,
-        "scale": 0.5,
-        "saturation": 0.0,
-    }
-    lines = [{"step": 1, "operands": [operand | {"underflow": 0.25}]}]
-    lines.append({"step": 9, "operands": [operand | {"underflow": 0.5, "scale": None}]})
-    run = make_run(tmp_path / "run")
-    path = run / "fp8_statistics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "oper')
-    maps = heat_maps(path)
-    underflow = maps["underflow", "input"]
-    assert underflow["steps"] == [1, 9] and underflow["layers"] == [operand["layer"]]
-    assert underflow["values"].tolist() == [[0.25, 0.5]]
-    np.testing.assert_equal(maps["scale", "input"]["values"], [[-1.0, np.nan]])
-    assert not heat_maps(tmp_path / "none")
-    figure = heat_figure({"run": maps})
-    assert [trace.visible for trace in figure.data] == [True, False, False, False]
-    assert len(figure.layout.updatemenus[0].buttons) == 4
-    assert figure.data[0].z.tolist() == [[25.0, 50.0]], "percent"
-    bars = {trace.coloraxis: figure.layout[trace.coloraxis].colorbar for trace in figure.data}
-    titles = ["underflow, %", "saturation, %", "log2 of the scale", "log2 of the largest value"]
-    assert [bar.title.text for bar in bars.values()] == titles
-    assert "quantization" in pictures(Report.over([read_run(run)]).compared_runs)
 
 
 def test_an_audit_of_several_phases_shows_precisions_and_engines(tmp_path):

@@ -1,9 +1,6 @@
-"""`python -m pretrain report`: tables, files, the gate, and watching."""
+"""`python -m pretrain report`: tables and files."""
 
 from __future__ import annotations
-
-import json
-import time
 
 from pretrain.__main__ import main
 from pretrain.compare.report import Report
@@ -103,31 +100,3 @@ def test_lost_lines_of_metrics_are_noted(tmp_path):
     assert "lost: metrics.jsonl has 6 lines of steps, and 9 are expected." in tables(
         [read_run(run)]
     )
-
-
-# ── Watching ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_watching_writes_the_page_repeatedly_until_the_runs_end(tmp_path, capsys, monkeypatch):
-    """At the first sleep the second run starts, and at the next it finishes."""
-    page = tmp_path / "x.html"
-    pages = []
-    first = make_run(tmp_path / "one")
-    (first / "summary.json").write_text(json.dumps({"steps": 4}))
-    second = tmp_path / "two"
-
-    def start() -> None:
-        assert not page.exists()
-        make_run(second, (4.0, 3.0))
-
-    def finish() -> None:
-        pages.append(page.read_text())
-        finished = make_run(tmp_path / "finished" / "two")
-        (second / "metrics.jsonl").write_text((finished / "metrics.jsonl").read_text())
-        (second / "summary.json").write_text(json.dumps({"steps": 4}))
-
-    actions = iter([start, finish])
-    monkeypatch.setattr(time, "sleep", lambda seconds: next(actions)())
-    assert main(["report", str(first), str(second), "--out", str(page), "--watch", "7"]) == 0
-    assert 'http-equiv="refresh" content="7"' in pages[0] and "http-equiv" not in page.read_text()
-    assert capsys.readouterr().out.startswith("writing the report on ")
