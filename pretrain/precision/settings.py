@@ -234,6 +234,18 @@ class KeepBf16Layers(Settings):
     last: Count | None = None
 
 
+# Options of Transformer Engine's recipes that are not supported, with their defaults. An Accelerate
+# configuration or the config.yaml of an earlier run may have these keys.
+_UNSUPPORTED = {
+    "disable_2d_quantization": False,
+    "enable_2d_quantization": False,
+    "row_scaled_activation": False,
+    "nvfp4_4over6": "none",
+    "nvfp4_4over6_e4m3_use_256": "all",
+    "nvfp4_4over6_err_mode": "MAE",
+}
+
+
 class LowPrecisionSettings(Settings):
     """The `fp8_config` of a recipe or of an Accelerate configuration."""
 
@@ -277,6 +289,17 @@ class LowPrecisionSettings(Settings):
     # Compute both products of backward in BF16, with an unquantized gradient. high_precision: input
     # and weight are unquantized too. dequantized: they are the dequantized operands of forward.
     backward_override: Literal["high_precision", "dequantized"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unsupported(cls, values: Any) -> Any:
+        """Drop the keys in _UNSUPPORTED. Raise ValueError if a value is not null or the default."""
+        if not isinstance(values, Mapping):
+            return values
+        for key, default in _UNSUPPORTED.items():
+            if values.get(key) not in (None, default):
+                raise ValueError(f"`{key}: {values[key]}` is not supported; remove this key")
+        return {key: value for key, value in values.items() if key not in _UNSUPPORTED}
 
     @property
     def options_set(self) -> dict[str, Any]:

@@ -95,15 +95,8 @@ _ACCELERATE_DEFAULTS = {
 # Map each key of Accelerate's `fp8_config` that this project does not support to its default. A
 # value other than the default is an error.
 _UNSUPPORTED = {
-    # These are options of Transformer Engine's recipes.
     "interval": 1,
     "override_linear_precision": False,
-    "disable_2d_quantization": False,
-    "enable_2d_quantization": False,
-    "row_scaled_activation": False,
-    "nvfp4_4over6": "none",
-    "nvfp4_4over6_e4m3_use_256": "all",
-    "nvfp4_4over6_err_mode": "MAE",
     # This is a key of the backend MS-AMP.
     "opt_level": "O2",
     # These are keys of the backend torchao.
