@@ -57,7 +57,6 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from foundation.timeline import START
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
@@ -112,7 +111,6 @@ def hash_triton() -> None:
 # ── 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────
 
 
-@START.part("other")
 def launch(arguments: argparse.Namespace) -> int:
     """Check the recipe, the packs and the model. Then lock the run folder and train.
 
@@ -256,7 +254,6 @@ def train(run: Run) -> int:
     Returns the signal's number, or 0 if the last step was reached.
     """
     run.assembly.model.train()
-    START.end()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         # `train_on` returns after each rollback. The loop then opens the batches again, because a
         # rollback changes the packs of the following steps.
@@ -393,7 +390,7 @@ def finish(run: Run) -> None:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)
     # The summary is written last: if it describes the last step, all other files are complete.
-    write_json(run.folder.summary, finished.summary | {"start_seconds": START.start})
+    write_json(run.folder.summary, finished.summary)
     run.console.panel(*last_screen(finished, run.folder))
 
 
@@ -409,7 +406,6 @@ if __name__ == "__main__":
         # A fork while the thread runs could inherit a lock that is never released.
         hashing.join()
         serve()
-        START.restart()
         if torch.cuda._is_in_bad_fork():
             # Restart the script in this process. An imported package has used CUDA before the fork,
             # so CUDA does not work here.

@@ -11,8 +11,7 @@ instead, and adds its times under separate names. All times are in seconds since
 the end of the first step, until full speed, until the last line of output, and until all processes
 have ended. A run has full speed after its last slow step, or after the first step if no step is
 slow. A step is slow if it takes over 10 % longer than the median of all steps after the first two.
-The last two steps of a run never count as slow. The result has the timeline of the start, from the
-run's summary.json.
+The last two steps of a run never count as slow.
 
 The first two steps of a run are checked. `--microbatches` measures the cost of these checks: the
 time of each of the two steps minus the time of a usual step, for each number of microbatches in a
@@ -231,7 +230,6 @@ def timed_run(
         "after_last_line": end - last_line,
         "usual_step": usual,
         "steps": steps,
-        "timeline": json.loads((run_dir / "summary.json").read_text())["start_seconds"],
     }
 
 
@@ -281,8 +279,6 @@ def table(result: dict[str, Any]) -> str:
             for key, seconds in result.get(name, {}).items()
             if key in TIMES
         ]
-    for start in result.get("later_starts", [])[-1:]:
-        lines += [f"{seconds:8.2f} s  {part}" for part, seconds in start["timeline"].items()]
     for count, measured in result.get("checks_by_microbatches", {}).items():
         beyond = " and ".join(f"{seconds:+.2f}" for seconds in measured["beyond_usual"])
         usual = f"{measured['usual_step']:.2f} s"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
-from foundation.timeline import START
 from pretrain.model.experts import GroupedExperts, group_experts
 from pretrain.model.fused.arithmetic import Arithmetic, Implementation
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
@@ -180,13 +178,6 @@ def wrap_layers(
     # If all layers are fused, only the final norm could be compiled. torch has a fused kernel for
     # this norm, so nothing is compiled, and torch's compiler is not imported.
     replaces_norms = compile_layers and packed.fused is not None and not packed.fused.left_out
-    if compile_layers and not replaces_norms:
-        # Imported here because the import takes a second, and only torch.compile needs it.
-        from torch._dynamo.callback import on_compile_end, on_compile_start
-
-        compiling = ExitStack()
-        on_compile_start(lambda _: compiling.enter_context(START.part("compile")))
-        on_compile_end(lambda _: compiling.close())
     for norm in packed.hf.modules():
         if isinstance(norm, nn.LayerNorm):
             # A method is the same function in all layers, so torch.compile compiles it only once.

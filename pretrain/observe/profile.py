@@ -11,7 +11,6 @@ from torch.profiler import profile
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from foundation.timeline import START
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
 from pretrain.observe.observers import Observer, Step
@@ -63,7 +62,5 @@ class StepProfile(Observer):
             row_limit=ROWS,
             max_name_column_width=80,
         )
-        start = "\n".join(f"{seconds:9.3f} s  {part}" for part, seconds in START.start.items())
-        text = f"From launch to first step:\n\n```\n{start}\n```\n\n```\n{table}\n```\n"
-        replace_file(self._folder / TABLE_FILE, text.encode())
+        replace_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())
         self._console.notice(f"profile of this step: {self._folder / TABLE_FILE}")

@@ -55,7 +55,6 @@ from torch import Tensor, nn
 
 from foundation.errors import InputError
 from foundation.files import CACHE, replace_file
-from foundation.timeline import START
 from pretrain.precision.observed import fp8_format, see
 
 # Size of the workspace in bytes. Transformer Engine's workspace has the same size.
@@ -344,7 +343,6 @@ class Products:
         self.chosen[problem] = None
         return None
 
-    @START.part("search")
     def _choose(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor
     ) -> tuple[Matmul, Algorithm] | None:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.reading import one_line
-from foundation.timeline import START
 from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
@@ -57,7 +56,6 @@ LIBRARY = "transformer_engine.pytorch"
 FLASH_ATTENTION = "flash_attn.cute"
 
 
-@START.part("imports")
 def missing() -> str | None:
     """Return the requirement of Transformer Engine that this process does not meet, or None.
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from foundation.progress import advance
-from foundation.timeline import START
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.console import Console
@@ -127,7 +126,6 @@ class Assembly:
         record.pop("confirmed_in_step", None)
 
 
-@START.part("model")
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
     """Build the model of `job` and its optimizer, and return both ready to train.
 
@@ -155,10 +153,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
 
     # Without FSDP2 the model is already on its device.
     if accelerator.is_fsdp2:
-        with START.part("sharding"):
-            model = shard(
-                accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered
-            )
+        model = shard(accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered)
     optimizer = build_optimizer(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
     set_weights(hf, values, optimizer)
     allocate_gradient_sums(job, accelerator, model)
@@ -321,7 +316,6 @@ def set_weights(hf: PreTrainedModel, values: dict[str, Tensor], optimizer: Exact
             optimizer.set_master(parameter, value)
 
 
-@START.part("rehearsal")
 def audit_precisions(
     job: Job, accelerator: Accelerator, assembly: Assembly, console: Console
 ) -> None:

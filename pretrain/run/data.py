@@ -11,7 +11,6 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
-from foundation.timeline import START
 from foundation.units import plural
 from packing.arrow import Pack, Packs
 from packing.batch import (
@@ -127,7 +126,6 @@ class Data:
         )
 
 
-@START.part("packs")
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """Open the packs at `data.packs`. Prepare missing packs first if `data` sets their source.
 

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from foundation.timeline import START
 from foundation.units import GIB, memory
 from packing.batch import BatchStream
 from packing.order import MixedPacks
@@ -163,7 +162,6 @@ class Job:
         }
 
 
-@START.part("checks")
 def prepare_job(
     recipe: Recipe,
     accelerator: Accelerator,

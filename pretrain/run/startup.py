@@ -18,7 +18,6 @@ from accelerate import Accelerator
 
 from foundation.errors import InputError
 from foundation.reading import one_line
-from foundation.timeline import START
 from packing.batch import Microbatch
 from pretrain.metrics.recorder import gradient_statistics
 from pretrain.metrics.run_folder import STATISTICS_FILE
@@ -99,7 +98,6 @@ def _expert_loads(routing: Routing) -> dict[str, Any]:
 # ── The microbatch ────────────────────────────────────────────────────────────────────────────────
 
 
-@START.part("microbatch")
 def choose_microbatch(
     job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator
 ) -> int:
@@ -310,7 +308,6 @@ def explaining_errors() -> Iterator[None]:
 # ── Parity ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@START.part("parity")
 def find_parity(run: Run) -> list[Parity | str]:
     """Compare step 0 with plain transformers in each precision of the run.
 
