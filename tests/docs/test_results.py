@@ -26,6 +26,7 @@ from benchmarks.evidence.tables import (
     served_loss,
 )
 from benchmarks.machine import with_tables
+from benchmarks.readers import table
 from pretrain.compare.differences import EQUIVALENT, MOST_ESTIMATED_SEEDS, SeedDifference
 from pretrain.compare.verdicts import USE, Protocol, Verdict
 from pretrain.compare.which import interval_within
@@ -84,6 +85,13 @@ def test_tables_and_figures_of_trained_and_served_are_those_of_the_file(
     for text in (prose, (ROOT / "docs/serving.md").read_text(encoding="utf-8")):
         figures = re.findall(r"\d\.\d\d ± \d\.\d\d %", " ".join(text.split()))
         assert figures and [figure for figure in figures if figure not in design] == []
+
+
+def test_the_table_of_serving_is_that_of_its_file() -> None:
+    rows = json.loads((RESULTS / "cpu/readers.json").read_text(encoding="utf-8"))["rows"]
+    page = ROOT / "docs/serving.md"
+    text = page.read_text(encoding="utf-8")
+    assert text == with_tables(page, "readers", table(rows)), "python -m benchmarks.readers"
 
 
 def test_predictions_of_both_fits_are_those_of_a_known_line() -> None:
