@@ -280,8 +280,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [["export", *(f"{reader} {version}".strip() for reader, version in readers.items())]]
     lines.append(["---"] * len(lines[0]))
     for export in exports:
-        lines.append([f"`{export}`", *(cells.get((export, reader), "no") for reader in readers)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+        lines.append(
+            [f"`{export}`", *(cells.get((export, reader), "not run") for reader in readers)]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> int:

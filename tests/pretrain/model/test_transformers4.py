@@ -277,6 +277,8 @@ def test_both_versions_compute_the_same_logits(
     in_version_5 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.testing.assert_close(logits_of(in_version_5), trained, rtol=0, atol=1e-4)
     assert result["eos"] == 2
+    config = json.loads((folder / "config.json").read_text())
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
