@@ -12,11 +12,14 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
 
-# Columns of the output: 100, or the width of a narrower terminal.
-WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
 # Shares of the peak FLOP/s for the estimate of time. Runs of dense models usually reach a share
 # between these two.
 ASSUMED_SHARES = (0.3, 0.5)
+
+
+def width() -> int:
+    """Return the number of columns of the output: 100, or the width of a narrower terminal."""
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
 
 
 def render(plan: Plan, *, brief: bool = False) -> str:
@@ -38,11 +41,11 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         "memory": _memory_lines(plan)[: 1 if brief else None],
         "warning: ": plan.warnings,
     }
-    return "\n".join([*textwrap.wrap(title, WIDTH), "─" * WIDTH, in_subjects(subjects)])
+    return "\n".join([*textwrap.wrap(title, width()), "─" * width(), in_subjects(subjects)])
 
 
 def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
-    """Return the texts of all subjects as lines of at most WIDTH columns.
+    """Return the texts of all subjects as lines of at most `width` columns.
 
     subjects: maps the name of each subject to its texts. The first text of a subject begins with
         the name.
@@ -55,7 +58,7 @@ def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(
         textwrap.fill(
             text,
-            WIDTH,
+            width(),
             initial_indent=indent,
             subsequent_indent=" " * 9,
             # Do not cut paths and commands.

@@ -18,12 +18,12 @@ from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.rendering import (
     ASSUMED_SHARES,
-    WIDTH,
     flops_line,
     horizon_lines,
     in_subjects,
     model_lines,
     render,
+    width,
 )
 from pretrain.plan.targets import devices_called, obstacle, plan_on
 from pretrain.run.job import Job, prepare_job
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
 
     print(
         f"{plan.recipe.name}: {plan.schedule.label} compute, {plan.recipe.weights} weights\n"
-        f"{'─' * WIDTH}"
+        f"{'─' * width()}"
     )
     subjects: dict[str, Sequence[str]] = {
         "model": model_lines(plan),
@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
         *job.notices,
         *notices,
     ]
-    print("\n".join(textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ") for text in notes))
+    print("\n".join(textwrap.fill(f"* {text}", width(), subsequent_indent="  ") for text in notes))
     return 0
 
 
