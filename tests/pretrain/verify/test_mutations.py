@@ -52,6 +52,9 @@ CAUGHT = [
     ("one token in 64 is computed by the next experts", "bf16"),
     ("the penalty's gradient is lost", "mxfp8"),
     ("the logits' gradient contains only the label's term", "bf16"),
+    ("the first boundary between documents is lost", "bf16"),
+    ("the held-out loss includes the penalty", "bf16"),
+    ("amax histories have half of their length", "delayed"),
 ]
 BY_NAME = {fault.what: fault for fault in FAULTS}
 
