@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,18 +218,12 @@ def test_the_best_evaluation_is_the_first_lowest_of_the_same_packs() -> None:
 
 
 def folder_of(rank: int, machines: int) -> tuple[str, bool]:
-    """Return this rank's folder for the packs of a corpus, and whether it exists at the end.
-
-    The first rank of a machine is terminated by a signal.
-    """
-    with suppress(SystemExit), ExitStack() as stack:
+    """Return this rank's folder for the packs of a corpus, and whether it exists at the end."""
+    with ExitStack() as stack:
         processes = SimpleNamespace(process_index=rank, is_local_main_process=rank < machines)
         folder = packing_folder(recipe(), processes, stack)
         assert (folder / "packs").is_symlink()
         torch.distributed.barrier()
-        if rank < machines:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
     torch.distributed.barrier()
     return str(folder), folder.exists()
 
@@ -241,4 +232,4 @@ def folder_of(rank: int, machines: int) -> tuple[str, bool]:
 def test_the_ranks_of_a_machine_share_one_packing_folder(machines: int) -> None:
     folders = in_ranks(folder_of, machines)
     assert len({folder for folder, _ in folders}) == machines
-    assert not any(exists for _, exists in folders), "a signal leaves no folder"
+    assert not any(exists for _, exists in folders)
