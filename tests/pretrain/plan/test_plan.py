@@ -170,8 +170,9 @@ def test_a_run_that_decays_keeps_a_checkpoint_before_the_decay(
 
 
 def test_the_rendered_plan_has_all_facts_in_100_columns(
-    qwen3: PreTrainedModel,
+    qwen3: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     text = render(plan(qwen3, devices=Devices(name="NVIDIA H200", memory=140 * GIB)))
     for fact in (
         "small: bf16 compute, fp32 weights, 1 x NVIDIA H200",
