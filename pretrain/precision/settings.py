@@ -236,7 +236,7 @@ class KeepBf16Layers(Settings):
 
 # Options of Transformer Engine's recipes that are not supported, with their defaults. An Accelerate
 # configuration or the config.yaml of an earlier run may have these keys.
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "disable_2d_quantization": False,
     "enable_2d_quantization": False,
     "row_scaled_activation": False,
@@ -293,13 +293,13 @@ class LowPrecisionSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _without_unsupported(cls, values: Any) -> Any:
-        """Drop the keys in _UNSUPPORTED. Raise ValueError if a value is not null or the default."""
+        """Drop the keys in UNSUPPORTED. Raise ValueError if a value is not null or the default."""
         if not isinstance(values, Mapping):
             return values
-        for key, default in _UNSUPPORTED.items():
+        for key, default in UNSUPPORTED.items():
             if values.get(key) not in (None, default):
                 raise ValueError(f"`{key}: {values[key]}` is not supported; remove this key")
-        return {key: value for key, value in values.items() if key not in _UNSUPPORTED}
+        return {key: value for key, value in values.items() if key not in UNSUPPORTED}
 
     @property
     def options_set(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_run
 from pretrain.optimizer.schedule import describe, learning_rate
+from pretrain.precision.settings import UNSUPPORTED
 from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
 from pretrain.settings.recipe import OptimizerSettings, Recipe, ScheduleSettings
@@ -66,7 +67,14 @@ class ResumePoint:
         A branch starts with all counters at zero. It only takes over the recent losses, which are
         needed to find spikes.
         """
-        saved = self.record["health"]
+        saved = dict(self.record["health"])
+        # Earlier checkpoints have this key.
+        if saved.pop("switched_after", None) and not self.is_branch:
+            raise InputError(
+                f"{self.path}: `health.on_gap: switch`, which is not supported any more, has "
+                "switched this run to BF16; in a new run, set `precision: bf16`, and "
+                "`train.begin_with` to this checkpoint"
+            )
         return HealthState(losses=saved["losses"]) if self.is_branch else HealthState(**saved)
 
     def is_of_another_stream(self, job: Job) -> bool:
@@ -194,7 +202,14 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     The settings of the schedule are not included if they do not change the steps before the
     checkpoint (see `repeats_past`). The resumed run then equals an uninterrupted run of the job.
     """
-    saved, present = record["identity"], job.identity
+    defaults = {f"fp8_config.{key}": value for key, value in UNSUPPORTED.items()}
+    # Options that are not supported any more may be left out if they had no effect.
+    saved = {
+        key: value
+        for key, value in record["identity"].items()
+        if key not in defaults or value not in (None, defaults[key])
+    }
+    present = job.identity
     ignored = _SCHEDULE if repeats_past(record, job) else ()
     return {
         key: (saved.get(key), present.get(key))
@@ -296,12 +311,15 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
     """
     past = record["progress"]["step"]
     saved = saved_schedule(record)
+    present = schedule_of(job)
     precisions = job.plan.schedule
-    # Compare the last step first, because it differs if a decay has begun.
-    return all(
-        learning_rate(step, *saved) == learning_rate(step, *schedule_of(job))
+    is_same = saved[::2] == present[::2] and saved[1].learning_rate == present[1].learning_rate
+    has_equal_rates = is_same or all(
+        # Compare the last step first, because it differs if a decay has begun.
+        learning_rate(step, *saved) == learning_rate(step, *present)
         for step in reversed(range(past))
-    ) and (
+    )
+    return has_equal_rates and (
         not precisions.changes
         or (
             "precision" not in changed_keys(record["identity"], job.identity)
@@ -340,16 +358,20 @@ def require_same_training(
         before = learning_rate(source.step - 1, *saved_schedule(source.record))
         after = learning_rate(source.step, *schedule_of(job))
         earlier = (
-            f" To continue without this jump, pass an earlier checkpoint to --resume: {path}."
+            f" To continue with this schedule, pass an earlier checkpoint to --resume: {path}."
             for path in run_checkpoints
             if path != source.path
             and (path / STATE).is_file()
             and repeats_past(load_object(path / STATE, "choose another checkpoint"), job)
         )
-        message += (
-            f" The learning rate then jumps from {before:.3g} in step {source.step:,} to "
-            f"{after:.3g} in the next step.{next(earlier, '')}"
-        )
+        if before == after:
+            message += " Steps before the checkpoint had another learning rate or precision."
+        else:
+            message += (
+                f" The learning rate then jumps from {before:.3g} in step {source.step:,} to "
+                f"{after:.3g} in the next step."
+            )
+        message += next(earlier, "")
     raise InputError(message)
 
 

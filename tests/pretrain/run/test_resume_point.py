@@ -405,6 +405,23 @@ def test_a_moved_horizon_is_noted() -> None:
     assert point.health.rollbacks == 1
 
 
+def test_a_checkpoint_with_options_of_earlier_versions_is_resumed() -> None:
+    record = record_of(4, **{"fp8_config.nvfp4_4over6": "none", "fp8_config.margin": 0})
+    job = job_of(**{"fp8_config.margin": 0})
+    assert changes_since(record, job) == {}
+    record["identity"]["fp8_config.nvfp4_4over6"] = "all"
+    assert changes_since(record, job) == {"fp8_config.nvfp4_4over6": ("all", None)}
+
+
+def test_a_run_that_was_switched_to_bf16_is_refused() -> None:
+    point = checkpoint_at(4)
+    point.record["health"]["switched_after"] = None
+    assert point.health.rollbacks == 1
+    point.record["health"]["switched_after"] = 3
+    with pytest.raises(InputError, match="begin_with"):
+        _ = point.health
+
+
 def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
     save(tmp_path, 4)
     job = job_of(seed=1, run_dir=tmp_path)
