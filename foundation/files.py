@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -111,9 +112,13 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     With `replace`, an existing folder `path` is deleted after the files are flushed. Without it,
     OSError is raised if `path` exists and is not an empty folder.
     """
-    for abandoned in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 8}.writing"):
-        if not is_locked(abandoned / _LOCK):
-            shutil.rmtree(abandoned, ignore_errors=True)
+    pattern = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.writing"
+    for lock in path.parent.glob(f"{pattern}/{_LOCK}"):
+        # Another process creates an empty file before it locks the file. A folder of another user
+        # cannot be opened.
+        with suppress(PermissionError):
+            if lock.stat().st_size and not is_locked(lock):
+                shutil.rmtree(lock.parent, ignore_errors=True)
     # The name is random, so that it is neither the name of a user's folder nor of another process.
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
     with locked(folder / _LOCK, str):

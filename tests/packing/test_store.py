@@ -178,7 +178,8 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path(tmp_path):
         )
     assert list(tmp_path.iterdir()) == []
     # A folder that is left by `kill -9`.
-    (tmp_path / ".packs.0123abcd.writing" / "train").mkdir(parents=True)
+    (left := tmp_path / ".packs.0123abcd.writing").mkdir()
+    (left / ".lock").write_text("process 1 on a machine")
     write(tmp_path / "packs", some_packs(2))
     assert len(ArrowPacks(tmp_path / "packs")) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["packs"]
