@@ -79,8 +79,9 @@ _LOSS_MARKS = ("weight", "train", "training", "loss")
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
 # Keys of a message with tool calls, in OpenAI's present and earlier format. They may be JSON text.
 _CALLS = ("tool_calls", "function_call")
-# Names of the key with the reasoning of an answer. transformers passes each on as the first.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+# Names of the key with the reasoning of an answer. transformers passes the reasoning on under the
+# first two names too.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 # Pattern of a JSON text of messages, in a column that may also have other texts.
 _MESSAGES_IN_JSON = re.compile(r'\s*\[\s*\{\s*"role"\s*:\s*"(system|developer|user|assistant)"')
 # Types of the parts of a content that have a text.
@@ -373,7 +374,7 @@ class ChatColumns(Records):
 
     def _reads(self, key: str) -> bool:
         """Return True if the template has the name of a message's key, or another name for it."""
-        names = _REASONING if key in _REASONING else (key,)
+        names = {key, *_REASONING[:2]} if key in _REASONING else (key,)
         return any(_has_word(self.template, name) for name in names)
 
     def _with_arguments(self, chat: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
