@@ -146,15 +146,19 @@ def _names_of(tokenizer: str, role: str) -> Sequence[str]:
     """Return the possible texts of the special token `role` (bos, eos or pad) of a tokenizer.
 
     The first file that has the token's key determines the text. If its value is null, there is no
-    such token. If no file has the key, return the usual texts. A value of another type than in
-    files of transformers is returned unchanged.
+    such token. If no file has the key, return the usual texts, but a beginning-of-sequence token
+    only if there is no file. A value of another type than in files of transformers is returned
+    unchanged.
     """
+    has_file = False
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        values = load_object(file, REMEDY) if (file := find_file(tokenizer, name)) else {}
+        file = find_file(tokenizer, name)
+        has_file |= file is not None
+        values = load_object(file, REMEDY) if file else {}
         if f"{role}_token" in values:
             token = values[f"{role}_token"]
             return [token["content"] if isinstance(token, dict) else token] if token else []
-    return _USUAL_NAMES[role]
+    return [] if has_file and role == "bos" else _USUAL_NAMES[role]
 
 
 def find_file(tokenizer: str, name: str) -> Path | None:
