@@ -30,7 +30,7 @@ SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 # File that a folder of packs has. `packing.arrow` writes it.
 MANIFEST = "packs.json"
 # First characters of files and folders that are not read as a part of a source.
-_HIDDEN = (".", "__pycache__")
+_HIDDEN = (".", "__pycache__", "lost+found")
 # Keys that determine the kind of a record.
 RECORD = ("messages", "input_ids", "labels", "text")
 
@@ -76,7 +76,8 @@ def find_files(folder: Path, parts: Sequence[str]) -> list[Path]:
                 for path in paths
                 if path.is_dir()
                 for name in (os.listdir(path) if glob.has_magic(part) else [part])
-                if name == part or (fnmatch(name, part) and not name.startswith(_HIDDEN))
+                if name == part
+                or (fnmatch(name, part) and not (name.startswith(_HIDDEN) and part[0] != "."))
             ]
     parents = sorted({path.parent for path in paths}, reverse=True)
     # Keep the first path to each real folder.
