@@ -254,7 +254,7 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
         table = pa.ipc.open_stream(chunk.payload).read_all()
         # In a table all messages have the same keys, and the value of a missing key is null.
         nested = [field.name for field in table.schema if "struct<" in str(field.type)]
-        for row, record in enumerate(table.to_pylist(maps_as_pydicts="strict"), chunk.first):
+        for row, record in enumerate(table.to_pylist(maps_as_pydicts="lossy"), chunk.first):
             record |= {name: without_nulls(record[name]) for name in nested}
             yield f"{chunk.origin}{row}", record
 
