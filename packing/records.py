@@ -432,8 +432,8 @@ class ChatColumns(Records):
             with_answer = text if is_last else self._text(chat[: number + 1], tools)
             if prompt is None or not (with_answer or "").startswith(prompt):
                 other = [*chat[:number], {"role": "assistant", "content": _OTHER_ANSWER}]
-                before, found, _ = (self._text(other, tools) or "").rpartition(_OTHER_ANSWER)
-                prompt = before if found else None
+                before, mark, _ = (self._text(other, tools) or "").rpartition(_OTHER_ANSWER)
+                prompt = before if mark else None
             if (
                 with_answer is None
                 or prompt is None
@@ -627,9 +627,9 @@ def _joined(column: str, content: Any) -> str:
         else part
         for part in (content if isinstance(content, list) else [content])
     ]
-    if others := [text for text in texts if not isinstance(text, str)]:
+    if wrong := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(
-            f"column `{column}` has a message whose content is not a text, but {others[0]!r:.100}; "
+            f"column `{column}` has a message whose content is not a text, but {wrong[0]!r:.100}; "
             "write the content as a text, or remove the message"
         )
     return "".join(texts)

@@ -680,21 +680,24 @@ def old_keys(config: PretrainedConfig) -> dict[str, Any]:
     scaling = {k: v for k, v in parameters["full_attention"].items() if k not in rope_keys}
     # Published files have null if the embedding is not scaled.
     rope_keys["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
-    others = {key: value for key, value in values.items() if key not in rope_keys}
+    without_rope = {key: value for key, value in values.items() if key not in rope_keys}
     # The class either removes a key that it reads, or derives `rope_parameters` from the key.
-    known = {
+    old_rope = {
         key: value
         for key, value in rope_keys.items()
-        if key not in config_values(kind, others | {key: value})
-        or _reacts(kind, _without("rope_parameters", others), key)
+        if key not in config_values(kind, without_rope | {key: value})
+        or _reacts(kind, _without("rope_parameters", without_rope), key)
     }
     # A class whose layers have different parameters may apply an old key to all of them.
-    if not config_values(kind, others).items() <= config_values(kind, others | known).items():
+    if (
+        not config_values(kind, without_rope).items()
+        <= config_values(kind, without_rope | old_rope).items()
+    ):
         return old
     strict = _STRICT_SCALING.get(kind.model_type)
     if scaling.keys() - {"type", "original_max_position_embeddings"} == strict:
-        known["rope_scaling"] = {key.removeprefix("rope_"): scaling[key] for key in strict}
-    return old | known
+        old_rope["rope_scaling"] = {key.removeprefix("rope_"): scaling[key] for key in strict}
+    return old | old_rope
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -571,10 +571,13 @@ def draw_microbatch(
     batch = build_microbatch([Pack(row, np.diff(ends)) for row in rows], mask_boundaries=True)
     spans = batch.cu_seqlens.unique().long().unfold(0, 2, 1)
     spans = spans[-1:] if longest else spans
-    whole = int(spans.diff().max())
+    length_of_longest = int(spans.diff().max())
     # The reference evaluates the same number of tokens for each document. In the row of a shorter
     # document, the tokens after its end have no labels, so they do not affect the comparison.
-    tokens = min(whole, longest or max(DOCUMENTS * min(LABELS, whole) // len(spans), LEAST))
+    tokens = min(
+        length_of_longest,
+        longest or max(DOCUMENTS * min(LABELS, length_of_longest) // len(spans), LEAST),
+    )
     indices = (spans[:, :1] + torch.arange(tokens)).clamp(max=size - 1)
     # Attention kernels process blocks of tokens, whose sizes are powers of two. With an odd
     # distance, the labels take all positions in a block, one after the other.
