@@ -68,14 +68,16 @@ class ResumePoint:
         needed to find spikes.
         """
         saved = dict(self.record["health"])
-        # Earlier checkpoints have this key.
-        if saved.pop("switched_after", None) and not self.is_branch:
+        if self.is_branch:
+            return HealthState(losses=saved["losses"])
+        # Earlier checkpoints have this key: the step of a switch to BF16, or null.
+        if saved.pop("switched_after", None) is not None:
             raise InputError(
                 f"{self.path}: `health.on_gap: switch`, which is not supported any more, has "
                 "switched this run to BF16; in a new run, set `precision: bf16`, and "
                 "`train.begin_with` to this checkpoint"
             )
-        return HealthState(losses=saved["losses"]) if self.is_branch else HealthState(**saved)
+        return HealthState(**saved)
 
     def is_of_another_stream(self, job: Job) -> bool:
         """Return True if the run streams its packs and the checkpoint belongs to other packs.
@@ -203,7 +205,7 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     checkpoint (see `repeats_past`). The resumed run then equals an uninterrupted run of the job.
     """
     defaults = {f"fp8_config.{key}": value for key, value in UNSUPPORTED.items()}
-    # Options that are not supported any more may be left out if they had no effect.
+    # Ignore options that are no longer supported, if the checkpoint has null or their default.
     saved = {
         key: value
         for key, value in record["identity"].items()
