@@ -27,9 +27,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import measured_on
-from benchmarks.which_miss_rates import half_widths
 from foundation.files import write_json
-from pretrain.compare.differences import MOST_ESTIMATED_SEEDS, SeedDifference
+from pretrain.compare.differences import (
+    FEWEST_SEEDS,
+    MIXED_OVER,
+    MOST_ESTIMATED_SEEDS,
+    SeedDifference,
+)
 from pretrain.compare.verdicts import MOST_SEEDS, Protocol, Rounds, loss_slope
 from pretrain.metrics.run_record import RunRecord
 from pretrain.optimizer.schedule import learning_rate
@@ -59,6 +63,20 @@ SCHEDULES = {
     "linear": ["schedule.kind=linear"],
 }
 RECIPE = "benchmarks/tiny.yaml"
+
+
+def half_widths(values: np.ndarray, error: float) -> np.ndarray:
+    """Return `anytime_half_width` after each seed of each series, as infinity if it is None."""
+    seeds = np.arange(1, values.shape[1] + 1)
+    mean = np.cumsum(values, axis=1) / seeds
+    squares = np.maximum(np.cumsum(values**2, axis=1) - seeds * mean**2, 0.0)
+    spread = 1 + seeds * MIXED_OVER
+    with np.errstate(over="ignore"):
+        bound = (np.sqrt(spread) / error) ** (2 / seeds)
+    is_finite = (bound < spread) & (seeds >= FEWEST_SEEDS)
+    bound = np.where(is_finite, bound, 1.0)
+    half = np.sqrt(squares * (bound - 1) / (seeds * (1 - bound / spread)))
+    return np.where(is_finite, half, np.inf)
 
 
 def seeds_until_final(values: np.ndarray, error: float) -> np.ndarray:
