@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check
 # importing torch, and more workers would compete for memory.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: help install demo which check lint types test docs clean
+.PHONY: help install demo which check lint types test docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,7 +20,8 @@ help:
 	@echo "make install  create .venv only (for FP8 on a GPU, see docs/install.md)"
 	@echo "make lint     check style and formatting with ruff"
 	@echo "make types    check the type hints with mypy"
-	@echo "make check    run lint, types and test, as continuous integration does"
+	@echo "make site     build the site of the docs in site/; links that lead nowhere are errors"
+	@echo "make check    run lint, types, site and test, as continuous integration does"
 	@echo "make docs     write docs/settings.md and recipes/schema.json from the settings classes, and docs/recipes.md from the recipes"
 	@echo "make clean    remove the results of the demo and all caches; keep .venv and your own runs"
 	@echo
@@ -42,7 +43,7 @@ which: $(VENV)/.installed
 test: $(VENV)/.installed-dev $(VENV)/.installed-references $(VENV)/.installed-transformers4
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-check: lint types test
+check: lint types site test
 
 types: $(VENV)/.installed-dev
 	$(RUN) -m mypy
@@ -58,8 +59,11 @@ docs: $(VENV)/.installed
 	$(RUN) -m docs.recipe_schema > recipes/.schema.json && mv recipes/.schema.json recipes/schema.json
 	$(RUN) -m docs.recipes_page > docs/.recipes.md && mv docs/.recipes.md docs/recipes.md
 
+site: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 clean:
-	rm -rf demo/work runs/smoke runs/demo runs/which/which .pytest_cache .ruff_cache .hypothesis
+	rm -rf site demo/work runs/smoke runs/demo runs/which/which .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # The stamp file is created after pip succeeds. The next `make` repeats an interrupted installation.
