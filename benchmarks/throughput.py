@@ -8,7 +8,8 @@ A way is a trainer with its settings. Complete steps are measured, including dat
 machine is measured in the same run, so that every speed is also a share of the possible speed. The
 losses and gradient norms of each way are compared with those of plain Hugging Face
 (benchmarks.ways.judge). A way that fails is recorded with its error. The file is written after
-every way, and `--continue` adds the missing ones. `--report` makes the tables of docs/results.md
+every way, and `--continue` adds the missing ones. `--report` makes the tables of
+docs/developers/speed.md
 from result files. `--tiny` runs everything with a small model on a CPU.
 """
 
@@ -76,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     show.add_argument(
         "--page",
         type=Path,
-        default=Path("docs/results.md"),
+        default=Path("docs/developers/speed.md"),
         help="page whose table between the markers is replaced",
     )
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Write result files of `benchmarks.throughput` as the tables of docs/results.md."""
+"""Write result files of `benchmarks.throughput` as the tables of docs/developers/speed.md."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from foundation.files import replace_file
 from foundation.units import markdown, or_dash
 
 PAGE_WIDTH = 100
-# Ways of the reference. The table compares all speeds with the speed of the faster one.
-REFERENCES = ("reference", "reference_bf16")
 # Texts in the table by verdict.
 SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}
 COMMAND = "python -m benchmarks.throughput --report"
@@ -64,7 +62,6 @@ def section(result: Mapping[str, Any], link: str) -> str:
     """Return the introduction, the table of all ways, and the notes about some of them."""
     rows = []
     notes = []
-    multiple_of = reference_speed(result)
     for way in ordered(result):
         remarks = remarks_on(way)
         if remarks:
@@ -72,14 +69,12 @@ def section(result: Mapping[str, Any], link: str) -> str:
                 f"{len(notes) + 1}. {way['label']}, weights {way['weights']}: {'; '.join(remarks)}."
             )
             notes.append(wrapped(remark, indent="   "))
-        rows.append(row(way, multiple_of, f" [{len(notes)}]" if remarks else ""))
+        rows.append(row(way, f" [{len(notes)}]" if remarks else ""))
     header = [
         "way",
         "precision",
         "weights",
         "tokens/s",
-        "range",
-        "times the reference",
         "of the limit",
         "peak GiB",
         "first step",
@@ -104,7 +99,7 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
     documents = "one document per pack"
     if not packs.get("whole_documents"):
         length = packs["sum_squared_lengths_per_token"]
-        documents = f"documents with a [Σlen²/T](README.md#terms) of {length:.0f} tokens"
+        documents = f"documents with a [Σlen²/T](../README.md#terms) of {length:.0f} tokens"
     parts = [
         f"**{recipe['name']}** on one {device}, torch {torch_version}: {tokens:,} tokens per step,",
         f"packs of {recipe['data']['length']:,} tokens, {documents}; median of",
@@ -138,31 +133,17 @@ def ordered(result: Mapping[str, Any]) -> list[Way]:
     return sorted(result["ways"].values(), key=key)
 
 
-def reference_speed(result: Mapping[str, Any]) -> float | None:
-    """Return the tokens/s of the reference's faster way, or None if neither ran correctly."""
-    ways = [
-        way for name, way in result["ways"].items() if name in REFERENCES and way["status"] == "ok"
-    ]
-    return max(
-        (way["tokens_per_second"]["median"] for way in ways if way["verdict"] != WRONG),
-        default=None,
-    )
-
-
-def row(way: Way, multiple_of: float | None, note: str) -> list[str]:
-    """Return the table's row of a way. `multiple_of` is the reference's speed."""
+def row(way: Way, note: str) -> list[str]:
+    """Return the table's row of a way."""
     name = f"**{way['label']}**" if way["ours"] else way["label"]
     if way["status"] != "ok":
-        return [name, way["precision"], way["weights"], *["–"] * 6, way["status"] + note]
+        return [name, way["precision"], way["weights"], *["–"] * 4, way["status"] + note]
     speed = way["tokens_per_second"]
-    multiple = speed["median"] / multiple_of if multiple_of and way["verdict"] != WRONG else None
     return [
         name,
         way["precision"],
         way["weights"],
         f"{speed['median']:,.0f}",
-        f"{speed['min']:,.0f} to {speed['max']:,.0f}",
-        or_dash(multiple, "{:.2f}".format),
         or_dash(way["share_of_limit"], lambda share: f"{100 * share:.1f} %"),
         f"{way['memory_gib']:.1f}",
         f"{way['first_step_seconds']:.1f} s",

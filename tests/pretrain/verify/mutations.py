@@ -1,4 +1,4 @@
-"""Print the tables of docs/faults.md, which list the faults and the checks that catch them.
+"""Print the tables of docs/developers/faults.md: faults, and the checks that catch them.
 
     python -m tests.pretrain.verify.mutations --jobs 2
 
@@ -133,11 +133,40 @@ def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None
     return ", ".join(catchers) or None
 
 
+def compact(what: str, cells: Sequence[str | None], precisions: Sequence[str]) -> str:
+    """Return the row of a fault: its name, the precisions that can have it, and what found it.
+
+    cells: for each of `precisions`, the checks that found the fault, or None if it is impossible.
+        The most common cell comes first. The others follow, each with its precisions.
+    """
+    by_cell: dict[str, list[str]] = {}
+    for name, cell in zip(precisions, cells, strict=True):
+        if cell:
+            by_cell.setdefault(cell, []).append(name)
+    usual, *others = sorted(by_cell, key=lambda cell: -len(by_cell[cell]))
+    found = [usual, *(f"{', '.join(by_cell[cell])}: {cell}" for cell in others)]
+    possible = [name for name, cell in zip(precisions, cells, strict=True) if cell]
+    where = "all" if len(possible) == len(precisions) else ", ".join(possible)
+    return f"| {what} | {where} | {'; '.join(found)} |"
+
+
+def expanded(row: str, precisions: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return the cells of a row of `compact` by fault and precision."""
+    what, where, found = (cell.strip() for cell in row.strip("|").split("|"))
+    usual, *others = found.split("; ")
+    possible = precisions if where == "all" else where.split(", ")
+    cells = {(what, name): usual for name in possible}
+    for other in others:
+        names, _, checks = other.partition(": ")
+        cells |= {(what, name): checks for name in names.split(", ")}
+    return cells
+
+
 def row_of(number: int, precisions: Sequence[str], device: str) -> str | None:
     """Return the table's row for a fault, or None if it applies to no precision."""
     fault = faults_on(device)[number]
     cells = [who_catches(fault, name, device) for name in precisions]
-    return f"| {fault.what} | {' | '.join(cell or '–' for cell in cells)} |" if any(cells) else None
+    return compact(fault.what, cells, precisions) if any(cells) else None
 
 
 def objections_to(
@@ -166,7 +195,7 @@ def rows_of_ranks(precisions: Sequence[str]) -> list[str]:
         assert not any(failures.pop("nothing").values()), f"{topology}: parity rejects correct runs"
         for what, by_precision in failures.items():
             cells = ["parity" if by_precision[name] else NOTHING for name in precisions]
-            rows.append(f"| {what} ({topology}) | {' | '.join(cells)} |")
+            rows.append(compact(f"{what} ({topology})", cells, precisions))
     return rows
 
 
@@ -196,10 +225,7 @@ def main() -> int:
         for kind, precision, fused in configurations(device, tuple(ARCHITECTURES))
         if precision in precisions
     ]
-    rows = [
-        f"| what is broken | {' | '.join(f'`{name}`' for name in precisions)} |",
-        "| --- |" + " --- |" * len(precisions),
-    ]
+    rows = ["| what is broken | precisions | found by |", "| --- | --- | --- |"]
     with ProcessPoolExecutor(
         arguments.jobs,
         mp_context=get_context("spawn"),
@@ -215,9 +241,7 @@ def main() -> int:
         rows += filter(None, of_faults)
     rows += rows_of_ranks(precisions) if device == "cpu" else []
     what = f"nothing: {', '.join(map(str, arguments.depths))} layers of {', '.join(ARCHITECTURES)}"
-    rows.append(
-        f"| {what} | {objections.count(())} of {len(healthy)} pass |" + " |" * (len(precisions) - 1)
-    )
+    rows.append(f"| {what} | all | {objections.count(())} of {len(healthy)} pass |")
     print("\n".join(rows))
     return int(any(NOTHING in row for row in rows) or any(objections))
 

@@ -1,4 +1,4 @@
-"""Faults in small runs are caught by the checks that docs/faults.md names, and correct runs pass.
+"""Faults are caught by the checks in docs/developers/faults.md, and correct runs pass.
 
 `python -m tests.pretrain.verify.mutations` tries all faults in all precisions.
 """
@@ -15,7 +15,7 @@ from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import active_in
 from tests.pretrain.verify.faults import Fault, in_quantizers
-from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by, named
+from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by, expanded, named
 from tests.pretrain.verify.small_runs import build_run
 
 # Narrow formats hide faults best, so that most faults are tried in them. The tests of parity and of
@@ -61,18 +61,14 @@ BY_NAME = {fault.what: fault for fault in FAULTS}
 
 @pytest.fixture(scope="module")
 def table() -> dict[tuple[str, str], str]:
-    """Return the CPU table of docs/faults.md by fault and precision."""
+    """Return the CPU table of docs/developers/faults.md by fault and precision."""
     begin, end = MARKS["cpu"]
-    page = (Path(__file__).parents[3] / "docs/faults.md").read_text(encoding="utf-8")
-    rows = [
-        line for line in page.split(begin)[1].split(end)[0].splitlines() if line.startswith("| ")
-    ]
-    heading, _, *faults = ([cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows)
-    return {
-        (cells[0], name): cell
-        for cells in faults
-        for name, cell in zip(heading[1:], cells[1:], strict=True)
-    }
+    page = (Path(__file__).parents[3] / "docs/developers/faults.md").read_text(encoding="utf-8")
+    rows = [row for row in page.split(begin)[1].split(end)[0].splitlines() if row.startswith("| ")]
+    cells: dict[tuple[str, str], str] = {}
+    for row in rows[2:]:
+        cells |= expanded(row, list(PRECISIONS))
+    return cells
 
 
 @pytest.mark.parametrize(("what", "precision"), CAUGHT)
