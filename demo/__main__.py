@@ -51,7 +51,7 @@ def main() -> int:
         times = run_steps(steps_of(recipe))
         model = run_dir_of(recipe) / "final"
         prompts = recipe.evaluate.samples
-        run(python("pretrain", "sample", model, *prompts, "--tokens", 48))
+        run(python("sample", model, *prompts, "--tokens", 48))
         print(last_screen(recipe, times))
     except InputError as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -93,17 +93,15 @@ def steps_of(recipe: Recipe) -> list[Step]:
     # The recipe's vocabulary is small. At a hidden size of 256, the embeddings of 4,096 tokens have
     # a million parameters, and three minutes of training are too short for more.
     vocabulary = recipe.model.config["vocab_size"]
-    train_tokenizer = python(
-        "packing", "tokenizer", corpus, "--vocabulary", vocabulary, "--out", tokenizer
-    )
+    train_tokenizer = python("tokenizer", corpus, "--vocabulary", vocabulary, "--out", tokenizer)
     return [
         Step("Text", corpus, lambda: write_text(corpus)),
         Step("Tokenizer", tokenizer / "tokenizer_config.json", lambda: run(train_tokenizer)),
-        Step("Packs", packs / "packs.json", lambda: run(python("packing", "prepare", RECIPE))),
+        Step("Packs", packs / "packs.json", lambda: run(python("prepare", RECIPE))),
         Step(
             "Training",
             run_dir_of(recipe) / "final",
-            lambda: run(python("pretrain", "train", RECIPE, "--config", "cpu")),
+            lambda: run(python("train", RECIPE, "--config", "cpu")),
         ),
         Step(
             "Comparison of FP32 with emulated FP8 and FP4",
@@ -119,7 +117,7 @@ def compare(matrix: str, report: Path) -> None:
     So the next call continues with the runs that are not finished.
     """
     try:
-        run(python("pretrain", "matrix", matrix))
+        run(python("matrix", matrix))
     except subprocess.CalledProcessError:
         report.unlink(missing_ok=True)
         raise
@@ -134,9 +132,9 @@ def write_text(corpus: Path) -> None:
     )
 
 
-def python(package: str, *arguments: object) -> list[str]:
-    """Return the command `python -m package arguments`."""
-    return [script("python"), "-m", package, *map(str, arguments)]
+def python(*arguments: object) -> list[str]:
+    """Return the command `python -m pretrain arguments`."""
+    return [script("python"), "-m", "pretrain", *map(str, arguments)]
 
 
 def script(name: str) -> str:
@@ -203,9 +201,9 @@ def last_screen(recipe: Recipe, times: str) -> str:
     vocabulary = recipe.model.config["vocab_size"]
     train = partial(python, "pretrain", "train")
     commands = {
-        "sample": python("pretrain", "sample", final, "class "),
-        "inspect": python("packing", "inspect", recipe.data.packs),
-        "report": python("pretrain", "report", run_dir, "--out", page),
+        "sample": python("sample", final, "class "),
+        "inspect": python("inspect", recipe.data.packs),
+        "report": python("report", run_dir, "--out", page),
         "longer": train(RECIPE, "name=longer", "train.steps=3000"),
         "gpu": train(RECIPE, "name=smoke_gpu", "train.epochs=4", "--config", "bf16"),
         "plan": train("recipes/small_malaysian_lm.yaml", "--plan", "--config", "bf16"),

@@ -99,7 +99,7 @@ class CommandParser(argparse.ArgumentParser):
         raise InputError(f"command line: {message}; {self.remedy}")
 
 
-def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped by Ctrl-C") -> int:
+def run_command(command: Callable[[], int | None]) -> int:
     """Run `command` and return the exit status of the process.
 
     `command` may return an exit status. If it returns None, the exit status is 0. The other exit
@@ -123,7 +123,7 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
         # Flush stdout here, so that the BrokenPipeError of a closed stdout is handled below.
         print(end="", flush=True)
     except KeyboardInterrupt:
-        print(f"\n{on_ctrl_c}", file=sys.stderr)
+        print("\nstopped by Ctrl-C; run the same command again to continue", file=sys.stderr)
         status = SIGINT_STATUS
     except BrokenPipeError:
         # The program that reads stdout, such as `head`, has ended. Discard the remaining output:

@@ -1,4 +1,4 @@
-"""Make the parts of a stream ahead of the run that reads them: `python -m packing follow`.
+"""Make the parts of a stream ahead of the run that reads them: `python -m pretrain follow`.
 
 A part is a folder of packs, made from consecutive documents of a source. Its content depends only
 on the settings, the source, and the place in the source where the part starts. It does not depend

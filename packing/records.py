@@ -559,7 +559,7 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
         raise InputError(
             f"data.chat_template: chatml: {tokenizer.name} lacks the tokens <|im_start|> and "
             "<|im_end|>; either set data.chat_template=plain, which needs only EOS, or train the "
-            "tokenizer with `python -m packing tokenizer ... --special '<|im_start|>' --special "
+            "tokenizer with `python -m pretrain tokenizer ... --special '<|im_start|>' --special "
             "'<|im_end|>'`"
         )
     tokens = {

@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, hash_of, locked, replace_file, write_json
+from foundation.files import free_bytes, hash_of, locked, write_json
 from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
@@ -51,7 +50,7 @@ ENDLESS = 2**62
 # Seconds between two checks whether a part exists.
 POLL_SECONDS = 0.05
 LOG = "packer.log"
-_RECIPE = "packer.yaml"
+_SETTINGS = "packer.json"
 # Environment variables that make the processes of a launcher report their exit. The packer must not
 # inherit them.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
@@ -155,7 +154,7 @@ def check_disk(settings: DataSettings) -> None:
 
 
 class PackerProcess(ExitStack):
-    """Process of `python -m packing follow` that makes the parts of a stream for this run.
+    """Process of `packing/packer.py` that makes the parts of a stream for this run.
 
     The process ends when the run ends, even if the run is killed. If another packer already makes
     the parts, this packer waits until the other packer ends, and then makes the following parts.
@@ -171,16 +170,14 @@ class PackerProcess(ExitStack):
         self.enter_context(locked(self._packs / RUN_LOCK, self._refuse))
         check_disk(settings)
         self._write(position)
-        recipe = self._packs / _RECIPE
-        text = yaml.safe_dump({"data": settings.model_dump(mode="json")}, allow_unicode=True)
-        replace_file(recipe, text.encode())
+        write_json(self._packs / _SETTINGS, settings.model_dump(mode="json"))
         # With Python's option -P, the packer does not import modules of the current folder.
-        command = [sys.executable, "-P", "-m", "packing", "follow", str(recipe)]
+        command = [sys.executable, "-P", "-m", "packing.packer", str(self._packs / _SETTINGS)]
         search_path = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
         with open(self._packs / LOG, "wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--parent", str(os.getpid())],
+                [*command, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -23,7 +23,7 @@ from foundation.reading import as_input_error, load_object, one_line
 from packing.settings import HUB_NAME, refuse_near_name, split_revision
 
 REMEDY = "fetch the tokenizer again, or choose another tokenizer"
-_CHOOSE = "set another tokenizer, or make one with `python -m packing tokenizer`"
+_CHOOSE = "set another tokenizer, or make one with `python -m pretrain tokenizer`"
 _CONVERT = (
     "if there are vocab.json, merges.txt or a .model file instead, write tokenizer.json with "
     "transformers' `AutoTokenizer.from_pretrained('{}').save_pretrained(FOLDER)`"

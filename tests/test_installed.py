@@ -1,4 +1,4 @@
-"""Test the command that `pip install .` installs, outside of the repository."""
+"""Test the commands that `pip install .` installs, outside of the repository."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(
     installed: Path, small_packs: Path, tmp_path: Path
 ):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(installed / "bin" / "low-precision"), *arguments]
+        command = [sys.executable, "-m", "pretrain", *arguments]
         environment = os.environ | {"PYTHONPATH": str(installed)}
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -54,7 +54,7 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(
 
     usage = run("--help")
     assert usage.returncode == 0
-    assert "usage: low-precision COMMAND" in usage.stdout
+    assert "usage: python -m pretrain COMMAND" in usage.stdout
     assert all(f"\n  {name} " in usage.stdout for name in COMMANDS)
     inspected = run("inspect", str(small_packs))
     assert inspected.returncode == 0, inspected.stderr
@@ -69,7 +69,7 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(
     )
     refused = run("train", "my.yaml", "--config", "nowhere")
     assert "bf16, cpu, ddp," in refused.stderr, "the installed accelerate configurations"
-    assert run("--version").stdout == f"low-precision {__version__}\n"
+    assert run("--version").stdout == f"low-precision-pretraining {__version__}\n"
     assert (installed / f"low_precision_pretraining-{__version__}.dist-info").is_dir()
 
 

@@ -319,7 +319,7 @@ def _open_existing(recipe: Recipe, accelerator: Accelerator, purpose: Purpose) -
     missing = unprepared(recipe.data)
     if missing and purpose == "plan" and recipe.data.prepares:
         raise InputError(
-            f"`data.packs`: {missing[0]} is not prepared; either run `python -m packing prepare`, "
+            f"`data.packs`: {missing[0]} is not prepared; either run `python -m pretrain prepare`, "
             "or use `python -m pretrain plan`, which needs no packs"
         )
     if missing and purpose == "elsewhere":

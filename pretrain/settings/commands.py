@@ -13,7 +13,7 @@ from inspect import getdoc
 from pathlib import Path
 
 from foundation.command import CommandParser
-from pretrain.settings.config import LaunchParser, TrainingParser
+from pretrain.settings.config import LaunchParser, PacksParser, TrainingParser
 
 # Default Accelerate configurations of the command `which` with and without a GPU.
 ON_GPU = Path("accelerate_configs/bf16.yaml")
@@ -37,6 +37,11 @@ def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_class(f"python -m pretrain {command}", getdoc(add_options))
     add_options(parser.add_argument)
     return parser.read(arguments)
+
+
+def summary(command: str) -> str:
+    """Return the first line of the help of `command`."""
+    return str(getdoc(COMMANDS[command][1])).partition("\n")[0]
 
 
 def count(text: str) -> int:
@@ -134,7 +139,7 @@ def evaluate(add: Callable) -> None:
 
 
 def doctor(add: Callable) -> None:
-    """Test which precisions work on this machine, and print the engine and the speed of each one.
+    """Test which precisions work on this machine, and how fast.
 
     A model of one layer is trained in each precision for a few steps. Before the first step, its
     loss and gradients are compared with plain transformers.
@@ -375,9 +380,9 @@ def which(add: Callable) -> None:
 
 
 def report(add: Callable) -> None:
-    """Compare runs. Print tables, and optionally write an HTML page with curves.
+    """Compare runs: tables, curves, and the difference in loss from a baseline.
 
-    The first run is the baseline.
+    The first run is the baseline. The tables are printed, and --out also writes an HTML page.
     """
     add(
         "runs",
@@ -404,6 +409,75 @@ def report(add: Callable) -> None:
     )
 
 
+def tokenizer(add: Callable) -> None:
+    """Train a byte-level BPE tokenizer on text.
+
+    The end-of-text token of the tokenizer has the id 0 and ends each document.
+
+        python -m pretrain tokenizer my_text --vocabulary 8192 --out my_tokenizer
+    """
+    add("source", metavar="SOURCE", help="file, folder, pattern or dataset")
+    add(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="keys of the data section, such as data.text=body",
+    )
+    add(
+        "--vocabulary",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of tokens, including 256 bytes and the special tokens",
+    )
+    add("--out", type=Path, required=True, metavar="FOLDER")
+    add(
+        "--special",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="special token to add, such as <|im_start|>; may be given several times",
+    )
+
+
+def prepare(add: Callable) -> None:
+    """Tokenize text and pack it.
+
+    After an interruption, run the same command again to continue.
+
+        python -m pretrain prepare recipes/smoke.yaml data.length=1024
+        python -m pretrain prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B \\
+            data.packs=packs/corpus
+    """
+    add(
+        "recipe",
+        nargs="*",
+        help="RECIPE.yaml, whose data section is read, then key=value settings that override it",
+    )
+
+
+def follow(add: Callable) -> None:
+    """Tokenize and pack a stream while a run trains on it (data.streaming).
+
+    A run starts a packer itself. This command packs in another process, or on another machine.
+    """
+    add("recipe", nargs="*", help="recipe and settings, as for prepare")
+
+
+def inspect(add: Callable) -> None:
+    """Show the counts, lengths and text of packs.
+
+    The packs may be of this project (Arrow), MDS shards or token .bin files.
+    """
+    add("path", type=Path, help="folder or file of packs, or RECIPE.yaml")
+    add("--index", type=int, help="also print the text of this training pack")
+    add(
+        "--tokenizer",
+        help="tokenizer.json, folder or hub name (default: the tokenizer stored with the packs)",
+    )
+    add("--verify", action="store_true", help="compare each file with its recorded hash")
+
+
 # Map the name of each command to the class of its parser and to a function. The function adds the
 # options of the command, and its docstring is the description that --help prints.
 COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
@@ -416,4 +490,8 @@ COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
     "matrix": (CommandParser, matrix),
     "which": (LaunchParser, which),
     "report": (CommandParser, report),
+    "tokenizer": (PacksParser, tokenizer),
+    "prepare": (PacksParser, prepare),
+    "follow": (PacksParser, follow),
+    "inspect": (CommandParser, inspect),
 }

@@ -250,13 +250,46 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-class LaunchParser(CommandParser):
-    """Parser of a command line with a recipe and overrides.
+class SettingsParser(CommandParser):
+    """Parser of a command line with settings, written as key=value or --key=value.
 
-    An override is key=value or --key=value. W&B sweeps use the second form.
+    W&B sweeps use the second form.
     """
 
     remedy = "write settings as key=value or --key=value; --help lists the options"
+    # Section of the recipe whose keys are suggested first.
+    section: tuple[str, ...] = ()
+
+    def suggest(self, name: str) -> str | None:
+        """Return the option or the key=VALUE that the user probably meant by `--name`.
+
+        Return a sentence for a name in other programs that has no key. Return None if no option and
+        no key is similar to `name`.
+        """
+        key = closest_key(Recipe, name, self.section) or ""
+        return super().suggest(name) or (key if " " in key else key and f"{key}=VALUE")
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse `arguments`. Options and settings may be in any order."""
+        return super().read([self._without_dashes(text) for text in arguments])
+
+    def _without_dashes(self, text: str) -> str:
+        """Return an argument --key=value as key=value if it sets a key of the recipe."""
+        key, equals, value = text.removeprefix("--").partition("=")
+        is_key = equals and ("." in key or key in Recipe.model_fields)
+        return (
+            f"{key}={value}" if is_key and f"--{key}" not in self._option_string_actions else text
+        )
+
+
+class PacksParser(SettingsParser):
+    """Parser of a command that reads the data section of a recipe."""
+
+    section = ("data",)
+
+
+class LaunchParser(SettingsParser):
+    """Parser of a command line with a recipe and overrides."""
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description)
@@ -269,27 +302,6 @@ class LaunchParser(CommandParser):
             default=[],
             metavar="key=value",
             help="settings that override the recipe, for example weights=bf16 train.steps=9",
-        )
-
-    def suggest(self, name: str) -> str | None:
-        """Return the option or the key=VALUE that the user probably meant by `--name`.
-
-        Return a sentence for a name in other programs that has no key. Return None if no option and
-        no key is similar to `name`.
-        """
-        key = closest_key(Recipe, name) or ""
-        return super().suggest(name) or (key if " " in key else key and f"{key}=VALUE")
-
-    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse `arguments`. Options and overrides may be in any order."""
-        return super().read([self._without_dashes(text) for text in arguments])
-
-    def _without_dashes(self, text: str) -> str:
-        """Return an argument --key=value as key=value if it sets a key of the recipe."""
-        key, equals, value = text.removeprefix("--").partition("=")
-        is_key = equals and ("." in key or key in Recipe.model_fields)
-        return (
-            f"{key}={value}" if is_key and f"--{key}" not in self._option_string_actions else text
         )
 
 

@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from docs.recipes_page import FOLDER
-from packing import __main__ as packing
+from packing import commands as packing
 from pretrain.__main__ import main as pretrain
 from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.checks import check_launch
@@ -35,9 +35,7 @@ COMMENTED = sorted([*ROOT.glob("recipes/**/*.yaml"), *ROOT.glob("accelerate_conf
 SETTING = rf"(?:{'|'.join(Recipe.model_fields)})[\w.]*=[^\s`]+"
 FILE = r"(?:recipes|accelerate_configs|benchmarks)/[\w/]+\.yaml"
 # Programs of this project, or that start it. Other lines of a block are output or shell commands.
-PROGRAM = re.compile(
-    r"(?:\w+=\S+ )*(accelerate launch|(?:\S*/)?python -m|low-precision|torchrun|make|sbatch) "
-)
+PROGRAM = re.compile(r"(?:\w+=\S+ )*(accelerate launch|(?:\S*/)?python -m|torchrun|make|sbatch) ")
 # A command with words for the user to replace, such as RUN or `...`.
 TEMPLATE = re.compile(r"\.\.\.|key=value|(?<![\w=/.\"])[A-Z_]{2,}(?![\w=.])|\bN\b")
 # Files that a page tells the user to write, and files that are like them.
@@ -124,8 +122,6 @@ def check_command(command: str) -> None:
             config = yaml.safe_load((ROOT / launch.config_file).read_text(encoding="utf-8"))
             processes = config["num_processes"]
         check_training(launch.training_script_args, launch.config_file, processes)
-    elif program == "low-precision":
-        check_module("pretrain", *arguments)
     elif program == "torchrun":
         launch = get_args_parser().parse_args(arguments)
         check_training(launch.training_script_args, None, int(launch.nproc_per_node))
@@ -156,17 +152,15 @@ def check_job(arguments: Sequence[str]) -> None:
 def check_module(package: str, *arguments: str) -> None:
     """Check `python -m package` with arguments."""
     name = arguments[0] if arguments else ""
-    if package not in ("pretrain", "packing"):
+    if package != "pretrain":
         assert importlib.util.find_spec(package), package
-    elif package == "packing" or name in ("tokenizer", "prepare", "follow", "inspect"):
-        options = packing._parser().parse_args(arguments)
-        if "recipe" in options:
-            packing._data_settings(options.recipe)
     elif name == "matrix":
         assert pretrain([*arguments, *({"--dry-run"} - {*arguments})]) == 0, arguments
     elif name:
         options = commands.read(name, arguments[1:])
-        if name in ("train", "plan"):
+        if name in ("prepare", "follow"):
+            packing._data_settings(options.recipe)
+        elif name in ("train", "plan"):
             check(options.recipe, options.overrides, getattr(options, "config", None))
         elif name == "evaluate" and options.recipe.suffix == ".yaml":
             load_recipe(options.recipe, options.overrides)

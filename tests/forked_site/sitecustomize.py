@@ -13,7 +13,7 @@ MODULES = (
     "accelerate.commands.launch",
     "train_accelerate",
     "pretrain",
-    "packing",
+    "packing.packer",
 )
 
 

@@ -30,13 +30,17 @@ def failing(error: BaseException):
             2,
             "error: [Errno 13] Permission denied: '/data'\n",
         ),
-        (KeyboardInterrupt(), 130, "\nstopped\n"),
+        (
+            KeyboardInterrupt(),
+            130,
+            "\nstopped by Ctrl-C; run the same command again to continue\n",
+        ),
     ],
 )
 def test_an_error_becomes_a_message_and_an_exit_status(
     error, status, message, capsys: pytest.CaptureFixture[str]
 ):
-    assert run_command(failing(error), on_ctrl_c="stopped") == status
+    assert run_command(failing(error)) == status
     assert capsys.readouterr().err == message
 
 

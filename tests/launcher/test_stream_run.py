@@ -91,7 +91,7 @@ def packer_of(run: LauncherProcess) -> psutil.Process:
     return next(
         child
         for child in psutil.Process(run.pid).children()
-        if "packing follow" in " ".join(child.cmdline())
+        if "packing.packer" in " ".join(child.cmdline())
     )
 
 
@@ -164,7 +164,7 @@ def test_a_packer_of_a_user_serves_the_run_and_ends_with_it(
     recipe = elsewhere(recipe, tmp_path)
     packs = tmp_path / "packs"
     packer_log = packs / "packer.log"
-    command = [sys.executable, "-m", "packing", "follow", str(write_recipe(recipe, tmp_path))]
+    command = [sys.executable, "-m", "pretrain", "follow", str(write_recipe(recipe, tmp_path))]
     packer = subprocess.Popen(command, cwd=ROOT, env=os.environ)
     try:
         end = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""The commands of `python -m packing` and their error messages."""
+"""The commands for packs and their error messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from packing.__main__ import main
 from packing.arrow import ArrowPacks
 from packing.tokenizer import load_tokenizer
+from pretrain.__main__ import main
 
 
 @pytest.fixture

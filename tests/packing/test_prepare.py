@@ -24,7 +24,6 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.files import hash_of
-from packing.__main__ import main as inspect
 from packing.arrow import read_manifest
 from packing.pack_maker import PackMaker
 from packing.prepare import TokenLog, prepare, summary
@@ -32,6 +31,7 @@ from packing.settings import DataSettings
 from packing.sources import DatasetSource
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from pretrain.__main__ import main
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_column_may_have_a_lone_surrogate_in_its_name(
     prepare(settings)
     assert read_manifest(settings.packs)["statistics"]["columns_not_read"] == "te\ud83dxt"
     assert "columns not read     te\\ud83dxt" in capsys.readouterr().err
-    assert inspect(["inspect", str(settings.packs)]) == 0
+    assert main(["inspect", str(settings.packs)]) == 0
     assert "columns not read     te\\ud83dxt" in capsys.readouterr().out
 
 

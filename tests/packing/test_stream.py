@@ -294,10 +294,10 @@ def streamed_settings(
 
 @contextmanager
 def user_packer(data: DataSettings) -> Iterator[subprocess.Popen[str]]:
-    """Run `python -m packing follow` on these settings."""
+    """Run `python -m pretrain follow` on these settings."""
     recipe = data.packs.with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump({"data": data.model_dump(mode="json")}))
-    command = [sys.executable, "-P", "-m", "packing", "follow", str(recipe)]
+    command = [sys.executable, "-P", "-m", "pretrain", "follow", str(recipe)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from foundation.errors import InputError
 from packing import tokenizer as tokenizer_module
-from packing.__main__ import main
 from packing.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
@@ -23,6 +22,7 @@ from packing.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
+from pretrain.__main__ import main
 
 VOCABULARY = 600
 

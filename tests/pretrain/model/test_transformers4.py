@@ -240,7 +240,7 @@ def in_version_4(exports: Path, transformers4: Path) -> dict[str, Any]:
     folders = {path.name: ("model", str(path)) for path in exports.glob("models/*")}
     for path in exports.glob("tokenizers/*"):
         folders[path.name] = ("tokenizer", str(path))
-    # `python -m packing tokenizer` writes this folder.
+    # `python -m pretrain tokenizer` writes this folder.
     folders["given"] = ("tokenizer", str(exports / "given" / "own"))
     packages = [transformers4]
     references = Path(os.environ.get("REFERENCES", transformers4.parent / "references"))

@@ -336,5 +336,5 @@ sys.exit("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"low-precision {__version__}\n"
+    assert done.stdout == f"low-precision-pretraining {__version__}\n"
     assert done.stderr.count("error: ") == 3

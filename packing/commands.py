@@ -1,20 +1,19 @@
-"""`python -m packing`: train a tokenizer, prepare packs from text, show packs.
+"""Commands for packs: train a tokenizer, prepare packs from text, show packs.
 
-    python -m packing tokenizer my_text --vocabulary 8192 --out my_tokenizer
-    python -m packing prepare recipes/smoke.yaml data.length=1024
-    python -m packing prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B \
+    python -m pretrain tokenizer my_text --vocabulary 8192 --out my_tokenizer
+    python -m pretrain prepare recipes/smoke.yaml data.length=1024
+    python -m pretrain prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B \
         data.packs=packs/corpus
-    python -m packing follow my.yaml
-    python -m packing inspect packs/corpus --index 0
+    python -m pretrain follow my.yaml
+    python -m pretrain inspect packs/corpus --index 0
 
-Exit status: 0 if the command is done, 2 if an input cannot be used (a message names the mistake),
-130 if Ctrl-C has interrupted the command.
+Each function receives the parsed options of its command. `pretrain/settings/commands.py` defines
+the options.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,14 +21,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
 from foundation.settings import Settings, parse, set_value, value_from_text
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs
 from packing.chunks import Counts, read_chunk, require_documents
-from packing.follow import follow
+from packing.packer import make_packs
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.settings import DataSettings
@@ -51,99 +49,10 @@ class _Recipe(Settings):
     data: DataSettings
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-
-    def run() -> None:
-        options = _parser().parse_args(arguments)
-        options.run(options)
-
-    return run_command(run, on_ctrl_c="interrupted; run the same command again to continue")
-
-
-class _Parser(CommandParser):
-    """Parser of these commands."""
-
-    remedy = (
-        "write settings as key=value, such as data.source=my_text, before all options; "
-        "use --help to list the options"
-    )
-
-
-def _parser() -> CommandParser:
-    parser = _Parser("python -m packing", __doc__)
-    commands = parser.add_subparsers(
-        required=True, metavar="tokenizer | prepare | follow | inspect"
-    )
-
-    tokenizer = commands.add_parser(
-        "tokenizer",
-        help="train a byte-level BPE tokenizer, whose end-of-text token (id 0) ends each document",
-    )
-    tokenizer.add_argument("source", metavar="SOURCE", help="file, folder, pattern or dataset")
-    tokenizer.add_argument(
-        "settings",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="keys of the data section, such as data.text=body",
-    )
-    tokenizer.add_argument(
-        "--vocabulary",
-        type=int,
-        required=True,
-        metavar="N",
-        help="number of tokens, including 256 bytes and the special tokens",
-    )
-    tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    tokenizer.add_argument(
-        "--special",
-        action="append",
-        default=[],
-        metavar="TOKEN",
-        help="special token to add, such as <|im_start|>; may be given several times",
-    )
-    tokenizer.set_defaults(run=_train_tokenizer)
-
-    prepare = commands.add_parser(
-        "prepare", help="tokenise and pack text; continues after an interruption"
-    )
-    prepare.add_argument(
-        "recipe",
-        nargs="*",
-        help="RECIPE.yaml, whose data section is read, then key=value settings that override it",
-    )
-    prepare.set_defaults(run=_prepare)
-
-    follow = commands.add_parser(
-        "follow", help="pack a stream while a run trains on it (data.streaming)"
-    )
-    follow.add_argument("recipe", nargs="*", help="recipe and settings, as for prepare")
-    follow.add_argument(
-        "--parent",
-        type=int,
-        metavar="PROCESS",
-        help="exit when the process with this id exits; set by a run that starts the packer",
-    )
-    follow.set_defaults(run=_follow)
-
-    inspect = commands.add_parser("inspect", help="describe Arrow, MDS or token .bin packs")
-    inspect.add_argument("path", type=Path, help="folder or file of packs, or RECIPE.yaml")
-    inspect.add_argument("--index", type=int, help="also print the text of this training pack")
-    inspect.add_argument(
-        "--tokenizer",
-        help="tokenizer.json, folder or hub name (default: the tokenizer stored with the packs)",
-    )
-    inspect.add_argument(
-        "--verify", action="store_true", help="compare each file with its recorded hash"
-    )
-    inspect.set_defaults(run=_inspect)
-    return parser
-
-
 # ── tokenizer ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _train_tokenizer(options: argparse.Namespace) -> None:
+def tokenizer_command(options: argparse.Namespace) -> None:
     """Train a tokenizer on a source and save it in a new folder."""
     out = options.out
     settings = _data_settings(
@@ -196,12 +105,12 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
 # ── prepare and follow ────────────────────────────────────────────────────────────────────────────
 
 
-def _prepare(options: argparse.Namespace) -> None:
+def prepare_command(options: argparse.Namespace) -> None:
     """Prepare packs and print the folder of the packs."""
     print(prepare(_data_settings(options.recipe)))
 
 
-def _follow(options: argparse.Namespace) -> None:
+def follow_command(options: argparse.Namespace) -> None:
     """Make the packs of a stream, part by part, until the run that reads them has ended."""
     settings = _data_settings(options.recipe)
     if settings.stream is None:
@@ -209,10 +118,7 @@ def _follow(options: argparse.Namespace) -> None:
             "`data.streaming` is not a mapping, so packs are not made while a run trains; either "
             "set data.streaming.disk_gb, for example to 20, or use `prepare`"
         )
-    prepare(settings)
-    say(f"{settings.packs}: making parts ahead of the run that reads them")
-    follow(settings, options.parent)
-    say(f"{settings.packs}: the run has ended")
+    make_packs(settings)
 
 
 def _data_settings(arguments: Sequence[str]) -> DataSettings:
@@ -244,7 +150,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 # ── inspect ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _inspect(options: argparse.Namespace) -> None:
+def inspect_command(options: argparse.Namespace) -> None:
     """Describe all packs at or below a path. With --index, also print the text of one pack."""
     path = options.path
     if path.suffix in _RECIPE_SUFFIXES and path.is_file():
@@ -293,7 +199,3 @@ def _print_text(packs: Packs, index: int, tokenizer_name: str | None) -> None:
         print(text_of(ids))
         if pack.trained is not None:
             print(f"[trained on] {text_of(ids[pack.trained[start:end]])}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
