@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from foundation.errors import InputError
+from foundation.gpus import used_memory
 from foundation.signals import StopRequest
 from foundation.units import memory
 from pretrain.compare.matrix_file import (
@@ -21,7 +19,7 @@ from pretrain.compare.matrix_file import (
     Values,
     make_matrix,
 )
-from pretrain.compare.matrix_run import DEVICES, Outcome, report_stop, run_all, say
+from pretrain.compare.matrix_run import Outcome, report_stop, run_all, say
 from pretrain.compare.verdicts import Protocol
 from pretrain.metrics.run_folder import MATRIX_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import RunRecord
@@ -235,31 +233,25 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
 def check_gpu_is_free(matrix: Matrix) -> None:
     """Raise InputError if other processes use a GPU of the matrix, because speeds would be wrong.
 
-    Also raise InputError if the machine has fewer GPUs than the matrix. The used memory is read
-    from nvidia-smi, because a query through CUDA would itself allocate memory. Do nothing if the
-    matrix is trained on a CPU, or if nvidia-smi gives no answer.
+    Also raise InputError if the machine has fewer GPUs than the matrix. Do nothing if the
+    matrix is trained on a CPU, or if the used memory is not known.
     """
     if matrix.on_cpu:
         return
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    devices = os.environ.get(DEVICES)
-    if devices:
-        command += ["-i", devices]
-    # Ignore the errors that occur if nvidia-smi is missing or does not report the memory.
-    with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        used = [float(line) / 1024 for line in output.split()]
-        gpus = matrix.settings.gpus
-        if gpus and gpus > len(used):
-            raise InputError(
-                f"--gpus {gpus}: only {len(used)} GPUs are visible; set --gpus {len(used)} or fewer"
-            )
-        most_used = max(used[: gpus or matrix.processes])
-        if most_used > GPU_IS_FREE:
-            raise InputError(
-                f"other processes use {memory(most_used)} of a GPU, so the measured speeds would "
-                "be wrong; stop these processes, or choose another GPU with CUDA_VISIBLE_DEVICES"
-            )
+    used = used_memory()
+    if not used:
+        return
+    gpus = matrix.settings.gpus
+    if gpus and gpus > len(used):
+        raise InputError(
+            f"--gpus {gpus}: only {len(used)} GPUs are visible; set --gpus {len(used)} or fewer"
+        )
+    most_used = max(used[: gpus or matrix.processes])
+    if most_used > GPU_IS_FREE:
+        raise InputError(
+            f"other processes use {memory(most_used)} of a GPU, so the measured speeds would "
+            "be wrong; stop these processes, or choose another GPU with CUDA_VISIBLE_DEVICES"
+        )
 
 
 def seconds_of(run: RunRecord) -> float:

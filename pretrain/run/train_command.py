@@ -8,7 +8,6 @@ this command, so that torch and accelerate are imported only once.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
@@ -26,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from foundation.gpus import visible_gpus
 from foundation.overrides import overridden
 from foundation.reading import as_input_error, load_yaml
 from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
@@ -112,22 +112,11 @@ def choose_configuration(
 def count_gpus() -> int:
     """Return the number of GPUs that processes of this environment can use.
 
-    NVIDIA's management library (NVML) counts the GPUs, which takes milliseconds. The result is 0 if
-    torch was built for CPUs, or if ACCELERATE_USE_CPU is set.
+    The result is 0 if torch was built for CPUs, or if ACCELERATE_USE_CPU is set.
     """
     if is_true(os.environ, "ACCELERATE_USE_CPU") or "+cpu" in version("torch"):
         return 0
-    count = ctypes.c_uint()
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return count.value
-    return min(count.value, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
+    return len(visible_gpus())
 
 
 def training_arguments(options: argparse.Namespace) -> list[str]:

@@ -128,7 +128,7 @@ def test_default_candidates_are_the_precisions_of_the_gpu() -> None:
 
 
 def test_a_gpu_that_other_processes_use_is_refused(recipe: Path, tmp_path: Path) -> None:
-    """This process holds 3 GiB of the GPU, which nvidia-smi reports."""
+    """This process holds 3 GiB of the GPU, which NVML reports."""
     held = torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
     with pytest.raises(InputError, match="other processes use"):
         which.main(

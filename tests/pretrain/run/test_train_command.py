@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -247,13 +246,8 @@ def test_visible_gpus_are_counted(
     variables: dict[str, str], gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The management library is that of a machine with four GPUs."""
-
-    def count(pointer: Any) -> int:
-        pointer._obj.value = 4
-        return 0
-
-    library = SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetCount", lambda: 4)
     monkeypatch.setattr(train_command, "version", lambda package: "2.13.0")
     for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)

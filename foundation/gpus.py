@@ -1,0 +1,46 @@
+"""Ask NVIDIA's management library (NVML) about the GPUs of this machine.
+
+NVML answers in milliseconds. Unlike CUDA, it allocates no memory on a GPU, and a process that has
+used it can still be forked.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import pynvml
+
+
+def visible_gpus() -> list[str]:
+    """Return the index or the UUID of each GPU that processes of this environment can use.
+
+    CUDA_VISIBLE_DEVICES limits the GPUs. Return no GPU if the machine has no NVIDIA driver.
+    """
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:
+        return []
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return [name.strip() for name in names if name.strip() not in ("", "-1")][:count]
+
+
+def used_memory() -> list[float]:
+    """Return the used memory of each visible GPU in GiB, without the memory of the driver.
+
+    Return an empty list if NVML does not know the memory of a GPU.
+    """
+    with suppress(pynvml.NVMLError):
+        return [
+            pynvml.nvmlDeviceGetMemoryInfo(_handle(name), version=pynvml.nvmlMemory_v2).used / 2**30
+            for name in visible_gpus()
+        ]
+    return []
+
+
+def _handle(name: str) -> pynvml.c_nvmlDevice_t:
+    """Return NVML's handle of the GPU with an index or a UUID."""
+    if name.isdecimal():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    return pynvml.nvmlDeviceGetHandleByUUID(name)

@@ -1,0 +1,64 @@
+"""The GPUs of a machine, as NVIDIA's management library reports them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from foundation.gpus import used_memory, visible_gpus
+
+USED = {0: 1, 1: 2, "GPU-3f5c": 3}
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the answers of NVML by those of a machine with two GPUs."""
+
+    def handle(name: int | str) -> int | str:
+        if name not in USED:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return name
+
+    def memory(name: int | str, version: int) -> SimpleNamespace:
+        return SimpleNamespace(used=USED[name] << 30)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
+
+
+@pytest.mark.parametrize(
+    ("variable", "names", "used"),
+    [
+        (None, ["0", "1"], [1, 2]),
+        ("1", ["1"], [2]),
+        (" GPU-3f5c ", ["GPU-3f5c"], [3]),
+        ("-1", [], []),
+        ("0,7", ["0", "7"], []),
+    ],
+)
+def test_the_used_memory_of_visible_gpus_is_reported(
+    variable: str | None,
+    names: list[str],
+    used: list[float],
+    two_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible_gpus() == names
+    assert used_memory() == used
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    assert visible_gpus() == []
+    assert used_memory() == []
