@@ -1,7 +1,8 @@
 """Write docs/settings.md from the settings classes: `make docs`.
 
-The documentation of a key is the comment at the end of its line, followed by the comment lines
-directly above it. A comment with a blank line below it documents no key.
+The documentation of a key is the docstring below its field, or the comment at the end of its line,
+followed by the comment lines directly above it. A comment with a blank line below it documents no
+key.
 """
 
 from __future__ import annotations
@@ -144,6 +145,9 @@ def comments(cls: type[BaseModel]) -> dict[str, str]:
             if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
                 meanings[field[1]] = " ".join(filter(None, [field[2], *above]))
             above = []
+    for name, field in cls.model_fields.items():
+        if field.description:
+            meanings[name] = " ".join(field.description.split())
     return meanings
 
 

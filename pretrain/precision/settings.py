@@ -107,14 +107,20 @@ def _share_or_step(number: float) -> float | int:
 class PrecisionPhase(Settings):
     """One phase of a precision schedule."""
 
-    # End of the phase: a share of all steps, or the number of the phase's last step. The last phase
-    # of a schedule has no `until`.
     until: Annotated[float, AfterValidator(_share_or_step)] | None = None
-    # Precision of the matrix products in this phase.
+    """End of the phase: a share of all steps, or the number of the phase's last step.
+
+    The last phase of a schedule has no `until`.
+    """
+
     use: PrecisionName
-    # Compute the forward products in BF16, and only the products of backward in the quantized
-    # precision `use`.
+    """Precision of the matrix products in this phase."""
+
     forward: Literal["bf16"] | None = None
+    """Compute the forward products in BF16.
+
+    Only the products of backward are in the quantized precision `use`.
+    """
 
     @model_validator(mode="after")
     def _quantizes_gradients(self) -> Self:
@@ -227,11 +233,14 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
 class KeepBf16Layers(Settings):
     """Decoder layers that are not quantized."""
 
-    # Number of decoder layers at the start of the model that stay in BF16.
     first: Count = 0
-    # Number of decoder layers at the end of the model that stay in BF16. null: with nvfp4, 15 % of
-    # the layers, rounded up; with any other precision, 0.
+    """Number of decoder layers at the start of the model that stay in BF16."""
+
     last: Count | None = None
+    """Number of decoder layers at the end of the model that stay in BF16.
+
+    null: with nvfp4, 15 % of the layers, rounded up; with any other precision, 0.
+    """
 
 
 # Options of Transformer Engine's recipes that are not supported, with their defaults. An Accelerate
@@ -249,46 +258,84 @@ UNSUPPORTED = {
 class LowPrecisionSettings(Settings):
     """The `fp8_config` of a recipe or of an Accelerate configuration."""
 
-    # Engine that computes the quantized products. TE: Transformer Engine, on hardware that supports
-    # the precision. emulation: software, even if the hardware supports the precision.
     backend: Literal["TE", "emulation"] = "TE"
-    # Linear layers to quantize. linear: all except the LM head. linear+head: all, including the LM
-    # head.
+    """Engine that computes the quantized products.
+
+    TE: Transformer Engine, on hardware that supports the precision.
+    emulation: software, even if the hardware supports the precision.
+    """
+
     scope: Literal["linear", "linear+head"] = "linear"
-    # Reaction if the hardware does not support the precision. error: stop with an error. emulate:
-    # emulate the precision in software. fallback: train in delayed if the hardware supports
-    # delayed, else in bf16.
+    """Linear layers to quantize.
+
+    linear: all except the LM head.
+    linear+head: all, including the LM head.
+    """
+
     on_unsupported: Literal["error", "emulate", "fallback"] = "error"
+    """Reaction if the hardware does not support the precision.
+
+    error: stop with an error.
+    emulate: emulate the precision in software.
+    fallback: train in delayed if the hardware supports delayed, else in bf16.
+    """
+
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
-    # Linear layers that stay in BF16, as patterns of their names: ["layers.0.*", "down_proj"].
+
     keep_bf16: tuple[str, ...] = ()
-    # Evaluate in the low precision instead of BF16. Accelerate has a key with the same name.
+    """Linear layers that stay in BF16, as patterns of their names: ["layers.0.*", "down_proj"]."""
+
     use_autocast_during_eval: bool = False
+    """Evaluate in the low precision instead of BF16. Accelerate has a key with the same name."""
 
     # Options. An option may be set only if the precision accepts it.
 
-    # Number format of FP8 values. HYBRID: E5M2 for gradients, E4M3 for inputs and weights. E4M3:
-    # E4M3 for gradients too.
     fp8_format: Literal["HYBRID", "E4M3"] | None = None
-    # Number of times that the scale is halved, so that values above the recorded maximum do not
-    # saturate. At most 18: the largest E4M3 value, 448, divided by 2**18 is still rounded to the
-    # smallest value above zero, 2**-9. Divided by 2**19, it would be rounded to zero.
+    """Number format of FP8 values.
+
+    HYBRID: E5M2 for gradients, E4M3 for inputs and weights.
+    E4M3: E4M3 for gradients too.
+    """
+
     margin: Annotated[Count, Field(le=18)] | None = None
-    # Number of microbatches whose amax (largest absolute value of a tensor) the history stores.
+    """Number of times that the scale is halved.
+
+    Then values above the recorded maximum do not saturate. At most 18: the largest E4M3 value, 448,
+    divided by 2**18 is still rounded to the smallest value above zero, 2**-9. Divided by 2**19, it
+    would be rounded to zero.
+    """
+
     amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None
-    # Amax that determines the scale. max: the largest amax of the history. most_recent: the amax of
-    # the latest microbatch.
+    """Number of microbatches whose amax (largest absolute value of a tensor) the history stores."""
+
     amax_compute_algo: Literal["max", "most_recent"] | None = None
-    # Do not apply the random Hadamard transform to the operands of the weight gradient's product.
+    """Amax that determines the scale.
+
+    max: the largest amax of the history.
+    most_recent: the amax of the latest microbatch.
+    """
+
     disable_rht: bool | None = None
-    # Round gradients to the nearest value instead of stochastically.
+    """Do not apply the random Hadamard transform.
+
+    By default, it is applied to the operands of the weight gradient's product.
+    """
+
     disable_stochastic_rounding: bool | None = None
-    # Use FP32 numbers instead of powers of two as block scales, as servers on Hopper do. Needs
-    # Hopper or emulation.
+    """Round gradients to the nearest value instead of stochastically."""
+
     use_f32_scales: bool | None = None
-    # Compute both products of backward in BF16, with an unquantized gradient. high_precision: input
-    # and weight are unquantized too. dequantized: they are the dequantized operands of forward.
+    """Use FP32 numbers instead of powers of two as block scales, as servers on Hopper do.
+
+    Needs Hopper or emulation.
+    """
+
     backward_override: Literal["high_precision", "dequantized"] | None = None
+    """Compute both products of backward in BF16, with an unquantized gradient.
+
+    high_precision: input and weight are unquantized too.
+    dequantized: they are the dequantized operands of forward.
+    """
 
     @model_validator(mode="before")
     @classmethod
