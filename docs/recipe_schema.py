@@ -10,26 +10,23 @@ checks combinations of keys.
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
-from docs.settings_page import comments, option_defaults
-from foundation.settings import sections_in
-from pretrain.precision.settings import LowPrecisionSettings
+from docs.settings_page import one_line, option_defaults
+from packing.settings import WeightedSource
+from pretrain.precision.settings import OPTIONS, PrecisionPhase
 from pretrain.settings.recipe import Recipe
 
 FILE = "recipes/schema.json"
 # First line of a recipe in recipes/. The path is relative to the recipe.
 MODELINE = "# yaml-language-server: $schema=schema.json"
 BASE = "Recipe that this recipe includes. The path is relative to this file."
-# Constraints of values that editors check. `title` and `format` are omitted.
-CONSTRAINTS = (
-    *("type", "enum", "const", "pattern", "minLength", "minItems", "maxItems"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-)
+# Classes of the elements of lists. No other recipe can set a key of an element, so the required
+# keys of an element are required in the schema.
+ELEMENTS = (PrecisionPhase, WeightedSource)
 # Numbers that the launcher reads, but that an editor reads as text: 1_000 and "1e-4".
 NUMBER = {
     "type": "string",
@@ -40,94 +37,65 @@ IN_ANY_CASE = "|".join("".join(f"[{c}{c.upper()}]" for c in word) for word in WO
 # Other spellings of true and false that the launcher reads. An editor may read `yes` as text.
 BOOLEAN = {"type": "string", "pattern": f"^({IN_ANY_CASE}|0|1)$"}
 
+Schema = dict[str, Any]
 
-def recipe_schema() -> dict[str, Any]:
+
+class RecipeSchema(GenerateJsonSchema):
+    """pydantic's generator, with all spellings of values that the launcher accepts."""
+
+    def int_schema(self, schema: Any) -> Schema:
+        return {"anyOf": [super().int_schema(schema), NUMBER]}
+
+    def float_schema(self, schema: Any) -> Schema:
+        return {"anyOf": [super().float_schema(schema), NUMBER]}
+
+    def bool_schema(self, schema: Any) -> Schema:
+        return {"anyOf": [super().bool_schema(schema), BOOLEAN]}
+
+    def literal_schema(self, schema: Any) -> Schema:
+        values = super().literal_schema(schema)
+        if "on" in schema["expected"]:
+            return {"anyOf": [values, {"type": "boolean"}]}
+        return values
+
+    def tuple_schema(self, schema: Any) -> Schema:
+        values = super().tuple_schema(schema)
+        if "prefixItems" in values:
+            # The elements of optimizer.betas have equal schemas. Draft 7 has no `prefixItems`.
+            values["items"] = values.pop("prefixItems")[0]
+        return values
+
+    def model_schema(self, schema: Any) -> Schema:
+        section = super().model_schema(schema)
+        del section["title"]
+        if schema["cls"] not in ELEMENTS:
+            section["type"] = ["object", "null"]
+            section.pop("required", None)
+        for value in [section, *section["properties"].values()]:
+            if "description" in value:
+                value["description"] = one_line(value["description"])
+            if isinstance(value.get("default"), dict):
+                del value["default"]
+        return section
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def recipe_schema() -> Schema:
     """Return the JSON schema of a recipe."""
-    schema = Recipe.model_json_schema()
-    definitions = schema.pop("$defs")
-    section = section_schema(Recipe, schema, definitions)
+    schema = Recipe.model_json_schema(schema_generator=RecipeSchema)
+    options = schema["$defs"]["LowPrecisionSettings"]["properties"]
+    for key in OPTIONS:
+        options[key]["description"] += f" Default: {option_defaults(key)}."
+        del options[key]["default"]
     base = {"description": BASE, "type": ["string", "null"]}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Recipe",
-        **section,
-        "properties": {"base": base, **section["properties"]},
+        **schema,
+        "properties": {"base": base, **schema["properties"]},
     }
-
-
-def section_schema(
-    cls: type[BaseModel], schema: dict[str, Any], definitions: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the schema of a settings class, with the documentation of each key.
-
-    `schema` is the schema of `cls` by pydantic. `definitions` are those to which it refers.
-    """
-    meanings = comments(cls)
-    properties = {}
-    for name, field in cls.model_fields.items():
-        classes = {section.__name__: section for section in sections_in(field.annotation)}
-        source = schema["properties"][name]
-        value = value_schema(source, definitions, classes)
-        if meaning := meanings.get(name):
-            value["description"] = meaning
-        if cls is LowPrecisionSettings and (defaults := option_defaults(name)):
-            value["description"] += f" Default: {defaults}."
-        elif not isinstance(source.get("default", {}), dict):
-            value["default"] = source["default"]
-        properties[name] = value
-    text = " ".join(inspect.cleandoc(vars(cls).get("__doc__") or "").split())
-    return {
-        **({"description": text} if text else {}),
-        "type": ["object", "null"],
-        "additionalProperties": False,
-        "properties": properties,
-    }
-
-
-def value_schema(
-    source: dict[str, Any], definitions: dict[str, Any], classes: dict[str, type[BaseModel]]
-) -> dict[str, Any]:
-    """Return the schema of a value that accepts all spellings that the launcher accepts.
-
-    Args:
-        source: The schema of the value by pydantic.
-        definitions: The schemas by pydantic of all settings classes, by name.
-        classes: The settings classes to which `source` may refer, by name.
-    """
-    if reference := source.get("$ref"):
-        name = reference.rpartition("/")[2]
-        return section_schema(classes[name], definitions[name], definitions)
-    if members := source.get("anyOf") or source.get("oneOf"):
-        schemas = [value_schema(member, definitions, classes) for member in members]
-        # Replace a union in the union by its members.
-        return {"anyOf": [part for schema in schemas for part in schema.get("anyOf", [schema])]}
-    schema = {key: source[key] for key in CONSTRAINTS if key in source}
-    kind = source.get("type")
-    if kind == "array":
-        # The elements of a tuple, as of optimizer.betas, have equal schemas.
-        item = source.get("items") or source["prefixItems"][0]
-        return schema | {"items": item_schema(item, definitions, classes)}
-    if kind in ("integer", "number"):
-        return {"anyOf": [schema, NUMBER]}
-    if kind == "boolean":
-        return {"anyOf": [schema, BOOLEAN]}
-    if "on" in schema.get("enum", ()):
-        return {"anyOf": [schema, {"type": "boolean"}]}
-    return schema
-
-
-def item_schema(
-    source: dict[str, Any], definitions: dict[str, Any], classes: dict[str, type[BaseModel]]
-) -> dict[str, Any]:
-    """Return the schema of an element of a list.
-
-    No other recipe can set a key of an element, so its required keys are required in the schema.
-    """
-    schema = value_schema(source, definitions, classes)
-    if reference := source.get("$ref"):
-        required = definitions[reference.rpartition("/")[2]]["required"]
-        schema |= {"type": "object", "required": required}
-    return schema
 
 
 if __name__ == "__main__":

@@ -1,9 +1,4 @@
-"""Write docs/settings.md from the settings classes: `make docs`.
-
-The documentation of a key is the docstring below its field, or the comment at the end of its line,
-followed by the comment lines directly above it. A comment with a blank line below it documents no
-key.
-"""
+"""Write docs/settings.md from the settings classes and the docstrings of their fields."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from foundation.settings import Settings, sections_in
+from foundation.settings import sections_in
 from foundation.units import cell
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
@@ -26,7 +21,7 @@ HEAD = """\
 # Settings
 
 This page lists every key of a recipe. `make docs` writes it from the classes that check recipes.
-The text of a key is the comment on its line or above it, in `pretrain/settings/recipe.py`,
+The text of a key is the docstring below its field, in `pretrain/settings/recipe.py`,
 `packing/settings.py` or `pretrain/precision/settings.py`.
 
 * A recipe is a YAML file. A key that is not on this page is an error, which names the most similar
@@ -91,7 +86,6 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
     A section that is a source, as `data` is, has a row of its own. Only the keys that `data` does
     not have are listed below it.
     """
-    meanings = comments(cls)
     schemas = cls.model_json_schema()["properties"]
     for name, field in cls.model_fields.items():
         key = f"{prefix}{name}"
@@ -113,7 +107,7 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
             if not field.is_required():
                 default = in_yaml(field.get_default(call_default_factory=True))
             options = option_defaults(name) if cls is LowPrecisionSettings else ""
-            yield key, kind or "section", options or default, meanings.get(name, "")
+            yield key, kind or "section", options or default, one_line(field.description)
         for section in sections:
             for inner, inner_kind, default, meaning in rows(section):
                 if inner in shared_keys:
@@ -131,24 +125,9 @@ def is_section(cls: type[BaseModel], name: str) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def comments(cls: type[BaseModel]) -> dict[str, str]:
-    """Return the documentation of each field, from the source of `cls` and its base classes."""
-    meanings: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not issubclass(base, Settings):
-            continue
-        above: list[str] = []
-        for line in inspect.getsource(base).splitlines():
-            if comment := re.fullmatch(r"    # (.*)", line):
-                above.append(comment[1])
-                continue
-            if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
-                meanings[field[1]] = " ".join(filter(None, [field[2], *above]))
-            above = []
-    for name, field in cls.model_fields.items():
-        if field.description:
-            meanings[name] = " ".join(field.description.split())
-    return meanings
+def one_line(text: str | None) -> str:
+    """Return a docstring on one line."""
+    return " ".join((text or "").split())
 
 
 def table(content: list[Row]) -> str:

@@ -133,33 +133,55 @@ def refuse_near_name(key: str, name: str) -> None:
 class SourceSettings(Settings):
     """A source of documents, and the kind of its records."""
 
-    # File, folder, pattern such as `my_text/*.txt`, or Hugging Face dataset, as `name` or
-    # `name@revision` (branch, tag or commit); null: `packs` already exist.
     source: Annotated[PathText, Field(min_length=1)] | None = None
-    # name of a config of a Hugging Face dataset
-    subset: str | None = None
-    # split of a Hugging Face dataset, or of a folder whose file names have splits (docs/data.md)
-    split: str = "train"
-    # Column with a text, or a template with columns: `"{title}\n\n{body}"`, where `\n` is a line
-    # break and `\t` a tab. An EOS token ends each document. A document begins with a BOS token only
-    # if the template has one: `"<s>{text}"`. A special token in the text, such as `<|endoftext|>`,
-    # becomes the id of the token, as is the default at Hugging Face.
-    text: TemplateText = "text"
-    # Chats instead of `text`: either one column with a list of {role, content}, or two entries,
-    # [prompt, response]. Each entry is a column with a text or with messages, or a template with
-    # columns. Only the tokens of the assistant's messages have a loss. null: chats are recognised
-    # by their columns.
-    messages: TemplateText | tuple[TemplateText, TemplateText] | None = None
-    # Template of chats: plain, chatml, a Jinja file, or a template itself; null: the tokenizer's
-    # template.
-    chat_template: Annotated[TemplateText, BeforeValidator(at_home)] | None = None
+    """File, folder, pattern such as `my_text/*.txt`, or Hugging Face dataset.
 
-    # Tokens instead of `text`: a column with the token ids of a record. `tokenizer` must be the one
-    # that made these ids.
+    A dataset is `name` or `name@revision` (branch, tag or commit).
+    null: `packs` already exist.
+    """
+
+    subset: str | None = None
+    """Name of a config of a Hugging Face dataset."""
+
+    split: str = "train"
+    """Split of a Hugging Face dataset, or of a folder.
+
+    The names of the files in such a folder contain their splits (docs/data.md).
+    """
+
+    text: TemplateText = "text"
+    r"""Column with a text, or a template with columns, such as `"{title}\n\n{body}"`.
+
+    In a template, `\n` is a line break and `\t` a tab. An EOS token ends each document. A document
+    begins with a BOS token only if the template has one: `"<s>{text}"`. A special token in the
+    text, such as `<|endoftext|>`, becomes the id of the token, as is the default at Hugging Face.
+    """
+
+    messages: TemplateText | tuple[TemplateText, TemplateText] | None = None
+    """Chats instead of `text`: a column with a list of {role, content}, or [prompt, response].
+
+    Prompt and response are columns with a text or with messages, or templates with columns. Only
+    the tokens of the assistant's messages have a loss.
+    null: chats are recognised by their columns.
+    """
+
+    chat_template: Annotated[TemplateText, BeforeValidator(at_home)] | None = None
+    """Template of chats: plain, chatml, a Jinja file, or a template itself.
+
+    null: the tokenizer's template.
+    """
+
     input_ids: str | None = None
-    # Column of labels for `input_ids`: the token id, or -100 for a token without a loss; null: the
-    # column `labels`, if the source has it. docs/data.md lists other columns that are read.
+    """Tokens instead of `text`: a column with the token ids of a record.
+
+    `tokenizer` must be the one that made these ids.
+    """
+
     labels: str | None = None
+    """Column of labels for `input_ids`: the token id, or -100 for a token without a loss.
+
+    null: the column `labels`, if the source has it. docs/data.md lists other columns that are read.
+    """
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
         """Return the settings in `names` that do not have their default value."""
@@ -186,11 +208,14 @@ class SourceSettings(Settings):
 class WeightedSource(SourceSettings):
     """One of several sources to train on."""
 
-    # Name of the source in metrics, and of the folder of its packs; null: the last part of `source`
-    # without suffixes.
     name: Annotated[str, Field(pattern=SOURCE_NAME.pattern)] | None = None
-    # share of the tokens, relative to the weights of other sources
+    """Name of the source in metrics, and of the folder of its packs.
+
+    null: the last part of `source` without suffixes.
+    """
+
     weight: float = Field(gt=0)
+    """Share of the tokens, relative to the weights of other sources."""
 
 
 class StreamingSettings(Settings):
@@ -199,11 +224,15 @@ class StreamingSettings(Settings):
     At the end of the text, reading continues at its beginning.
     """
 
-    # largest size of all packs on the disk, in GB (10^9 bytes)
     disk_gb: float = Field(20.0, gt=0)
-    # Number of tokens in a part. Each part is packed and shuffled separately. If there are several
-    # sources, the parts of a source have a share of this number, in proportion to its weight.
+    """Largest size of all packs on the disk, in GB (10^9 bytes)."""
+
     window: PositiveCount = 2**26
+    """Number of tokens in a part.
+
+    Each part is packed and shuffled separately. If there are several sources, the parts of a source
+    have a share of this number, in proportion to its weight.
+    """
 
 
 class DataSettings(SourceSettings):
@@ -214,41 +243,75 @@ class DataSettings(SourceSettings):
     the tokenizer of existing packs. The run encodes prompts with it and exports it.
     """
 
-    # Folder of packs (Arrow, MDS), or a token file (.bin, .npy). With `source`, packs are prepared
-    # in it.
     packs: FilePath
-    # number of tokens in a pack
-    length: PositiveCount = 4096
-    # Share of the data that is held out for evaluation. If packs are prepared, it is a share of the
-    # documents. If existing packs are read, it is a share of the packs.
-    held_out: Share = 0.0
-    # true: the first token of a document is not used as a label, because it would be predicted from
-    # another document.
-    mask_boundaries: bool = True
+    """Folder of packs (Arrow, MDS), or a token file (.bin, .npy).
 
-    # Several sources instead of `source`, each with its own keys from `source` to `labels`. Keys
-    # that a source does not set are taken from `data`. If a source names columns of another
-    # kind of record than `data`, such as chats instead of text, the columns of `data` are not
-    # taken. The packs of a source are in the folder `packs`/name.
+    With `source`, packs are prepared in it.
+    """
+
+    length: PositiveCount = 4096
+    """Number of tokens in a pack."""
+
+    held_out: Share = 0.0
+    """Share of the data that is held out for evaluation.
+
+    If packs are prepared, it is a share of the documents. If existing packs are read, it is a share
+    of the packs.
+    """
+
+    mask_boundaries: bool = True
+    """Do not use the first token of a document as a label.
+
+    It would be predicted from another document.
+    """
+
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
-    # Text for evaluation instead of `held_out`: another `source`, or another `split` of the same
-    # source, with the keys from `source` to `labels`. Keys that are not set are taken from `data`,
-    # except `subset` and `split` if `validation` sets another `source`. The packs are beside
-    # `packs`, in a folder with the same name and `-validation` at its end.
+    """Several sources instead of `source`, each with its own keys from `source` to `labels`.
+
+    Keys that a source does not set are taken from `data`. If a source names columns of another kind
+    of record than `data`, such as chats instead of text, the columns of `data` are not taken. The
+    packs of a source are in the folder `packs`/name.
+    """
+
     validation: SourceSettings | None = None
-    # true: read a Hugging Face dataset over the network without storing it, and make all packs
-    # before the run. A mapping, for any source: make packs while the run trains, and limit their
-    # size on the disk.
+    """Text for evaluation instead of `held_out`.
+
+    Set another `source`, or another `split` of the same source, with the keys from `source` to
+    `labels`. Keys that are not set are taken from `data`, except `subset` and `split` if
+    `validation` sets another `source`. The packs are beside `packs`, in a folder with the same name
+    and `-validation` at its end.
+    """
+
     streaming: bool | StreamingSettings = False
-    # Hub name, folder, or tokenizer.json. In a token file without an index, and in MDS packs
-    # without columns that mark documents, each EOS token of this tokenizer ends a document. If no
-    # tokenizer is set, each pack of such files is one document.
+    """Read the source as a stream.
+
+    true: read a Hugging Face dataset over the network without storing it, and make all packs before
+    the run.
+    A mapping, for any source: make packs while the run trains, and limit their size on the disk.
+    """
+
     tokenizer: PathText | None = None
-    # truncate: documents are concatenated and cut where a pack is full; best_fit: only documents
-    # longer than a pack are cut.
+    """Hub name, folder, or tokenizer.json.
+
+    In a token file without an index, and in MDS packs without columns that mark documents, each EOS
+    token of this tokenizer ends a document. If no tokenizer is set, each pack of such files is one
+    document.
+    """
+
     packing: Literal["truncate", "best_fit"] = "truncate"
-    # error: stop at a record that cannot be read; skip: skip and count such records.
+    """Arrangement of documents in packs.
+
+    truncate: documents are concatenated and cut where a pack is full.
+    best_fit: only documents longer than a pack are cut.
+    """
+
     on_bad_line: Literal["error", "skip"] = "error"
+    """Reaction to a record that cannot be read.
+
+    error: stop.
+    skip: skip and count such records.
+    """
+
     # Keys whose values a part has in common with the `data` section. Empty in the section itself.
     _common: frozenset[str] = PrivateAttr(frozenset())
 

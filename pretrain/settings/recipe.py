@@ -32,39 +32,70 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ModelSettings(Settings):
-    # Model to start from. It is a model folder, a name on the Hugging Face hub, or name@revision.
-    # null: train a model with the architecture in `config` from scratch.
     source: PathText | None = None
-    # true: use only the architecture and the tokenizer of `source`, and initialize the weights
-    # randomly from `seed`.
+    """Model to start from.
+
+    It is a model folder, a name on the Hugging Face hub, or name@revision.
+    null: train a model with the architecture in `config` from scratch.
+    """
+
     from_scratch: bool = False
-    # Configuration of the model as in transformers, {model_type: qwen3, ...}. If `source` is set,
-    # list only the keys that differ from the configuration of `source`. If the model is trained
-    # from scratch, vocab_size and the ids of eos, bos and pad need not be set, because the
-    # tokenizer determines them. null: use the configuration of `source` unchanged.
+    """Initialize the weights randomly from `seed`.
+
+    Then only the architecture and the tokenizer of `source` are used.
+    """
+
     config: dict[str, Any] | None = None
-    # Attention kernel. triton: our kernel, for heads of 16, 32 or 64 values. flash_attn:
-    # FlashAttention-4. varlen: FlashAttention-2 in torch. documents: call the kernel once for each
-    # document. sdpa: scaled_dot_product_attention with a mask. auto: on a GPU, flash_attn on Hopper
-    # or Blackwell if its package is installed, else varlen. On Hopper, auto prefers triton if heads
-    # have 64 values and documents are short (at most 768 tokens in the mean over all tokens). On a
-    # CPU, auto is documents, and on other devices sdpa.
+    """Configuration of the model as in transformers, {model_type: qwen3, ...}.
+
+    If `source` is set, list only the keys that differ from the configuration of `source`. If the
+    model is trained from scratch, vocab_size and the ids of eos, bos and pad need not be set,
+    because the tokenizer determines them.
+    null: use the configuration of `source` unchanged.
+    """
+
     attention: Attention = "auto"
-    # Decoder layers whose activations are recomputed in the backward pass, which saves memory.
-    # none: no layer. full: every layer. A number n: every n-th layer, from the first one.
+    """Attention kernel.
+
+    triton: our kernel, for heads of 16, 32 or 64 values.
+    flash_attn: FlashAttention-4.
+    varlen: FlashAttention-2 in torch.
+    documents: call the kernel once for each document.
+    sdpa: scaled_dot_product_attention with a mask.
+    auto: on a GPU, flash_attn on Hopper or Blackwell if its package is installed, else varlen. On
+    Hopper, auto prefers triton if heads have 64 values and documents are short (at most 768 tokens
+    in the mean over all tokens). On a CPU, auto is documents, and on other devices sdpa.
+    """
+
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"
-    # Use of torch.compile. layer: compile each decoder layer. none: compile nothing. auto: layer on
-    # a GPU, none on a CPU.
+    """Decoder layers whose activations are recomputed in the backward pass, which saves memory.
+
+    none: no layer.
+    full: every layer. A number n: every n-th layer, from the first one.
+    """
+
     compile: Literal["auto", "layer", "none"] = "auto"
-    # on: compute each decoder layer of a supported architecture with a few large fused GEMMs.
-    # off: compute each matrix product of the layer separately. auto: on if a GPU computes in BF16
-    # or in a quantized precision that is not emulated, else off.
+    """Use of torch.compile.
+
+    layer: compile each decoder layer.
+    none: compile nothing.
+    auto: layer on a GPU, none on a CPU.
+    """
+
     fused: Switch = "auto"
-    # on: launch all kernels of a microbatch together, which changes no result. This needs one GPU,
-    # fused layers, and memory for the activations of a second microbatch. auto: on if these
-    # conditions hold and a tenth of the GPU's memory stays free. A microbatch that fills the
-    # memory is launched without graphs.
+    """on: compute each decoder layer of a supported architecture with a few large fused GEMMs.
+
+    off: compute each matrix product of the layer separately.
+    auto: on if a GPU computes in BF16 or in a quantized precision that is not emulated, else off.
+    """
+
     cuda_graphs: Switch = "auto"
+    """on: launch all kernels of a microbatch together, which changes no result.
+
+    This needs one GPU, fused layers, and memory for the activations of a second microbatch.
+    auto: on if these conditions hold and a tenth of the GPU's memory stays free. A microbatch that
+    fills the memory is launched without graphs.
+    """
 
     @property
     def repository(self) -> str | None:
@@ -105,74 +136,120 @@ class ModelSettings(Settings):
 
 
 class BatchSettings(Settings):
-    # Number of tokens in one optimizer step, on all devices together.
     tokens: Annotated[PositiveCount, Field(le=2**40)] = 131_072
-    # Maximum number of packs that a device processes at once. auto: find the number that fits into
-    # the memory.
+    """Number of tokens in one optimizer step, on all devices together."""
+
     microbatch: Literal["auto"] | PositiveCount = "auto"
+    """Maximum number of packs that a device processes at once.
+
+    auto: find the number that fits into the memory.
+    """
 
 
 class OptimizerSettings(Settings):
     """The optimizer is always AdamW."""
 
-    # Peak learning rate. The schedule reaches it after the warmup.
     learning_rate: float = Field(default=3.0e-4, gt=0, le=MOST_FP32)
-    # AdamW's decay rates of the first and the second moment.
+    """Peak learning rate. The schedule reaches it after the warmup."""
+
     betas: tuple[Share, Share] = (0.9, 0.95)
-    # Small number that AdamW adds to the denominator of the update.
+    """AdamW's decay rates of the first and the second moment."""
+
     eps: float = Field(default=1.0e-8, gt=0, le=MOST_FP32)
-    # Decoupled weight decay, which is multiplied by the learning rate. It is applied to matrices
-    # and embeddings only.
+    """Small number that AdamW adds to the denominator of the update."""
+
     weight_decay: float = Field(default=0.1, ge=0, le=MOST_FP32)
-    # Dtype of AdamW's moments. null: bf16 if the recipe sets `weights: bf16`, as in torch, and fp32
-    # otherwise.
+    """Decoupled weight decay, which is multiplied by the learning rate.
+
+    It is applied to matrices and embeddings only.
+    """
+
     moments: Literal["fp32", "bf16"] | None = None
-    # Part of AdamW's state that is in pinned host memory. none: nothing. moments: both moments.
-    # state: both moments, and the 16 bits per weight of `weights: bf16_exact`. Each update copies
-    # this part to the GPU and back, which changes no result. No effect on a CPU.
+    """Dtype of AdamW's moments.
+
+    null: bf16 if the recipe sets `weights: bf16`, as in torch, and fp32 otherwise.
+    """
+
     offload: Literal["none", "moments", "state"] = "none"
-    # Dtype in which the gradients of the microbatches are accumulated. null: bf16 if the recipe
-    # sets `weights: bf16`, and fp32 otherwise. Gradients of several processes are always summed in
-    # FP32.
+    """Part of AdamW's state that is in pinned host memory.
+
+    none: nothing.
+    moments: both moments.
+    state: both moments, and the 16 bits per weight of `weights: bf16_exact`. Each update copies
+    this part to the GPU and back, which changes no result. No effect on a CPU.
+    """
+
     gradients: Literal["fp32", "bf16"] | None = None
-    # Maximum gradient norm. Gradients with a larger norm are scaled down to it. null: do not clip
-    # gradients.
+    """Dtype in which the gradients of the microbatches are accumulated.
+
+    null: bf16 if the recipe sets `weights: bf16`, and fp32 otherwise. Gradients of several
+    processes are always summed in FP32.
+    """
+
     clip: float | None = Field(default=1.0, gt=0, le=MOST_FP32)
+    """Maximum gradient norm.
+
+    Gradients with a larger norm are scaled down to it.
+    null: do not clip gradients.
+    """
 
 
 class ScheduleSettings(Settings):
-    # Shape of the learning rate schedule after the warmup. wsd (warmup, stable, decay): constant,
-    # followed by a decay. cosine and linear: decay until the end. constant: no decay.
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    # Number of warmup steps, in which the learning rate increases linearly.
+    """Shape of the learning rate schedule after the warmup.
+
+    wsd (warmup, stable, decay): constant, followed by a decay.
+    cosine and linear: decay until the end.
+    constant: no decay.
+    """
+
     warmup: Count = 0
-    # Length of the decay at the end of training, as a share of all steps. It has an effect only
-    # with `kind: wsd`.
+    """Number of warmup steps, in which the learning rate increases linearly."""
+
     decay: Fraction = 0.2
-    # Curve of the decay. transformers.get_wsd_schedule calls it decay_type, with default cosine.
-    # It has an effect only with `kind: wsd`.
+    """Length of the decay at the end of training, as a share of all steps.
+
+    It has an effect only with `kind: wsd`.
+    """
+
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    # Learning rate at the end of training, as a share of `optimizer.learning_rate`. It has no
-    # effect with `kind: constant`.
+    """Curve of the decay.
+
+    transformers.get_wsd_schedule calls it decay_type, with default cosine. It has an effect only
+    with `kind: wsd`.
+    """
+
     min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of training, as a share of `optimizer.learning_rate`.
+
+    It has no effect with `kind: constant`.
+    """
 
 
 class TrainSettings(Settings):
     """The length of the training. Set exactly one of `steps`, `tokens` and `epochs`."""
 
-    # Number of optimizer steps. null: `tokens` or `epochs` is set.
     steps: PositiveCount | None = None
-    # Number of training tokens, rounded up to whole steps. null: `steps` or `epochs` is set.
+    """Number of optimizer steps. null: `tokens` or `epochs` is set."""
+
     tokens: PositiveCount | None = None
-    # Number of passes over the training packs, rounded up to whole steps. null: `steps` or `tokens`
-    # is set.
+    """Number of training tokens, rounded up to whole steps. null: `steps` or `epochs` is set."""
+
     epochs: float | None = Field(default=None, gt=0)
-    # Checkpoint of another run from which this run branches, as the path of a step-* folder. The
-    # run starts with the weights, the moments, the step and the position in the data of the
-    # checkpoint, and continues with the precision and all other settings of this recipe. As soon as
-    # this run has saved a checkpoint, it resumes from that checkpoint instead. Keys in braces are
-    # replaced by their values, as in `run_dir`. null: start at step 0.
+    """Number of passes over the training packs, rounded up to whole steps.
+
+    null: `steps` or `tokens` is set.
+    """
+
     begin_with: LocalPath | None = None
+    """Checkpoint of another run from which this run branches, as the path of a step-* folder.
+
+    The run starts with the weights, the moments, the step and the position in the data of the
+    checkpoint, and continues with the precision and all other settings of this recipe. As soon as
+    this run has saved a checkpoint, it resumes from that checkpoint instead. Keys in braces are
+    replaced by their values, as in `run_dir`.
+    null: start at step 0.
+    """
 
     @model_validator(mode="after")
     def _one_horizon(self) -> TrainSettings:
@@ -185,20 +262,34 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy"]
 
 
 class LossSettings(Settings):
-    # Implementation of the cross-entropy loss. chunked: compute the logits of one chunk of tokens
-    # at a time, and sum the gradients of the chunks in FP32. cce: use the Triton kernel of the
-    # package cut-cross-entropy, which computes in BF16. Its release 25.1.1 supports neither Kahan
-    # summation nor FP32 sums.
     kind: Literal["chunked", "cce"] = "chunked"
-    # Number of tokens in a chunk. Only the logits of one chunk are in memory at the same time.
-    # auto: 4096, or more on a GPU if the vocabulary is small.
+    """Implementation of the cross-entropy loss.
+
+    chunked: compute the logits of one chunk of tokens at a time, and sum the gradients of the
+    chunks in FP32.
+    cce: use the Triton kernel of the package cut-cross-entropy, which computes in BF16. Its release
+    25.1.1 supports neither Kahan summation nor FP32 sums.
+    """
+
     chunk: Literal["auto"] | PositiveCount = "auto"
-    # Penalty that is added to the cross-entropy of each token, so that the predicted distribution p
-    # becomes sharper. non_max_sum: 1 - max p. neg_entropy: the entropy of p. The held-out loss does
-    # not include the penalty. null: no penalty.
+    """Number of tokens in a chunk.
+
+    Only the logits of one chunk are in memory at the same time.
+    auto: 4096, or more on a GPU if the vocabulary is small.
+    """
+
     penalty: PenaltyKind | None = None
-    # Factor lambda that multiplies the penalty. null: no penalty.
+    """Penalty added to each token's cross-entropy, which makes the distribution p sharper.
+
+    The distribution p is the prediction for the token. The held-out loss does not include the
+    penalty.
+    non_max_sum: 1 - max p.
+    neg_entropy: the entropy of p.
+    null: no penalty.
+    """
+
     penalty_weight: float | None = Field(default=None, ge=0, le=MOST_FP32)
+    """Factor lambda that multiplies the penalty. null: no penalty."""
 
     @property
     def tokens_at_once(self) -> int:
@@ -216,69 +307,126 @@ class LossSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    # Number of steps between two evaluations. A run also evaluates at its end, and before its first
-    # step if it loads trained weights from `model.source`. null: evaluate only then.
     every: PositiveCount | None = None
-    # Number of held-out packs that are evaluated, starting with the first pack. null: evaluate all
-    # held-out packs.
+    """Number of steps between two evaluations.
+
+    A run also evaluates at its end, and before its first step if it loads trained weights from
+    `model.source`.
+    null: evaluate only then.
+    """
+
     packs: PositiveCount | None = None
-    # Prompts. The model continues each prompt at every evaluation, with at most 64 new tokens. The
-    # random seed of each prompt is different.
+    """Number of held-out packs that are evaluated, starting with the first pack.
+
+    null: evaluate all held-out packs.
+    """
+
     samples: tuple[str, ...] = ()
+    """Prompts.
+
+    The model continues each prompt at every evaluation, with at most 64 new tokens. The random seed
+    of each prompt is different.
+    """
 
 
 class CheckpointSettings(Settings):
-    # Number of steps between two checkpoints. null: save a checkpoint only at the end of training
-    # and when a signal stops the training.
     every: PositiveCount | None = 500
-    # Number of newest checkpoints to keep. Older checkpoints are deleted, except the last
-    # checkpoint before the decay of a wsd schedule begins.
+    """Number of steps between two checkpoints.
+
+    null: save a checkpoint only at the end of training and when a signal stops the training.
+    """
+
     keep: PositiveCount = 3
-    # true: also save a checkpoint at each evaluation whose held-out loss is lower than at all
-    # earlier evaluations. This checkpoint is kept until the next one of this kind is saved.
+    """Number of newest checkpoints to keep.
+
+    Older checkpoints are deleted, except the last checkpoint before the decay of a wsd schedule
+    begins.
+    """
+
     best: bool = False
-    # true: save a checkpoint and export the model after the last step. Set it to false for speed
-    # tests.
+    """Also save a checkpoint at each evaluation with the lowest held-out loss so far.
+
+    This checkpoint is kept until the next one of this kind is saved.
+    """
+
     at_end: bool = True
+    """true: save a checkpoint and export the model after the last step.
+
+    Set it to false for speed tests.
+    """
 
 
 class LogSettings(Settings):
-    # Number of steps between two console lines. The file metrics.jsonl has a line for every step.
     every: PositiveCount = 1
-    # Names of Accelerate's trackers: tensorboard, wandb, trackio and others. jsonl is the file
-    # metrics.jsonl, which is always written.
+    """Number of steps between two console lines.
+
+    The file metrics.jsonl has a line for every step.
+    """
+
     trackers: tuple[str, ...] = ("jsonl",)
-    # Name of the project in hosted trackers. In MLflow it is the name of the experiment.
+    """Names of Accelerate's trackers: tensorboard, wandb, trackio and others.
+
+    jsonl is the file metrics.jsonl, which is always written.
+    """
+
     project: str = "pretrain"
-    # Interval, in steps, at which the mean and the standard deviation of each layer's gradient are
-    # logged. null: never log them.
+    """Name of the project in hosted trackers. In MLflow it is the name of the experiment."""
+
     gradient_statistics: PositiveCount | None = None
-    # Interval, in steps, at which statistics of the quantization and of the experts' load are
-    # logged. null: never log them.
+    """Steps between two logs of the mean and the standard deviation of each layer's gradient.
+
+    null: never log them.
+    """
+
     fp8_statistics: PositiveCount | None = 100
-    # Interval, in steps, at which the gap to BF16 is measured. A measurement computes one
-    # microbatch both in low precision and in BF16, and compares the two losses and gradients.
-    # null: never measure the gap.
+    """Steps between two logs of statistics of the quantization and of the experts' load.
+
+    null: never log them.
+    """
+
     gap: PositiveCount | None = None
+    """Steps between two measurements of the gap to BF16.
+
+    A measurement computes one microbatch both in low precision and in BF16, and compares the two
+    losses and gradients.
+    null: never measure the gap.
+    """
 
 
 class HealthSettings(Settings):
-    # Reaction to a loss or a gradient norm that is not finite. stop: stop the training before the
-    # update. skip: skip the update and continue with the next data, at most ten times in a row.
-    # rollback: go back to the last checkpoint and skip all data that was used after it, at most
-    # three times.
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    # Reaction to a loss spike. A spike is a loss that exceeds the median of the last 100 losses by
-    # six robust standard deviations and by 0.3 nats. ignore: do nothing. warn: print a warning.
-    # stop, skip and rollback: as for `on_nan`.
+    """Reaction to a loss or a gradient norm that is not finite.
+
+    stop: stop the training before the update.
+    skip: skip the update and continue with the next data, at most ten times in a row.
+    rollback: go back to the last checkpoint and skip all data that was used after it, at most three
+    times.
+    """
+
     on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"
-    # Reaction if a measurement of `log.gap` shows that low precision changes a gradient more than
-    # at earlier measurements. warn: print a warning. stop: stop the training before the update.
+    """Reaction to a loss spike.
+
+    A spike is a loss that exceeds the median of the last 100 losses by six robust standard
+    deviations and by 0.3 nats.
+    ignore: do nothing.
+    warn: print a warning.
+    stop, skip and rollback: as for `on_nan`.
+    """
+
     on_gap: Literal["warn", "stop"] = "warn"
-    # Change of a gradient above which `on_gap` reacts. The change is the distance by which the
-    # gradient of a matrix has moved away from its BF16 gradient since earlier measurements, divided
-    # by the norm of the BF16 gradient. It is logged as `gap/moved`.
+    """Reaction if low precision changes a gradient more than at earlier measurements of `log.gap`.
+
+    warn: print a warning.
+    stop: stop the training before the update.
+    """
+
     gap_threshold: float = Field(default=0.25, gt=0)
+    """Change of a gradient above which `on_gap` reacts.
+
+    The change is the distance by which the gradient of a matrix has moved away from its BF16
+    gradient since earlier measurements, divided by the norm of the BF16 gradient. It is logged as
+    `gap/moved`.
+    """
 
 
 # Map each key of a recipe to its names in transformers, nanoGPT and other trainers. If a recipe or
@@ -387,39 +535,73 @@ class Recipe(Settings):
     UNKNOWN_KEY_HELP: ClassVar = "; docs/coming_from.md lists the names in other trainers"
     LIST_HELP: ClassVar = "; to train with each value of a list, use `matrix` (docs/sweeps.md)"
 
-    # Name of the run. It is also part of the name of the run folder.
     name: str
-    # Random seed of the initial weights, the order of the packs, dropout and stochastic rounding.
+    """Name of the run. It is also part of the name of the run folder."""
+
     seed: Seed = 42
-    # true: make two runs of the same recipe equal bit for bit, also on a GPU, and also if a run is
-    # stopped and resumed. Settings with which this is impossible are errors.
+    """Random seed of the initial weights, the order of packs, dropout and stochastic rounding."""
+
     deterministic: bool = False
-    # Precision of the matrix products. A list is a schedule with several phases. null: use the
-    # precision of the Accelerate configuration.
+    """Make two runs of the same recipe equal bit for bit, also on a GPU.
+
+    This also holds for a run that is stopped and resumed. Settings with which it is impossible are
+    errors.
+    """
+
     precision: PrecisionSetting | None = None
-    # Options of the precision. Each key that is set here overrides the same key in the `fp8_config`
-    # of the Accelerate configuration.
+    """Precision of the matrix products.
+
+    A list is a schedule with several phases.
+    null: use the precision of the Accelerate configuration.
+    """
+
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()
-    # true: compare the first step of a new run with plain transformers, and stop the training if
-    # the loss or the gradients differ by more than the tolerance.
+    """Options of the precision.
+
+    Each key that is set here overrides the same key in the `fp8_config` of the Accelerate
+    configuration.
+    """
+
     parity: bool = True
-    # Dtype of the stored weights. bf16_exact: store each weight in BF16, together with the 16 bits
-    # that complete it to FP32, so that no update is lost to rounding.
+    """Compare the first step of a new run with plain transformers.
+
+    The training stops if the loss or the gradients differ by more than the tolerance.
+    """
+
     weights: Weights = "fp32"
+    """Dtype of the stored weights.
+
+    bf16_exact: store each weight in BF16, together with the 16 bits that complete it to FP32, so
+    that no update is lost to rounding.
+    """
+
     model: ModelSettings
+
     data: DataSettings
+
     batch: BatchSettings = BatchSettings()
+
     optimizer: OptimizerSettings = OptimizerSettings()
+
     schedule: ScheduleSettings = ScheduleSettings()
+
     train: TrainSettings
+
     loss: LossSettings = LossSettings()
+
     evaluate: EvaluateSettings = EvaluateSettings()
+
     checkpoint: CheckpointSettings = CheckpointSettings()
+
     log: LogSettings = LogSettings()
+
     health: HealthSettings = HealthSettings()
-    # Run folder. Keys in braces, such as {seed} and {optimizer.learning_rate}, are replaced by
-    # their values.
+
     run_dir: LocalPath = "runs/{name}-{precision}-{weights}"
+    """Run folder.
+
+    Keys in braces, such as {seed} and {optimizer.learning_rate}, are replaced by their values.
+    """
 
     @field_validator("name")
     @classmethod

@@ -1,0 +1,29 @@
+"""`make docs` writes pages from the settings classes and the recipes. Every key is documented."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from docs import recipe_schema, recipes_page, settings_page
+from pretrain.settings.config import flatten, load_recipe, resolved
+from tests.conftest import ROOT
+
+
+def test_make_docs_changes_nothing() -> None:
+    settings = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    recipes = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    schema = (ROOT / recipe_schema.FILE).read_text(encoding="utf-8")
+    assert settings == settings_page.page()
+    assert recipes == recipes_page.page()
+    assert json.loads(schema) == recipe_schema.recipe_schema()
+
+
+def test_every_key_of_a_recipe_has_a_line_with_a_meaning() -> None:
+    page = settings_page.page()
+    lines = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    recipe = flatten(resolved(load_recipe(ROOT / "recipes/smoke.yaml")))
+    keys = {key for key in recipe if not key.startswith("model.config.")} | {"model.config"}
+    assert keys <= {line[0] for line in lines}
+    assert [key for key, _, _, meaning in lines if not meaning.strip()] == []
+    assert [key for key, kind, _, _ in lines if "typing." in kind or "<class" in kind] == []
