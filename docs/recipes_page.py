@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from docs.recipe_schema import MODELINE
-from foundation.units import UNKNOWN, cell, count
+from foundation.units import cell, count
 from pretrain.settings.config import load_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -16,13 +16,13 @@ HEAD = """\
 # Recipes
 
 This page lists the recipes of this repository. `make docs` writes it from `recipes/`. The comment
-at the top of each file has the command that starts the training, and the source of the settings.
+at the top of each file has the command that starts the training.
 
 * `base: other.yaml` at the top of a recipe includes another recipe, whose keys the recipe can
   override ([settings.md](settings.md)).
 * `--plan` at the end of the command predicts time and memory ([planning.md](planning.md)).
-* `source` is the title of the published document whose settings the recipe uses. If a number in the
-  document is wrong, the comment of the recipe gives the correct number.
+* The comment names the published document whose settings the recipe uses. If a number in the
+  document is wrong, the comment gives the correct number.
 * Tests load each recipe, and train a tiny model of each architecture. We have trained only `smoke`
   and `tinyshakespeare` to their end. Most other recipes need datasets or models from the hub.
 * Gated models, such as Llama, need `hf auth login` and their licence.
@@ -54,7 +54,6 @@ def row(path: Path) -> list[str]:
     recipe = load_recipe(path)
     data = recipe.data
     train = recipe.train
-    source_lines = [line for line in top_comment(path) if line.startswith("Source: ")]
     tokens = train.tokens or (train.steps or 0) * recipe.batch.tokens
     datasets = ", ".join(str(source.source) for source in data.sources or ())
     return [
@@ -62,14 +61,13 @@ def row(path: Path) -> list[str]:
         recipe.model.source or recipe.model.config["model_type"],
         f"epochs: {train.epochs:g}" if train.epochs else count(tokens),
         data.source or datasets or str(data.packs),
-        source_lines[0].removeprefix("Source: ").rstrip(".") if source_lines else UNKNOWN,
         summary(path),
     ]
 
 
 def page() -> str:
     """Return the text of docs/recipes.md."""
-    header = ["recipe", "model", "tokens", "data", "source", "summary"]
+    header = ["recipe", "model", "tokens", "data", "summary"]
     rows = [header, ["---"] * len(header), *map(row, sorted(FOLDER.glob("*.yaml")))]
     parts = [HEAD, "\n".join(f"| {' | '.join(map(cell, cells))} |" for cells in rows)]
     for folder, title in SUBFOLDERS.items():
