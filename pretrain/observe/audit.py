@@ -11,7 +11,6 @@ in the requested precision.
 
 from __future__ import annotations
 
-import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -42,12 +41,6 @@ from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 # An entry of `products` in audit.json: the requested and the effective precision of a module.
 Entry = dict[str, Any]
-
-# The number of linears whose operands are examined in a statistics step. Each statistics step draws
-# other linears at random. On an H200 with 1.7 B parameters, examining this number of linears takes
-# less than 0.1 % of the time of a run, and examining all linears would take 0.8 %
-# (benchmarks/results/kernels/h200_audit_cost.json).
-EXAMINED_AGAIN = 13
 
 
 # ── Before the first step ─────────────────────────────────────────────────────────────────────────
@@ -94,7 +87,7 @@ def audit_products(
         for name, (module, _, _) in matrices.items()
         if not (name in low and isinstance(module, LossHead))
     }
-    observer = ProductObserver(active)
+    observer = ProductObserver()
     with (
         torch.compiler.set_stance("force_eager"),
         observer.observing(),
@@ -187,9 +180,7 @@ class ProductAudit(Observer):
     """Check that the products of training match the audit that ran before the first step.
 
     Each linear is observed in one microbatch of a step. The linears are divided among the
-    microbatches. In the next step each linear is observed in another microbatch. If `Step.is_new`
-    is set, the operands of all linears are examined. In all other statistics steps
-    (`log.fp8_statistics`), the operands of only EXAMINED_AGAIN linears are examined. The first
+    microbatches. In the next step each linear is observed in another microbatch. The first
     microbatch must add exactly one entry to every history of delayed scaling. Raises InputError
     before the step's update if a product or a history is wrong.
 
@@ -209,16 +200,12 @@ class ProductAudit(Observer):
         """Raise InputError if the products of the step differ from the recorded products.
 
         The audit before the first step has recorded the products. The number of the step determines
-        the examined linears, their blocks, and the microbatch that observes each linear. If
-        `Step.is_new` is set and the products agree, record the step in audit.json.
+        the microbatch that observes each linear. If `Step.is_new` is set and the products agree,
+        record the step in audit.json.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
-        number = len(low) if step.is_new else min(len(low), EXAMINED_AGAIN)
-        examined = set(random.Random(step.number).sample(list(low), number))
-        observer = ProductObserver(
-            current.active, step.number, examined, microbatches=len(batches.microbatches)
-        )
+        observer = ProductObserver(step.number, len(batches.microbatches))
         with (
             self.packed.register_forward_pre_hook(observer.next_microbatch),
             observer.observing(),
@@ -322,11 +309,10 @@ def _effective_in(
     """Map the name of each low-precision linear in `names` to its effective precision.
 
     The effective precision is the name of the active precision if forward, dgrad and wgrad ran, and
-    if all their operands were valid in the formats of this precision. Otherwise it is a text that
-    lists the faults.
+    if all their operands had the kinds of this precision. Otherwise it is a text that lists the
+    faults.
     """
     effective = {}
-    faults = observer.faults()
     for name in names:
         observed = observer.products.get(name, ())
         wrong = {
@@ -334,7 +320,7 @@ def _effective_in(
             for product in observed
             if not is_expected(product, active)
         }
-        findings = [*sorted(wrong), *_not_run(observed), *faults.get(name, ())]
+        findings = [*sorted(wrong), *_not_run(observed)]
         effective[name] = ", ".join(findings) or active.precision.name
     return effective
 
@@ -347,10 +333,9 @@ def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
 
 
 def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
-    """Return whether both operands have the kind (format and scaling) that the precision requires.
+    """Return whether both operands have the kind that the precision requires.
 
-    For an emulated operand, the observer takes the kind from the settings instead of the data. So
-    `ProductObserver` also examines whether the blocks of the data fit this kind.
+    The kind of an operand is its number format and its scaling.
     """
     precision = active.quantized_precision
     return [product.left, product.right] == [

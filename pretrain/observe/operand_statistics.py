@@ -13,6 +13,7 @@ restart is worth its cost. docs/verification.md lists the limits and explains ho
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +30,8 @@ from foundation.units import percent
 from pretrain.metrics.console import Console
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.observe.observers import Observer, Step
-from pretrain.observe.product_observer import generators, sample
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import QuantizedPrecision, Role
+from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.quantizers import Quantized
 from pretrain.precision.settings import ActivePrecision
@@ -54,6 +54,10 @@ LOSSES = {
 # The scale of delayed scaling before the first microbatch. An operand with this scale gets no
 # warning, because the scale of its next step is computed from an observed amax.
 NEVER_SCALED = 1.0
+# The largest number of values of an operand that are measured. They are sampled in whole blocks.
+SAMPLED_VALUES = 2**15
+# The number of consecutive values in a sampled block if the whole tensor has one scale.
+PIECE = 128
 
 
 @dataclass(eq=False)
@@ -156,7 +160,9 @@ class OperandStatistics:
         self._state = {name: tensor.clone() for name, tensor in state.items()}
         self._figures: dict[tuple[str, Role], list[Tensor]] = defaultdict(list)
         self._of_experts: dict[tuple[str, Role], Tensor] = {}
-        self._generator = generators(0)
+        # torch's default generators are not used, because drawing from them would change the random
+        # numbers of the training.
+        self._generator = functools.cache(lambda device: torch.Generator(device).manual_seed(0))
 
     @torch.no_grad()
     def __call__(self, name: str, role: Role, x: Tensor, ends: Tensor | None) -> None:
@@ -171,7 +177,7 @@ class OperandStatistics:
         amax = torch.linalg.vector_norm(x, math.inf).float()
         scale = of_operand(self._state, name, role, "scale") if self._state else None
         scaling = self.precision.scaling(role)
-        blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
+        blocks, first_rows = sample(x, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         quantized = self.precision.along_features(role)(rows, scale, amax)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
@@ -214,6 +220,30 @@ class OperandStatistics:
                 lost / of_expert if of_expert else None for of_expert, lost in counts.t().tolist()
             ]
         return record
+
+
+def sample(x: Tensor, scaling: Scaling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Sample blocks of values of `x` at random, or return all blocks if there are few.
+
+    x: the operand [rows, features], of any dtype and strides.
+    scaling: the shape of the format's blocks.
+    generator: draws the blocks.
+
+    Returns the values of n sampled blocks [n, values], and the index of each block's first row,
+    int64 [n].
+    """
+    size = scaling.block or math.gcd(x.shape[1], PIECE)
+    height = size if scaling.square else 1
+    # The blocks as [blocks per column, blocks per row, rows of a block, values of a row].
+    blocks = x.unflatten(1, (-1, size)).unflatten(0, (-1, height)).transpose(1, 2)
+    down, across = blocks.shape[:2]
+    most = max(SAMPLED_VALUES // (height * size), 1)
+    if down * across > most:
+        chosen = torch.randint(down * across, (most,), generator=generator, device=x.device)
+    else:
+        chosen = torch.arange(down * across, device=x.device)
+    row = chosen // across
+    return blocks[row, chosen % across].flatten(1), row * height
 
 
 def nonzero_and_lost(x: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor]:

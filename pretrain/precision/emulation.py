@@ -19,7 +19,7 @@ from pretrain.precision import grouped
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved, checkpointed
-from pretrain.precision.observed import ALONG, NO_CONTEXT, dtype_name, watched
+from pretrain.precision.observed import ALONG, NO_CONTEXT, OPERANDS, dtype_name, watched
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
@@ -33,16 +33,12 @@ class Operand(NamedTuple):
     # The tensor scale, a scalar, by which `values` are not multiplied. None if the format has no
     # tensor scale.
     scale: Tensor | None
-    # The scales of the blocks, for observers: [rows, k / block], or [rows / block, k / block] if
-    # blocks are squares. None if the format has no blocks. `values` are multiplied by these scales.
-    block_scale: Tensor | None = None
     # [rows, k]: the values multiplied by all scales, in BF16. None unless backward needs them
     # (`fp8_config.backward_override: dequantized`).
     dequantized: Tensor | None = None
 
     def t(self) -> Operand:
-        blocks = None if self.block_scale is None else self.block_scale.t()
-        return Operand(self.values.t(), self.scale, blocks)
+        return Operand(self.values.t(), self.scale)
 
 
 class BothWays(NamedTuple):
@@ -117,6 +113,10 @@ class EmulationEngine(GemmEngine):
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
         return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
 
+    def kinds(self, gemm: GemmKind) -> list[str]:
+        """Return the kinds of the left and of the right operand of a product, for observers."""
+        return [self.precision.operand_kind(role) for role in OPERANDS[gemm]]
+
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
         """Return a function that quantizes x [rows, features] for a product along `along`.
 
@@ -137,9 +137,9 @@ class EmulationEngine(GemmEngine):
             amax = absolute_maximum(x) if records_amax else None
             if isinstance(quantized, BlockQuantized):
                 values = quantized.dequantized_in(torch.bfloat16) if dequantizes else None
-                return quantized.operand_in(dtype), tensor_scale, quantized.scales, values, amax
+                return quantized.operand_in(dtype), tensor_scale, values, amax
             values = quantized.dequantize().bfloat16() if dequantizes else None
-            return quantized.operand.to(dtype), tensor_scale, None, values, amax
+            return quantized.operand.to(dtype), tensor_scale, values, amax
 
         # Compiling gains little on a CPU, and the run would have to wait for a C++ compiler.
         if self.device.type != "cuda":
@@ -205,7 +205,7 @@ class EmulatedGemm(Gemm):
         a, b = self.factors(kind, left, right)
         if ends is not None:
             return self._grouped_matmul(kind, a, b, dtype, ends)
-        with watched(self.members, kind, [(a.block_scale, a.scale), (b.block_scale, b.scale)]):
+        with watched(self.members, kind, self._engine.kinds(kind)):
             y = multiply(a, b, dtype, bias)
         return y if residual is None else y.add_(residual)
 
@@ -218,7 +218,6 @@ class EmulatedGemm(Gemm):
         """
         left = a.values.float()
         right = b.values.float()
-        block_scale = b.block_scale
         if kind == "wgrad":
             left = left.t()
             right = right.t()
@@ -227,9 +226,7 @@ class EmulatedGemm(Gemm):
         else:
             # The weight is [in, experts x out]. The product sums along `out` for each expert.
             right = _by_expert(right, len(ends)).mT
-            if block_scale is not None:
-                block_scale = _by_expert(block_scale, len(ends)).flatten(0, 1)
-        with watched(self.members, kind, [(a.block_scale, a.scale), (block_scale, b.scale)]):
+        with watched(self.members, kind, self._engine.kinds(kind)):
             product = grouped.matmul(kind, left, right, ends)
         scale = _product_scale(a, b)
         if scale is not None:

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.quantizers import E4M3, E5M2, Grid
@@ -41,9 +40,6 @@ FP8_FORMATS = {
 }
 # A context without effect. It may be entered repeatedly.
 NO_CONTEXT = nullcontext()
-# The scales of an emulated operand: the scales of its blocks, and the scale of the tensor. Either
-# is None if the format does not have it.
-Scales = tuple[Tensor | None, Tensor | None]
 
 
 class ActiveObserver:
@@ -56,7 +52,7 @@ class ActiveObserver:
 def watched(
     names: Sequence[str],
     gemm: str,
-    scales: Sequence[Scales] | None = None,
+    emulated: Sequence[str] | None = None,
     *,
     swapped: bool = False,
 ) -> AbstractContextManager[None]:
@@ -67,25 +63,26 @@ def watched(
 
     names: the names of the linear layers that the products belong to.
     gemm: the kind of product: forward, dgrad or wgrad.
-    scales: the scales of the left and of the right operand of an emulated product.
+    emulated: the kinds of the left and of the right operand of an emulated product, such as
+        "e4m3 in blocks of 128". The tensors that the kernel receives do not show these kinds.
     swapped: True if a library computes the transpose of the product, with swapped operands.
     """
     observer = ActiveObserver.current
     if observer is None or not observer.observes(names):
         return NO_CONTEXT
-    return observer.during(names, gemm, scales, swapped=swapped)
+    return observer.during(names, gemm, emulated, swapped=swapped)
 
 
-def see(left: Any, right: Any, layout: str) -> None:
+def see(left: Any, right: Any) -> None:
     """Pass the operands of a product of cublasLt to the active observer, if there is one.
 
-    `left`, `right` and `layout` have the same meaning as in `searched.multiply`.
+    `left` and `right` have the same meaning as in `searched.multiply`.
     """
     observer = ActiveObserver.current
     if observer is not None:
         # Pass `right` first. Libraries swap the operands of a product, because cuBLAS stores
         # matrices column by column.
-        observer.library_product((right, layout[1] == "N"), (left, layout[0] == "T"))
+        observer.library_product(right, left)
 
 
 def fp8_format(te: ModuleType, dtype: Any) -> tuple[torch.dtype, Grid]:

@@ -162,7 +162,7 @@ def multiply(
         return None
     d = products.multiply(problem, a, b, residual if total is None or overwrite else total, total)
     if d is not None:
-        see(left, right, layout)
+        see(left, right)
     return d
 
 

@@ -181,7 +181,7 @@ def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
     packed = assemble(larger(name), recipe, fused=True, keep=keep, scope=scope)
     precision = precision_called(recipe).with_options(settings_of(recipe, scope=scope))
     active = ActivePrecision(recipe, precision, "transformer_engine")
-    observer = ProductObserver(active)
+    observer = ProductObserver()
     with observer.observing():
         train(packed, steps=1)
     assert observer.products.keys() - {"lm_head"} == packed.fused.members.keys()
@@ -191,7 +191,6 @@ def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
         for linear in observer.products
         if any(is_called(linear, pattern) for pattern in keep)
     }
-    assert observer.faults().keys() <= kept
     assert bool(kept) == bool(keep)
     for linear, products in observer.products.items():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}

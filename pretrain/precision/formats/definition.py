@@ -49,7 +49,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaling:
-    """The blocks of an operand, and the scales that a block may have. The audit checks both."""
+    """The blocks of an operand, and the scales that a block may have."""
 
     # The numbers to which scales are rounded.
     kind: Literal["FP32", "power of two", "E4M3"]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from foundation.overrides import overridden
-from pretrain.observe.operand_statistics import OperandStatistics, summary
-from pretrain.observe.product_observer import SAMPLED_VALUES
+from pretrain.observe.operand_statistics import SAMPLED_VALUES, OperandStatistics, summary
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from tests.pretrain.conftest import QUANTIZED, active_in, emulation_of
 
