@@ -164,7 +164,8 @@ class Evaluation:
         """Evaluate the finished run in `run_dir`, and write a line for each cell."""
         run = read_run(run_dir)
         mark = json.loads((run_dir / MATRIX_FILE).read_text())
-        name, seed = mark["cell"]["cell"], mark["cell"]["seed"]
+        seed = run.config["seed"]
+        name = run_dir.name.removesuffix(f"-seed={seed}")
         facts: dict[str, Any] = {"matrix": mark["matrix"], "trained": name, "seed": seed}
         options = {key: value for key, value in run.config["fp8_config"].items() if key in OPTIONS}
         facts["options"] = {key: value for key, value in options.items() if value is not None}

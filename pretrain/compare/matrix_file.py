@@ -1,20 +1,13 @@
 """Read a matrix file, which describes the runs of an experiment.
 
 The runs are called cells. A cell is an ordinary training run of the base recipe with `key=value`
-overrides, in a separate run folder. A matrix file can describe cells in three ways:
-
-* `axes` lists values for some keys. Every combination of these values is a cell.
-* `cells` lists cells one by one.
-* `groups` lists cells by name, together with axes. Every combination of a named cell and the values
-  of the axes is a cell.
-
+overrides, in a separate run folder. The key `cells` maps the name of each cell to its overrides.
 All cells are checked before the first cell is started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -39,9 +32,7 @@ from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
-from pretrain.precision.settings import label
 from pretrain.settings.config import (
-    as_path_part,
     branch_checkpoint,
     fill_in,
     flatten,
@@ -54,12 +45,8 @@ from pretrain.settings.recipe import Recipe
 
 # Map keys of a recipe, dotted or nested, to values.
 Values = dict[str, Any]
-# Map keys of a recipe to lists of values.
-Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
-# Key under which `Cell.values` stores the name that a cell has in its group.
-CELL = "cell"
-# Keys that are omitted in the names of cells: `bf16` instead of `precision=bf16`.
-_WITHOUT_KEY = (CELL, "precision", "weights", "fp8_config.scope")
+# Name of a cell, which is a part of a path.
+CellName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+,-]*$")]
 # Keys, and prefixes of keys, that have no effect on the training, its speed or its evaluation. If
 # only these keys have changed, a finished run in the run folder is accepted as the run of the cell.
 _WITHOUT_EFFECT = (
@@ -72,19 +59,6 @@ _WITHOUT_EFFECT = (
     "evaluate.every",
     "evaluate.samples",
 )
-
-
-class MatrixGroup(Settings):
-    """Named cells and axes. Each cell is trained with every combination of the axes' values.
-
-    Runs are ordered by the values of the first axis, then by the values of the next axes, and then
-    by cell.
-    """
-
-    # Map keys of a recipe to the list of their values.
-    axes: Axes = Field(default_factory=dict)
-    # Map the name of each cell to its settings.
-    cells: Annotated[dict[str, Values], Field(min_length=1)]
 
 
 class MatrixSettings(Settings):
@@ -104,16 +78,10 @@ class MatrixSettings(Settings):
     gpus: PositiveCount | None = None
     # Number of processes of each run. null: the number in the Accelerate configuration.
     processes: PositiveCount | None = None
-    # Map keys of a recipe to the list of their values. Every combination of the values is a cell.
-    axes: Axes = Field(default_factory=dict)
-    # Cells in addition to the combinations of `axes`. Each element has the settings of one cell.
-    cells: list[Values] = Field(default_factory=list)
-    # Groups of named cells. In a group, each cell is trained with every combination of the group's
-    # axes.
-    groups: list[MatrixGroup] = Field(default_factory=list)
-    # Values that identify the baseline, the cell with which all other cells are compared. null: the
-    # first cell.
-    baseline: Values | None = None
+    # Map the name of each cell to its settings, which override the recipe.
+    cells: Annotated[dict[CellName, Values], Field(min_length=1)]
+    # Name of the cell with which all other cells are compared. null: the first cell.
+    baseline: str | None = None
     # Run folder of each cell. {matrix} is replaced by `name`, and {cell} by the name of the cell.
     run_dir: LocalPath = "runs/{matrix}/{cell}"
     # Maximum number of runs at the same time. null: one run if `gpus` is not set. If `gpus` is set,
@@ -128,9 +96,7 @@ class Cell:
 
     # Name of the cell, which is also the last part of its run folder's path by default.
     name: str
-    # Values that distinguish the cell from the other cells, by dotted key. For a cell of a group,
-    # these are the name in the group under the key CELL, and the values of the axes. For any other
-    # cell, these are its settings in `axes` or `cells`.
+    # Settings of the cell in the matrix file, by dotted key.
     values: Values
     # Settings that override the recipe, as key=value arguments of the command line. `run_dir` is
     # one of them.
@@ -291,8 +257,40 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
             is ignored.
     """
     replaced = {key: value for key, value in changes.items() if value is not None}
-    settings = parse(MatrixSettings, load_yaml(path) | replaced, str(path))
+    content = load_yaml(path)
+    _check_cells(str(path), content)
+    settings = parse(MatrixSettings, content | replaced, str(path))
+    keys_of_cells = {key for values in settings.cells.values() for key in flatten(values)}
+    for key in sorted(keys_of_cells & dict(parse_overrides(overrides)).keys()):
+        raise InputError(
+            f"{path}: cells set `{key}`, so `{key}` cannot be overridden on the command line; "
+            "either change its values in the file, or run some cells of a matrix with "
+            f"`--only {key}=VALUE`, which may be repeated"
+        )
     return make_matrix(str(path), settings, overrides)
+
+
+def _check_cells(path: str, content: Values) -> None:
+    """Raise InputError unless the matrix file lists its cells by name.
+
+    `content` is the content of the file at `path`. Earlier versions of the program also read
+    `axes` and `groups`, and `cells` without names.
+    """
+    wrong: list[str] = [key for key in ("axes", "groups") if key in content]
+    if isinstance(content.get("cells"), list):
+        wrong.append("cells")
+    if isinstance(content.get("baseline"), dict):
+        wrong.append("baseline")
+    if wrong:
+        raise InputError(
+            f"{path}: {', '.join(f'`{key}`' for key in wrong)}: a matrix lists each of its runs by "
+            "name and settings; write `cells` like this, and set `baseline` to the name of a "
+            "cell:\n"
+            "  cells:\n"
+            "    bf16-seed=1: {precision: bf16, seed: 1}\n"
+            "    delayed-seed=1: {precision: delayed, seed: 1}\n"
+            "  baseline: bf16-seed=1"
+        )
 
 
 def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = ()) -> Matrix:
@@ -318,43 +316,37 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             f"{path}: `gpus: {settings.gpus}` has no effect on a CPU, and {settings.accelerate} "
             "trains on a CPU; either remove `gpus` (--gpus), or choose another Accelerate file"
         )
-    combinations = _combinations(settings)
-    varied = {key for values, _ in combinations for key in values}
-    for key in sorted(varied & dict(parse_overrides(overrides)).keys()):
+    baseline = settings.baseline or next(iter(settings.cells))
+    if baseline not in settings.cells:
         raise InputError(
-            f"{path}: the cells differ in `{key}`, so `{key}` cannot be overridden on the "
-            f"command line; either change its values in the file, or run some cells of a matrix "
-            f"with `--only {key}=VALUE`, which may be repeated"
+            f"{path}: `baseline: {baseline}` is none of the cells {', '.join(settings.cells)}; set "
+            "`baseline` to the name of a cell"
         )
     environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     # Map each run folder to its cell.
     cells: dict[Path, Cell] = {}
-    for values, cell_settings in combinations:
-        name = _name_of(values)
+    for name, nested in settings.cells.items():
+        values = flatten(nested)
         try:
-            cell = _make_cell(
-                settings, environment, name, values, [*common, *as_overrides(cell_settings)]
-            )
+            cell = _make_cell(settings, environment, name, values, common)
             # Check that each key in braces in `train.begin_with` is a key of the recipe.
             branch_checkpoint(cell.recipe)
             check_launch(cell.recipe, processes)
             if cell.run_dir in cells:
                 raise InputError(
-                    f"this cell has the same run folder as cell {cells[cell.run_dir].name}; either "
-                    "remove one of the two cells, or change its name"
+                    f"this cell has the same run folder as cell {cells[cell.run_dir].name}; add "
+                    "{cell} to `run_dir`"
                 )
         except InputError as error:
             lines = str(error).splitlines()
             raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
         cells[cell.run_dir] = cell
-    if not cells:
-        raise InputError(f"{path}: this file has no cell; set `axes`, `cells` or `groups`")
     return Matrix(
         path,
         settings,
         tuple(cells.values()),
-        baseline=_find_baseline(path, settings.baseline, list(cells.values())),
+        baseline=next(cell for cell in cells.values() if cell.name == baseline),
         processes=processes or 1,
         on_cpu=bool(accelerate.get("use_cpu")),
         is_forked=processes == 1,
@@ -390,7 +382,7 @@ def _make_cell(
     environment: Mapping[str, str],
     name: str,
     values: Values,
-    overrides: Sequence[str],
+    common: Sequence[str],
 ) -> Cell:
     """Load the recipe of the cell `name`, and return the cell.
 
@@ -400,10 +392,11 @@ def _make_cell(
         settings: Content of the matrix file.
         environment: Environment variables for the precision, from `_precision_environment`.
         name: Name of the cell.
-        values: Values that distinguish the cell from the other cells.
-        overrides: Settings that override the recipe, as key=value. If a key occurs several times,
-            its last value is used.
+        values: Settings of the cell, by dotted key. They override the recipe and `common`.
+        common: Settings of all cells, as key=value. They override the recipe. If a key occurs
+            several times, its last value is used.
     """
+    overrides = [*common, *as_overrides(values)]
     if any(text.startswith("run_dir=") for text in overrides):
         raise InputError(
             "`run_dir`: the run folder of a cell cannot be overridden; set `run_dir` at the top of "
@@ -414,67 +407,6 @@ def _make_cell(
     recipe = load_recipe(settings.recipe, [*last.values()])
     recipe = with_precision(recipe, dict(environment))
     return Cell(name, values, tuple(last.values()), recipe, Path(run_dir))
-
-
-def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
-    """Return a pair for each cell of the matrix file, in the order of the cells.
-
-    The first element of a pair has the values that distinguish the cell from the other cells
-    (`Cell.values`). The second element has all settings that the cell overrides. Both map dotted
-    keys to values.
-
-    The combinations of the axes are first, then the listed cells, and then the cells of the groups.
-    """
-    ungrouped = [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]
-    return [(values, values) for values in ungrouped] + [
-        ({CELL: name, **values}, flatten(cell) | values)
-        for group in settings.groups
-        for values in _crossed(group.axes)
-        for name, cell in group.cells.items()
-    ]
-
-
-def _crossed(axes: Axes) -> list[Values]:
-    """Return all combinations of the axes' values. Each one maps dotted keys to values.
-
-    Combinations are ordered by the values of the first axis, then of the second one, and so on.
-    Without axes, the result is one empty mapping.
-    """
-    return [
-        flatten(dict(zip(axes, values, strict=True)))
-        for values in itertools.product(*axes.values())
-    ]
-
-
-def _find_baseline(path: str, baseline: Values | None, cells: Sequence[Cell]) -> Cell:
-    """Return the baseline: the first cell that has the values in `baseline`.
-
-    If `baseline` is None, return the first cell. Raises InputError if no cell has the values in
-    `baseline`, or if the cells with these values differ in more than their seed. The message begins
-    with `path`.
-    """
-    values = flatten(baseline) if baseline else cells[0].values
-    matching = [cell for cell in cells if values.items() <= cell.values.items()]
-    if not matching or any(cell.but_for_seed != matching[0].but_for_seed for cell in matching):
-        names = ", ".join(cell.name for cell in matching or cells)
-        number = "several" if matching else "none"
-        raise InputError(
-            f"{path}: `baseline`: {values} matches {number} of the cells {names}; set `baseline` "
-            "to values that match exactly one cell, or only cells that differ in nothing but `seed`"
-        )
-    return matching[0]
-
-
-def _name_of(values: Values) -> str:
-    """Return the name of the cell with the given values. The name can be part of a path.
-
-    Examples: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`.
-    """
-    parts = []
-    for key, value in values.items():
-        text = as_path_part(label(value, in_a_path=True) if key == "precision" else value)
-        parts.append(text if key in _WITHOUT_KEY else f"{key.rpartition('.')[-1]}={text}")
-    return "-".join(parts)
 
 
 def key_of(override: str) -> str:

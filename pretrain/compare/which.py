@@ -38,13 +38,14 @@ from packing.stream import order_of
 from pretrain.compare.columns import signed
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENT, WITHIN_MARGIN, fewest_seeds
 from pretrain.compare.fairness import in_words
-from pretrain.compare.matrix_file import CELL, Cell, Matrix, as_overrides
+from pretrain.compare.matrix_file import Cell, Matrix, as_overrides
 from pretrain.compare.matrix_run import say, wait_for_earlier_start
 from pretrain.compare.verdicts import MOST_SEEDS, NO_GAIN, USE, Protocol, Rounds, Verdict
 from pretrain.compare.which_trainings import (
     HEAD,
     TRIAL_STEPS,
     Question,
+    candidate_of,
     has_ended,
     runs_of,
     seconds_of,
@@ -223,7 +224,7 @@ def new_protocol(question: Question, options: argparse.Namespace, deadline: floa
         begin_with=options.begin_with,
         margin=options.margin / 100,
         precisions=names,
-        seconds=dict.fromkeys((cell.values[CELL] for cell in matrix.cells), per_step),
+        seconds=dict.fromkeys(map(candidate_of, matrix.cells), per_step),
         start=start,
         seeds=options.seeds,
         steps=0,
@@ -510,7 +511,7 @@ def next_rounds(
 def train_rounds(rounds: Rounds, matrix: Matrix) -> None:
     """Train the cells of `matrix`, which are one or more rounds. Add their runs to `rounds`."""
     seeds = {cell.recipe.seed for cell in matrix.cells}
-    _, *candidates = dict.fromkeys(cell.values[CELL] for cell in matrix.cells)
+    _, *candidates = dict.fromkeys(map(candidate_of, matrix.cells))
     first = len(rounds.runs) + 1
     last = len(rounds.runs) + len(seeds)
     title = f"round {first}" if first == last else f"rounds {first} to {last}"

@@ -11,10 +11,8 @@ from foundation.gpus import used_memory
 from foundation.signals import StopRequest
 from foundation.units import memory
 from pretrain.compare.matrix_file import (
-    CELL,
     Cell,
     Matrix,
-    MatrixGroup,
     MatrixSettings,
     Values,
     make_matrix,
@@ -131,7 +129,12 @@ class Question:
             # `schedule.decay` is a share of all steps, but the runs only train the steps after the
             # checkpoint. Reduce it, so that the recipe's value is the share of the trained steps.
             common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
-        return self._matrix("rounds", common, cells, seed=list(seeds))
+        with_seeds: dict[str, Values] = {
+            f"{name}-seed={seed}": values | {"seed": seed}
+            for name, values in cells.items()
+            for seed in seeds
+        }
+        return self._matrix("rounds", common, with_seeds)
 
     def values_of(self, name: str) -> Values:
         """Return the settings of the precision `name`, such as "delayed" or "delayed+head".
@@ -147,25 +150,14 @@ class Question:
             **{f"fp8_config.{key}": None for key in contradictions},
         }
 
-    def _matrix(
-        self,
-        name: str,
-        common: Values,
-        cells: Mapping[str, Values],
-        **axes: list[int],
-    ) -> Matrix:
-        """Return the matrix of the trials or of rounds, with all seeds of a cell side by side.
+    def _matrix(self, name: str, common: Values, cells: Mapping[str, Values]) -> Matrix:
+        """Return the matrix of the trials or of rounds.
 
         Args:
             name: Name of the matrix, which is also the folder that contains its run folders.
             common: Settings of all cells. They replace settings in DEFAULT_SETTINGS.
             cells: Settings of each cell by its name. They replace settings in `common`.
-            axes: Keys and their values. Each cell is trained with every combination of the values.
         """
-        groups = [
-            MatrixGroup(axes=axes, cells={cell: DEFAULT_SETTINGS | common | values})
-            for cell, values in cells.items()
-        ]
         settings = MatrixSettings(
             name=name,
             recipe=self.recipe_file,
@@ -173,7 +165,7 @@ class Question:
             # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
             gpus=self.gpus,
-            groups=groups,
+            cells={cell: DEFAULT_SETTINGS | common | values for cell, values in cells.items()},
         )
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 
@@ -210,14 +202,25 @@ def train(matrix: Matrix, *, may_fail: bool) -> None:
         )
 
 
+def candidate_of(cell: Cell) -> str:
+    """Return the name of the precision that the cell trains, which may be the baseline's.
+
+    The name of a cell of a round ends with its seed.
+    """
+    return cell.name.removesuffix(f"-seed={cell.recipe.seed}")
+
+
 def runs_of(cells: Iterable[Cell]) -> dict[str, RunRecord]:
-    """Map the names of `cells` to their runs. A cell that failed before its first step has none."""
-    return {cell.values[CELL]: run for cell in cells if (run := cell.record())}
+    """Map the precision of each cell to its run. A cell that failed before its first step has none.
+
+    The cells must have the same seed.
+    """
+    return {candidate_of(cell): run for cell in cells if (run := cell.record())}
 
 
 def is_candidate(matrix: Matrix, cell: Cell) -> bool:
     """Return True if the cell trains a candidate, and False if it trains the baseline."""
-    return cell.values[CELL] != matrix.baseline.values[CELL]
+    return candidate_of(cell) != candidate_of(matrix.baseline)
 
 
 def has_ended(matrix: Matrix, cell: Cell) -> bool:

@@ -81,11 +81,11 @@ def two_cells_that_wait(recipe: dict[str, Any], folder: Path) -> tuple[Path, Pat
         "name": "precisions",
         "recipe": str(folder / "recipe.yaml"),
         "accelerate": "accelerate_configs/cpu.yaml",
-        "axes": {"precision": ["fp32", "bf16"]},
+        "cells": {"fp32": {"precision": "fp32"}, "bf16": {"precision": "bf16"}},
         "run_dir": f"{folder}/{{matrix}}/{{cell}}",
         "at_once": 2,
     }
-    path.write_text(yaml.safe_dump(matrix))
+    path.write_text(yaml.safe_dump(matrix, sort_keys=False))
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(WAIT_IN_SAVING)
     return path, hook
@@ -127,11 +127,11 @@ def test_forked_cells_equal_launched_runs(small_recipe: dict[str, Any], tmp_path
         "name": "precisions",
         "recipe": str(tmp_path / "recipe.yaml"),
         "accelerate": "accelerate_configs/cpu.yaml",
-        "axes": {"precision": ["fp32", "current", "bf16"]},
+        "cells": {name: {"precision": name} for name in ("fp32", "current", "bf16")},
         "run_dir": f"{tmp_path}/forked/{{cell}}",
     }
     path = tmp_path / "matrix.yaml"
-    path.write_text(yaml.safe_dump(matrix))
+    path.write_text(yaml.safe_dump(matrix, sort_keys=False))
     assert start(path, tmp_path).wait() == 0
     for cell in load_matrix(path).cells:
         command = command_of(load_matrix(path), cell)

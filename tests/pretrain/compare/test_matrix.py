@@ -159,7 +159,7 @@ def test_finished_cells_are_ranked_by_held_out_loss(matrix):
 
 def test_another_seed_replaces_a_baseline_that_is_not_finished(matrix):
     loaded = matrix(
-        axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]}, baseline={"weights": "fp32"}
+        axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]}, baseline="seed=1-fp32"
     )
     for cell in loaded.cells[1:]:
         leave_behind(cell)

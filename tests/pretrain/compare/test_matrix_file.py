@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from foundation.errors import InputError
 from pretrain.compare.matrix_file import Matrix, load_matrix
@@ -24,17 +25,20 @@ def names(matrix: Matrix) -> list[str]:
 # ── Cells ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cells_are_the_product_of_the_axes_and_then_listed_cells(matrix):
-    loaded = matrix(
-        axes={"precision": ["bf16", "delayed"], "weights": ["fp32", "bf16"]},
-        cells=[{"precision": "fp32"}],
-    )
-    assert names(loaded) == ["bf16-fp32", "bf16-bf16", "delayed-fp32", "delayed-bf16", "fp32"]
-    assert (loaded.cells[-1].recipe.precision, loaded.cells[-1].recipe.weights) == (
-        "fp32",
-        "fp32",
-    ), "the recipe's values"
-    assert loaded.baseline is loaded.cells[0]
+def test_cells_are_in_the_order_of_the_file(matrix):
+    cells = {
+        "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}},
+        "again-seed=1": {"precision": "bf16", "name": "again", "seed": 1},
+        "as_the_recipe": {},
+    }
+    loaded = matrix(cells=cells, baseline="again-seed=1")
+    assert names(loaded) == ["head", "again-seed=1", "as_the_recipe"]
+    head, again, same = loaded.cells
+    assert loaded.baseline is again and matrix(cells=cells).baseline.name == "head"
+    assert head.values == {"precision": "delayed", "fp8_config.scope": "linear+head"}
+    assert load_recipe(loaded.settings.recipe, head.overrides).fp8_config.scope == "linear+head"
+    assert (again.recipe.seed, same.recipe.precision) == (1, "bf16"), "the recipe's precision"
+    assert identity_of(same.recipe, "") != identity_of(again.recipe, "")
 
 
 def test_cells_override_the_command_line_which_overrides_the_matrix(matrix, tmp_path):
@@ -65,10 +69,9 @@ def test_the_command_line_of_a_cell_is_read_back_to_its_recipe(matrix):
     }
     loaded = matrix(
         overrides=odd,
-        axes={
-            "optimizer.betas": [[0.9, 0.95]],
-            "batch.microbatch": ["auto", 4],
-            "precision": ["fp32"],
+        cells={
+            "auto": {"optimizer.betas": [0.9, 0.95], "batch.microbatch": "auto"},
+            "4": {"batch.microbatch": 4, "precision": "fp32"},
         },
     )
     for cell in loaded.cells:
@@ -92,41 +95,6 @@ def test_only_selects_cells_that_match_every_key(matrix):
         loaded.only(["precision=fp16"])
 
 
-def test_the_baseline_is_the_only_matching_cell(matrix):
-    assert (
-        matrix(baseline={"precision": "delayed", "weights": "bf16"}).baseline.name == "delayed-bf16"
-    )
-    with pytest.raises(InputError, match=r"m\.yaml: `baseline`: .* delayed-fp32, delayed-bf16"):
-        matrix(baseline={"precision": "delayed"})
-    with pytest.raises(InputError, match=r"`baseline`: .*fp16.* none of the cells"):
-        matrix(baseline={"precision": "fp16"})
-
-
-def test_cells_of_a_group_are_combined_with_its_axes_in_order(matrix):
-    named = {
-        "bf16": {"precision": "bf16"},
-        "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}},
-    }
-    again = {"again": {"precision": "bf16", "name": "again"}}
-    groups = [{"axes": {"seed": [1, 2]}, "cells": named}, {"axes": {"seed": [1]}, "cells": again}]
-    loaded = matrix(axes=None, groups=groups, baseline={"cell": "bf16", "seed": 1})
-    assert names(loaded) == [
-        "bf16-seed=1",
-        "head-seed=1",
-        "bf16-seed=2",
-        "head-seed=2",
-        "again-seed=1",
-    ]
-    head = loaded.cells[1]
-    repeated = loaded.cells[4]
-    assert head.values == {"cell": "head", "seed": 1}
-    assert (head.recipe.fp8_config.scope, head.recipe.seed) == ("linear+head", 1)
-    assert load_recipe(loaded.settings.recipe, head.overrides).fp8_config.scope == "linear+head"
-    assert identity_of(repeated.recipe, "") == identity_of(loaded.baseline.recipe, "")
-    assert loaded.baseline is loaded.cells[0]
-    assert [cell.name for cell in loaded.only(["cell=head", "seed=2"])] == ["head-seed=2"]
-
-
 # ── Mistakes ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -134,17 +102,14 @@ def test_cells_of_a_group_are_combined_with_its_axes_in_order(matrix):
     ("keys", "message"),
     [
         ({"axis": {}}, r"m\.yaml: `axis`: unknown key"),
-        ({"axes": {"weights": []}}, r"m\.yaml: `axes\.weights`"),
+        ({"cells": {}}, r"m\.yaml: `cells`"),
+        ({"cells": {"a/b": {}}}, r"m\.yaml: `cells\.a/b`"),
+        ({"baseline": "fp16"}, r"m\.yaml: `baseline: fp16` is none of the cells bf16-fp32, "),
         ({"axes": {"weights": ["fp32", "fp33"]}}, r"m\.yaml, cell fp33: .*`weights`: .*'fp33'"),
         ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: .*`trian`: unknown key"),
-        ({"axes": None}, r"m\.yaml: this file has no cell"),
         (
             {"axes": {"batch.tokens": [100]}},
             r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100` is not a multiple",
-        ),
-        (
-            {"groups": [{"cells": {"a b": {"seed": 1}, "a_b": {"seed": 2}}}]},
-            r"cell a_b: this cell has the same run folder as cell a_b",
         ),
         ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
         (
@@ -155,7 +120,7 @@ def test_cells_of_a_group_are_combined_with_its_axes_in_order(matrix):
             {"run_dir": "runs/{name}"},
             r"`run_dir`: 'runs/\{name\}' contains \{name\}, but 'name' is not a known name",
         ),
-        ({"cells": [{"run_dir": "x"}]}, r"`run_dir`"),
+        ({"cells": {"a": {"run_dir": "x"}}}, r"cell a: `run_dir`"),
         (
             {"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1},
             r"`gpus: 1` is less than the 2 processes",
@@ -170,6 +135,23 @@ def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
         matrix(**keys)
     with pytest.raises(InputError, match=r"`weights`.*--only weights=VALUE"):
         matrix("weights=bf16")
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong"),
+    [
+        ({"groups": [{"axes": {"seed": [1]}, "cells": {"a": {}}}]}, "`groups`"),
+        ({"cells": [{"precision": "bf16"}], "baseline": {"seed": 1}}, "`cells`, `baseline`"),
+    ],
+)
+def test_a_file_of_an_earlier_version_is_told_how_to_list_cells(
+    matrix, keys: dict[str, Any], wrong: str
+):
+    """The lines of the message are a correct file."""
+    with pytest.raises(InputError, match=f"m\\.yaml: {wrong}: a matrix lists") as refused:
+        matrix(**keys)
+    example = yaml.safe_load(str(refused.value).partition("\n")[2])
+    assert matrix(**example).baseline.recipe.seed == 1
 
 
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)

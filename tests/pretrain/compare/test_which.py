@@ -26,7 +26,7 @@ from pretrain.compare.differences import (
 )
 from pretrain.compare.seed_groups import grouped
 from pretrain.compare.verdicts import NO_GAIN, USE, Protocol, Rounds, Verdict
-from pretrain.compare.which_trainings import Question
+from pretrain.compare.which_trainings import Question, candidate_of
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
@@ -214,7 +214,7 @@ class TrainedQuestion:
             matrix = self.question.rounds(PROTOCOL, [42 + seed], list(CANDIDATES))
             runs = {}
             for cell in matrix.cells:
-                name = cell.values["cell"]
+                name = candidate_of(cell)
                 speed, costs = CANDIDATES.get(name, (1.0, [0.0] * 5))
                 speed *= 1 + 0.002 * (seed % 3 - 1) * (name != "bf16")
                 tokens_per_second = 1000.0 * speed * (1 + seed)
@@ -263,7 +263,7 @@ def test_rounds_before_the_first_verdict_share_the_gpus(trained_question: Traine
     def seeds_within(seconds: float) -> list[int]:
         matrix = which.next_rounds(question, rounds, rounds.verdicts(), seconds)
         assert matrix is not None
-        baselines = [cell for cell in matrix.cells if cell.values["cell"] == "bf16"]
+        baselines = [cell for cell in matrix.cells if candidate_of(cell) == "bf16"]
         assert len(matrix.cells) == (1 + len(names)) * len(baselines)
         return [cell.recipe.seed for cell in baselines]
 
@@ -456,7 +456,7 @@ def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
     file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
     question = Question(load_recipe(file), file, (), commands.ON_CPU, tmp_path / "which")
     cells = question.trial(["bf16", "block", "mxfp8"]).cells
-    assert [cell.values["cell"] for cell in cells] == ["bf16", "mxfp8"]
+    assert [candidate_of(cell) for cell in cells] == ["bf16", "mxfp8"]
     output = capsys.readouterr().out
     assert "block" in output and "128" in output
     with pytest.raises(InputError, match="128"):

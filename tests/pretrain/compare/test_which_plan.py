@@ -13,7 +13,7 @@ from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.compare import which
 from pretrain.compare.verdicts import Protocol, Rounds
-from pretrain.compare.which_trainings import Question, train
+from pretrain.compare.which_trainings import Question, candidate_of, train
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
@@ -149,7 +149,7 @@ def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_pa
     protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
     matrix = question.rounds(protocol, [42, 43], ["bf16"])
     assert matrix.at_once == 2
-    assert [cell.values["cell"] for cell in matrix.cells] == ["fp32", "fp32", "bf16", "bf16"]
+    assert [candidate_of(cell) for cell in matrix.cells] == ["fp32", "fp32", "bf16", "bf16"]
     rounds = Rounds(protocol, at_once=2)
     assert rounds.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
     assert rounds.seconds(["bf16", "bf16"]) == 405 + 325
