@@ -4,7 +4,7 @@
 
 `seeds`: Normal differences of a candidate are drawn with a true cost and a spread (standard
 deviation over seeds), both in margins. A series is open after n seeds if none of its n first
-verdicts is final. For open series, the number of seeds that `SeedDifference.seeds_for_verdict`
+verdicts is final. For open series, the number of seeds that `LossDifference.seeds_for_verdict`
 names is compared with the number of seeds after which the verdict becomes final. `enough` is the
 share of series in which the named seeds were enough, by the number n of seeds before the estimate.
 Series without a named number, because it would be larger than MOST_ESTIMATED_SEEDS, are excluded
@@ -32,9 +32,10 @@ from pretrain.compare.differences import (
     FEWEST_SEEDS,
     MIXED_OVER,
     MOST_ESTIMATED_SEEDS,
-    SeedDifference,
+    LossDifference,
 )
-from pretrain.compare.verdicts import MOST_SEEDS, Protocol, Rounds, loss_slope
+from pretrain.compare.verdicts import loss_slope, tokens_for
+from pretrain.compare.which_plan import MOST_SEEDS, WhichPlan
 from pretrain.metrics.run_record import RunRecord
 from pretrain.optimizer.schedule import learning_rate
 from pretrain.settings.config import load_recipe
@@ -111,7 +112,7 @@ def seeds_enough(
             continue
         estimates = [
             # The baseline's loss and the margin are 1.
-            SeedDifference(dict(enumerate(values[row, :seeds].tolist())), 1.0).seeds_for_verdict(
+            LossDifference(dict(enumerate(values[row, :seeds].tolist())), 1.0).seeds_for_verdict(
                 1.0, error
             )
             or np.inf
@@ -152,7 +153,7 @@ def share_of_extra_tokens(
     rates = [learning_rate(step, recipe.schedule, recipe.optimizer, steps) for step in range(steps)]
     power_law = SLOPE / exponent * ((numbers / steps) ** -exponent - 1)
     losses = LOSS + power_law + floor * np.array(rates) / recipe.optimizer.learning_rate
-    rounds = Rounds(Protocol(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, steps, steps // 5))
+    plan = WhichPlan(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, steps, steps // 5)
 
     def slope() -> float:
         noisy = losses + draw.normal(0, NOISE, steps)
@@ -161,8 +162,7 @@ def share_of_extra_tokens(
         return loss_slope(RunRecord(Path(), recipe.model_dump(), {}, metrics, {}))
 
     extra_tokens = [
-        rounds.tokens_for(COST, np.mean([slope() for _ in range(SEEDS)])) - 1
-        for _ in range(answers)
+        tokens_for(plan, COST, np.mean([slope() for _ in range(SEEDS)])) - 1 for _ in range(answers)
     ]
     true_extra_tokens = (1 - exponent * COST / SLOPE) ** (-1 / exponent) - 1
     return float(np.mean(extra_tokens) / true_extra_tokens)

@@ -73,6 +73,16 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending if number != 1 else ''}"
 
 
+def signed(nats: float, digits: int = 4) -> str:
+    """Format a loss difference with its sign: +0.0004 or −0.0004.
+
+    The minus sign is U+2212, which is as wide as the plus sign.
+    """
+    # Adding 0.0 turns -0.0 into 0.0.
+    rounded = round(nats, digits) + 0.0
+    return f"{rounded:+.{digits}f}".replace("-", "−")
+
+
 def cell(text: str) -> str:
     """Return `text` as a cell of a Markdown table: escape `|`, and replace line feeds by spaces."""
     return " ".join(text.split("\n")).replace("|", "\\|")

@@ -18,11 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.t_interval import t_half_width
 from benchmarks.evidence.tables import ANSWER, RESULTS
 from benchmarks.machine import with_tables
 from foundation.files import replace_file
 from foundation.units import UNKNOWN, markdown
-from pretrain.compare.differences import SeedDifference
+from pretrain.compare.differences import LossDifference
 
 FILES = (RESULTS / "h100_served_14m.jsonl", RESULTS / "h100_served_options_14m.jsonl")
 DESIGN = Path("benchmarks/evidence/served_design.md")
@@ -109,11 +110,11 @@ def figure(losses: Losses, compared: Losses, unit: Losses) -> str:
     Seeds that are missing in one of the three mappings are ignored.
     """
     common = {seed: loss for seed, loss in compared.items() if seed in unit}
-    difference = SeedDifference.of(losses, common)
+    difference = LossDifference.of(losses, common)
     if difference is None:
         return UNKNOWN
     mean_loss = sum(unit[seed] for seed in difference.by_seed) / len(difference.by_seed)
-    half = difference.half_width()
+    half = t_half_width(difference)
     text = f"{100 * difference.mean / mean_loss:+.2f}"
     seeds = "" if half is None else f" ± {100 * half / mean_loss:.2f}"
     return f"{text}{seeds} %".replace("-", "−")

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from benchmarks.evidence.t_interval import t_quantile
 from benchmarks.evidence.tables import (
     ANSWER,
     Measure,
@@ -32,7 +33,7 @@ from benchmarks.evidence.tables import (
 from benchmarks.machine import with_tables
 from foundation.files import replace_file
 from foundation.units import markdown
-from pretrain.compare.differences import CONFIDENCE, t_quantile
+from pretrain.compare.differences import CONFIDENCE
 
 CELL = "delayed_branch"
 # Scales whose data is seen less than twice. Repeated data raises the cost in training loss.

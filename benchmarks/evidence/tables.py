@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.t_interval import t_half_width, t_probability
 from benchmarks.machine import with_tables
 from foundation.files import replace_file
 from foundation.units import UNKNOWN, markdown, or_dash, plural
@@ -37,8 +38,7 @@ from pretrain.compare.differences import (
     FEWEST_SEEDS,
     MARGIN,
     WORSE,
-    SeedDifference,
-    t_probability,
+    LossDifference,
 )
 
 RESULTS = Path("benchmarks/results/loss")
@@ -156,7 +156,7 @@ class Scale:
                 values[run["seed"]].append(value)
         return statistics.fmean(statistics.fmean(values[seed]) for seed in (seeds or values))
 
-    def difference(self, cell: str, measure: Measure = served_loss) -> SeedDifference | None:
+    def difference(self, cell: str, measure: Measure = served_loss) -> LossDifference | None:
         """Return the differences of the cell from the baseline.
 
         Return None if a run of the cell did not finish, or if no seed was trained for both the cell
@@ -165,11 +165,11 @@ class Scale:
         above = {} if self.has_broken_run(cell) else self.above_baseline(cell, measure)
         if not above:
             return None
-        difference = SeedDifference.of(above, dict.fromkeys(above, 0.0))
+        difference = LossDifference.of(above, dict.fromkeys(above, 0.0))
         return replace(difference, baseline=self.level(measure, above))
 
 
-def share(difference: SeedDifference | None) -> str:
+def share(difference: LossDifference | None) -> str:
     """Return a difference as a share of the baseline's loss, such as "+0.07 ± 0.14 %".
 
     The interval is missing if there are too few seeds.
@@ -177,12 +177,12 @@ def share(difference: SeedDifference | None) -> str:
     if difference is None:
         return UNKNOWN
     percent = 100 / difference.baseline
-    half = difference.half_width()
+    half = t_half_width(difference)
     interval = "" if half is None else f" ± {percent * half:.2f}"
     return f"{percent * difference.mean:+.2f}{interval} %".replace("-", "−")
 
 
-def p_values(difference: SeedDifference) -> tuple[float, float]:
+def p_values(difference: LossDifference) -> tuple[float, float]:
     """Return p of the two one-sided t tests against MARGIN, and of a two-sided test against zero.
 
     `difference` must have at least FEWEST_SEEDS seeds.
@@ -213,7 +213,7 @@ def holm(p_values: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], flo
 class Endpoint:
     """Differences and verdicts of one figure, such as the training loss, by (scale, cell)."""
 
-    differences: Mapping[tuple[str, str], SeedDifference | None]
+    differences: Mapping[tuple[str, str], LossDifference | None]
     verdicts: Mapping[tuple[str, str], str]  # only of tested cells
 
     @classmethod
@@ -365,7 +365,7 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
         axes.errorbar(
             percent * difference.mean,
             place,
-            xerr=percent * difference.half_width(),
+            xerr=percent * t_half_width(difference),
             fmt="o",
             color=line,
             markerfacecolor=marker,

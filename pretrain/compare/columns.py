@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from foundation.units import UNKNOWN, count, markdown, memory, percent
-from pretrain.compare.comparison import TOLERANCE, ComparedRun, hardware_speed
-from pretrain.compare.differences import CONFIDENCE, TOO_FEW_STEPS
+from foundation.units import UNKNOWN, count, markdown, memory, percent, signed
+from pretrain.compare.comparison import ComparedRun, hardware_speed
 from pretrain.compare.fairness import distinguishing_keys, option
 from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord, as_text
 
@@ -55,16 +54,6 @@ def meanings(columns: Iterable[Column]) -> list[str]:
     """Return a text "title: meaning." for each column that has a meaning, without duplicates."""
     texts = [f"{column.title}: {column.meaning}." for column in columns if column.meaning]
     return list(dict.fromkeys(texts))
-
-
-def signed(nats: float, digits: int = 4) -> str:
-    """Format a loss difference with its sign: +0.0004 or −0.0004.
-
-    The minus sign is U+2212, which is as wide as the plus sign.
-    """
-    # Adding 0.0 turns -0.0 into 0.0.
-    rounded = round(nats, digits) + 0.0
-    return f"{rounded:+.{digits}f}".replace("-", "−")
 
 
 def _summary_column(
@@ -176,6 +165,14 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             "{:.4f}".format,
             suffix=lambda compared: _averaged_steps(compared.run) if len(ends) > 1 else "",
         ),
+        Column(
+            "loss − baseline",
+            "training loss minus the baseline's training loss in nats per token, at the same steps "
+            f"of both runs: {AT_END}. There is no verdict, because another seed would give another "
+            "difference",
+            lambda compared: compared.loss_gap,
+            partial(signed, digits=5),
+        ),
         _summary_column(
             "held-out",
             "loss in nats per token on held-out packs, which are not used for training",
@@ -254,44 +251,3 @@ def _setting_column(key: str) -> Column:
         as_text,
         is_text=True,
     )
-
-
-def differences_of(baseline: ComparedRun) -> list[Column]:
-    """Return the columns of the table with the loss difference and the verdict of each run.
-
-    The difference is the run's training loss minus the baseline's training loss at the end.
-    """
-    base = baseline.label
-    confidence = f"{100 * CONFIDENCE:.0f} %"
-    return [
-        RUN,
-        Column(
-            f"minus {base}, {_end_of(baseline.run)}",
-            f"training loss minus {base}'s training loss at the same step, in nats per token: "
-            f"{AT_END}",
-            lambda compared: compared.gap and compared.gap.mean,
-            partial(signed, digits=5),
-        ),
-        Column(
-            f"± {confidence}",
-            f"half-width of the {confidence} interval of this mean. The interval describes the "
-            "variation between the steps of this run, not between seeds, and takes the "
-            "correlation of neighbouring steps into account. At least "
-            f"{FEWEST_STEPS} steps are needed",
-            lambda compared: compared.gap and compared.gap.half_width(),
-            "{:.5f}".format,
-        ),
-        Column(
-            "steps",
-            "number of averaged steps",
-            lambda compared: compared.gap and len(compared.gap.by_step),
-        ),
-        Column(
-            "verdict",
-            "within: the interval lies within ± "
-            f"{TOLERANCE:g} nats around the baseline. Above or below: the interval, "
-            "widened for the number of rows (Bonferroni), lies completely above or below that "
-            f"range. {TOO_FEW_STEPS.capitalize()}: there is no interval",
-            lambda compared: compared.verdict,
-        ),
-    ]

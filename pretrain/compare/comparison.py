@@ -1,12 +1,15 @@
-"""Comparison of single runs with a baseline run: loss differences, verdicts, and notes."""
+"""Comparison of single runs with a baseline run: loss differences, speeds, and notes.
+
+A single pair of runs has no verdict, because another seed could change the sign of its difference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pretrain.compare.differences import Gap
+from foundation.units import signed
 from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, why_not_paired
 from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord
 
@@ -25,8 +28,6 @@ COLOURS = (
     "#17BECF",
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
-# Loss difference in nats per token within which two runs count as equal.
-TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,6 @@ class ComparedRun:
     colour: str
     # Dash of the curves of `run`, an element of DASHES.
     dash: str
-    # Number of runs that are compared with the same baseline. `run` is one of them.
-    comparisons: int
 
     @property
     def is_baseline(self) -> bool:
@@ -74,27 +73,22 @@ class ComparedRun:
         return None
 
     @cached_property
-    def gap(self) -> Gap | None:
-        """Return the loss differences between the run and the baseline at the end of training.
+    def loss_gap(self) -> float | None:
+        """Return the run's training loss at the end minus the baseline's, in nats per token.
 
-        Return None if the run is the baseline, or if the differences cannot be computed.
-        `not_paired` returns the reason.
+        The difference is a mean over the last steps that both runs have. Return None if the run is
+        the baseline, or if the difference cannot be computed. `not_paired` returns the reason.
         """
         if self.is_baseline or self.not_paired:
             return None
-        return Gap(ends_of(loss_differences(self.base, self.run)))
+        return float(ends_of(loss_differences(self.base, self.run)).mean())
 
     @property
-    def verdict(self) -> str:
-        """Return "within", "above", "below", "cannot tell", or the reason why there is no verdict.
-
-        `Gap.verdict` explains the verdicts.
-        """
-        if self.run.broke_off:
-            return self.run.broke_off
-        if self.gap:
-            return self.gap.verdict(TOLERANCE, self.comparisons)
-        return "baseline" if self.is_baseline else "not paired"
+    def result(self) -> str:
+        """Return `loss_gap` as text, or the reason why there is no difference."""
+        if self.loss_gap is not None:
+            return signed(self.loss_gap, digits=5)
+        return self.run.broke_off or "not paired"
 
     @property
     def held_out_gap(self) -> float | None:
@@ -138,22 +132,23 @@ def compare(runs: Sequence[RunRecord]) -> list[ComparedRun]:
             label=label,
             colour=COLOURS[index % len(COLOURS)],
             dash=DASHES[index // len(COLOURS) % len(DASHES)],
-            comparisons=len(runs) - 1,
         )
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))
     ]
 
 
 def answer_of(compared_runs: Sequence[ComparedRun]) -> str:
-    """Return one sentence that groups the runs by verdict.
+    """Return one sentence with the loss difference of each run.
 
     If there is only one run, return its name.
     """
     base, *candidates = compared_runs
     if not candidates:
         return base.label
-    verdicts = by_verdict({compared.label: compared.verdict for compared in candidates})
-    return f"Against {base.label}, tolerance ± {TOLERANCE:g} nats: {verdicts}."
+    results = "; ".join(f"{compared.label} ({compared.result})" for compared in candidates)
+    return (
+        f"Training loss minus {base.label}'s in nats per token (one seed: no verdict): {results}."
+    )
 
 
 def notes_on(compared_runs: Sequence[ComparedRun], *, over_seeds: bool) -> list[str]:
@@ -210,17 +205,6 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
         name if names.count(name) == 1 else str(run.path)
         for name, run in zip(names, runs, strict=True)
     ]
-
-
-def by_verdict(verdicts: Mapping[str, str]) -> str:
-    """Group names by verdict, and return them as text: "a, b (within); c (above)".
-
-    `verdicts` maps names to verdicts.
-    """
-    names: dict[str, list[str]] = {}
-    for name, verdict in verdicts.items():
-        names.setdefault(verdict, []).append(name)
-    return "; ".join(f"{', '.join(group)} ({verdict})" for verdict, group in names.items())
 
 
 def hardware_speed(run: RunRecord) -> float | None:

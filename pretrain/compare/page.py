@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foundation.errors import InputError
-from pretrain.compare.columns import differences_of, figures_of
+from pretrain.compare.columns import figures_of
 from pretrain.compare.comparison import ComparedRun, machine_of
 from pretrain.compare.fairness import distinguishing_keys, loss_differences
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
@@ -115,16 +115,14 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    base, *candidates = compared_runs
     html = templates.get_template("page.html").render(
         compared_runs=compared_runs,
         seeds=seeds,
         answer=answer,
-        about=_about(base.run),
+        about=_about(compared_runs[0].run),
         notes=notes,
         written_by=WRITTEN_BY,
         figures=figures_of(compared_runs),
-        differences=differences_of(base) if candidates and not seeds else [],
         curves=curves_figure(compared_runs)
         .update_layout(template="plotly_white")
         .to_html(full_html=False, include_plotlyjs=False, div_id="curves"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.compare.columns import differences_of, figures_of, meanings, table_of
+from pretrain.compare.columns import figures_of, meanings, table_of
 from pretrain.compare.comparison import ComparedRun, answer_of, compare, notes_on
 from pretrain.compare.differences import MARGIN
 from pretrain.compare.fairness import check_comparable
@@ -72,7 +72,6 @@ class Report:
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
         parts = [self.answer]
-        explanations = []
         if self.seeds:
             columns = self.seeds.columns()
             parts += [
@@ -80,12 +79,7 @@ class Report:
                 _bullets([*meanings(columns), *self.seeds.notes]),
             ]
         parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
-        base, *candidates = self.compared_runs
-        if candidates and not self.seeds:
-            columns = differences_of(base)
-            parts.append(table_of(columns, candidates))
-            explanations = meanings(columns)
-        parts.append(_bullets([*explanations, *self.notes]))
+        parts.append(_bullets(self.notes))
         return list(filter(None, parts))
 
     def write(self, page: Path) -> None:

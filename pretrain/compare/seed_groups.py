@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foundation.units import UNKNOWN, plural
-from pretrain.compare.columns import Column, signed
-from pretrain.compare.comparison import by_verdict, unique_names
+from foundation.units import UNKNOWN, plural, signed
+from pretrain.compare.columns import Column
+from pretrain.compare.comparison import unique_names
 from pretrain.compare.differences import (
     CONFIDENCE,
-    EQUIVALENCE,
-    FEWEST_SEEDS,
     MARGIN,
-    SeedDifference,
+    LossDifference,
+    error_of,
+    fewest_seeds,
 )
 from pretrain.compare.fairness import ends_of, loss_differences, recipe_of, same_held_out
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
@@ -98,7 +98,7 @@ class GroupResult:
     # Losses of this group minus the losses of the baseline's group. None if this group is the
     # baseline, if the two groups have no seed or no step in common, or if a run of this group has
     # failed.
-    difference: SeedDifference | None
+    difference: LossDifference | None
     # The verdict, or the reason why there is none.
     verdict: str
 
@@ -127,6 +127,9 @@ class SeedComparison:
     held_out: bool
     # Largest difference that counts as equivalent, as a share of the baseline's loss.
     margin: float
+    # Probability that the interval of one group misses the true difference after any number of
+    # seeds.
+    error: float
     # One note for each reason to exclude runs.
     notes: list[str]
 
@@ -143,6 +146,7 @@ class SeedComparison:
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
         """
         groups = grouped(runs)
+        error = error_of(len(groups) - 1)
         base_runs = next(iter(groups.values()))
         finished = [run for run in runs if not run.broke_off and not run.is_unfinished]
         held_out = all("held_out_loss" in run.summary for run in finished)
@@ -163,11 +167,11 @@ class SeedComparison:
                 results[0] if results else None,
                 held_out=held_out,
                 margin=margin,
-                comparisons=len(groups) - 1,
+                error=error,
             )
             results.append(GroupResult(name, group, losses, difference, verdict))
         notes = [f"Excluded, {reason}: {', '.join(names)}." for reason, names in excluded.items()]
-        return cls(results, held_out, margin, notes)
+        return cls(results, held_out, margin, error, notes)
 
     @property
     def baseline(self) -> GroupResult:
@@ -177,7 +181,7 @@ class SeedComparison:
     def columns(self) -> list[Column]:
         """Return the columns of the table over seeds. Each row of the table is a GroupResult."""
         base = self.baseline.name
-        confidence = f"{100 * CONFIDENCE:.0f} %"
+        confidence = f"{100 * (1 - self.error):.3g} %"
         return [
             Column("runs", "", lambda group: group.name, is_text=True),
             Column(
@@ -199,9 +203,10 @@ class SeedComparison:
             ),
             Column(
                 f"± {confidence}",
-                f"half-width of the {confidence} interval of the difference over seeds, by "
-                f"Student's t; at least {FEWEST_SEEDS} seeds are needed",
-                lambda group: group.difference and group.difference.half_width(),
+                f"half-width of the {confidence} interval of the difference over seeds. All rows "
+                f"together have a confidence of {100 * CONFIDENCE:.0f} %, after any number of "
+                f"seeds; at least {fewest_seeds(self.error)} seeds are needed",
+                lambda group: group.difference and group.difference.half_width(self.error),
                 "{:.4f}".format,
             ),
             Column(
@@ -214,13 +219,13 @@ class SeedComparison:
             ),
             Column(
                 "verdict",
-                f"equivalent: the {100 * EQUIVALENCE:.0f} % interval of the difference lies within "
-                f"the margin of ± {100 * self.margin:g} % of {base}'s loss (two one-sided t tests "
-                f"at 5 %, for each row separately). Worse or better: the {confidence} interval, "
-                "widened for the number of rows (Bonferroni), lies on one side of zero. Worse or "
-                f"better, within the margin: the {100 * EQUIVALENCE:.0f} % interval also lies "
-                "within the margin. Worse or better by more than the margin: the whole widened "
-                "interval lies beyond the margin",
+                f"equivalent: the narrower {100 * (1 - 2 * self.error):.3g} % interval of the "
+                f"difference lies within the margin of ± {100 * self.margin:g} % of {base}'s loss "
+                f"(two one-sided tests). Worse or better: the {confidence} interval lies on one "
+                "side of zero. Worse or better, within the margin: the narrower interval also lies "
+                "within the margin. Worse or better by more than the margin: the whole "
+                f"{confidence} interval lies beyond the margin. `python -m pretrain which` gives "
+                "the same verdicts",
                 lambda group: group.verdict,
             ),
         ]
@@ -228,7 +233,10 @@ class SeedComparison:
     def answer(self) -> str:
         """Return one sentence that lists the names of the groups by verdict."""
         seeds = plural(len(self.baseline.losses), "seed")
-        verdicts = by_verdict({group.name: group.verdict for group in self.results[1:]})
+        names: dict[str, list[str]] = {}
+        for group in self.results[1:]:
+            names.setdefault(group.verdict, []).append(group.name)
+        verdicts = "; ".join(f"{', '.join(group)} ({verdict})" for verdict, group in names.items())
         return (
             f"Against {self.baseline.name} over {seeds}, margin ± {100 * self.margin:g} %: "
             f"{verdicts}."
@@ -242,8 +250,8 @@ def _compare(
     *,
     held_out: bool,
     margin: float,
-    comparisons: int,
-) -> tuple[SeedDifference | None, str]:
+    error: float,
+) -> tuple[LossDifference | None, str]:
     """Return the loss difference between a group and the baseline, and the verdict of the group.
 
     Return None and the reason if there is no difference, for example because a run of the group has
@@ -256,13 +264,13 @@ def _compare(
         base: The result of the baseline, or None if the group is the baseline.
         held_out: True if `losses` are held-out losses.
         margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
-        comparisons: Number of groups that are compared with the baseline.
+        error: Error probability of the interval of one group.
     """
     if failed := sum(bool(run.broke_off) for run in group.values()):
         return None, f"broke off: {plural(failed, 'run')} of {len(group)}"
     if base is None:
         return None, "baseline"
-    difference = SeedDifference.of(losses, base.losses)
+    difference = LossDifference.of(losses, base.losses)
     if difference is None:
         return None, "no seed in common"
     if not held_out:
@@ -274,9 +282,10 @@ def _compare(
         if not by_seed:
             return None, "no step in common"
         difference = replace(difference, by_seed=by_seed)
-    if difference.half_width() is None:
-        return difference, f"{plural(len(difference.by_seed), 'seed')}: no interval"
-    return difference, difference.verdict(margin, comparisons)
+    if difference.half_width(error) is None:
+        seeds = plural(len(difference.by_seed), "seed")
+        return difference, f"{seeds}: a verdict needs {fewest_seeds(error)}"
+    return difference, difference.verdict(margin, error)
 
 
 def _why_excluded(

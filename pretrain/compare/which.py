@@ -1,7 +1,7 @@
 """Find the fastest precision at equal loss: `python -m pretrain which RECIPE [key=value ...]`.
 
 `pretrain.settings.commands.which` describes the method and the result. This module has the steps of
-the command. First it writes the protocol, which fixes the settings and the length of the runs. Then
+the command. First it writes the plan, which fixes the settings and the length of the runs. Then
 it trains the rounds. `which_trainings` trains, and `verdicts` computes the verdicts.
 
 Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid input,
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
 import shutil
 import statistics
 import time
@@ -30,21 +29,22 @@ from typing import Any, cast
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_object
-from foundation.units import count, duration
+from foundation.units import duration
 from packing.arrow import Packs
 from packing.prepare import prepare
 from packing.store import open_packs
 from packing.stream import order_of
-from pretrain.compare.columns import signed
-from pretrain.compare.differences import CONFIDENCE, EQUIVALENT, WITHIN_MARGIN, fewest_seeds
+from pretrain.compare.differences import error_of, fewest_seeds
 from pretrain.compare.fairness import in_words
-from pretrain.compare.matrix_file import Cell, Matrix, as_overrides
+from pretrain.compare.matrix_file import Cell, Matrix
 from pretrain.compare.matrix_run import say, wait_for_earlier_start
-from pretrain.compare.verdicts import MOST_SEEDS, NO_GAIN, USE, Protocol, Rounds, Verdict
+from pretrain.compare.verdicts import Rounds, Verdict
+from pretrain.compare.which_answer import VERDICT_FILE, write_answer
+from pretrain.compare.which_plan import MOST_SEEDS, RoundTimes, WhichPlan
 from pretrain.compare.which_trainings import (
     HEAD,
     TRIAL_STEPS,
-    Question,
+    WhichTrainings,
     candidate_of,
     has_ended,
     runs_of,
@@ -66,9 +66,8 @@ TRUNK = 0.2
 # estimates the total time from these values before it runs the trials. Larger models take longer.
 USUAL_ON_CPU = (2.0, 0.02)
 USUAL_ON_GPU = (10.0, 0.1)
-# Files in the folder of the runs: the fixed settings, and the verdicts.
-PROTOCOL_FILE = "which.json"
-VERDICT_FILE = "verdict.json"
+# File with the plan, in the folder of the runs.
+PLAN_FILE = "which.json"
 # Keys that the user cannot override, because this command sets them.
 RESERVED = {
     "precision",
@@ -95,24 +94,24 @@ def main(options: argparse.Namespace) -> int:
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
     check_options(options, recipe)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
-    question = Question(
+    trainings = WhichTrainings(
         recipe, options.recipe, tuple(options.overrides), accelerate, folder, options.gpus
     )
     deadline = time.monotonic() + options.hours * 3600
     with RunFolder(folder):
         wait_for_earlier_start(sorted(folder.glob("*/*.log")))
-        protocol = load_protocol(question, options)
-        if protocol is None:
-            protocol = new_protocol(question, options, deadline)
-        rounds = Rounds(protocol, at_once=question.trial([protocol.base]).slots or 1)
-        announce(rounds, options.hours)
-        verdicts = read_ended_rounds(question, rounds)
+        plan = load_plan(trainings, options)
+        if plan is None:
+            plan = new_plan(trainings, options, deadline)
+        rounds = Rounds(RoundTimes(plan, trainings.trial([plan.base]).slots or 1))
+        announce(rounds.times, options.hours)
+        verdicts = read_ended_rounds(trainings, rounds)
         if rounds.runs:
-            say(f"\n{write_answer(question, rounds, verdicts)}")
-        while matrix := next_rounds(question, rounds, verdicts, deadline - time.monotonic()):
+            say(f"\n{write_answer(trainings, rounds, verdicts)}")
+        while matrix := next_rounds(trainings, rounds, verdicts, deadline - time.monotonic()):
             train_rounds(rounds, matrix)
             verdicts = rounds.verdicts()
-            say(f"\n{write_answer(question, rounds, verdicts)}")
+            say(f"\n{write_answer(trainings, rounds, verdicts)}")
     say(f"\nWritten: {folder / VERDICT_FILE}")
     return 1 if any(verdict.is_open for verdict in verdicts) else 0
 
@@ -164,63 +163,63 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-# ── The protocol ──────────────────────────────────────────────────────────────────────────────────
+# ── The plan ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def load_protocol(question: Question, options: argparse.Namespace) -> Protocol | None:
-    """Read the protocol from the folder of the runs. Return None if there is no protocol yet.
+def load_plan(trainings: WhichTrainings, options: argparse.Namespace) -> WhichPlan | None:
+    """Read the plan from the folder of the runs. Return None if there is no plan yet.
 
-    Raises InputError if the options differ from the protocol, or if the settings of the recipe
+    Raises InputError if the options differ from the plan, or if the settings of the recipe
     differ from the settings of the trials. Otherwise a user could change the margin after seeing
     the results, and the verdicts would be worthless.
     """
-    file = question.folder / PROTOCOL_FILE
+    file = trainings.folder / PLAN_FILE
     if not file.exists():
         return None
-    protocol = Protocol(**load_object(file, "use another --run_dir"))
+    plan = WhichPlan(**load_object(file, "use another --run_dir"))
     requested = {
         "begin_with": options.begin_with,
         "margin": options.margin / 100,
         "seeds": options.seeds,
-        "precisions": options.precisions or protocol.precisions,
-        "steps": options.steps or protocol.steps,
+        "precisions": options.precisions or plan.precisions,
+        "steps": options.steps or plan.steps,
     }
     differences: dict[str, tuple[Any, Any]] = {
-        key: (value, getattr(protocol, key))
+        key: (value, getattr(plan, key))
         for key, value in requested.items()
-        if value != getattr(protocol, key)
+        if value != getattr(plan, key)
     }
-    differences |= question.trial([protocol.base]).baseline.differences
+    differences |= trainings.trial([plan.base]).baseline.differences
     if differences:
         raise InputError(
             f"{file}: this command was started with other settings before (current value and "
             f"earlier value): {in_words(differences)}; either set the earlier values again, or use "
             "another --run_dir"
         )
-    return protocol
+    return plan
 
 
-def new_protocol(question: Question, options: argparse.Namespace, deadline: float) -> Protocol:
-    """Run the trials, compute the length of the runs, and write the protocol.
+def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: float) -> WhichPlan:
+    """Run the trials, compute the length of the runs, and write the plan.
 
     Raises InputError if `options.seeds` is too small, if the baseline or all candidates fail in the
     trials, or if the runs would be too short.
 
     Args:
-        question: The recipe and the folder of the runs.
+        trainings: The recipe and the folder of the runs.
         options: The command line.
         deadline: Value of time.monotonic() at which --hours are over.
     """
-    names = options.precisions or default_candidates(question.recipe.weights)
-    minimum = fewest_seeds((1 - CONFIDENCE) / (len(names) - 1))
+    names = options.precisions or default_candidates(trainings.recipe.weights)
+    minimum = fewest_seeds(error_of(len(names) - 1))
     if options.seeds < minimum:
         raise InputError(
             f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
             f"{minimum} seeds; set --seeds {minimum} or more"
         )
-    matrix = question.trial(names)
+    matrix = trainings.trial(names)
     start, per_step = USUAL_ON_CPU if matrix.on_cpu else USUAL_ON_GPU
-    protocol = Protocol(
+    plan = WhichPlan(
         begin_with=options.begin_with,
         margin=options.margin / 100,
         precisions=names,
@@ -234,20 +233,20 @@ def new_protocol(question: Question, options: argparse.Namespace, deadline: floa
     fit = partial(
         fit_steps,
         options=options,
-        recipe=question.recipe,
-        in_an_epoch=steps_in_an_epoch(question.recipe),
+        recipe=trainings.recipe,
+        in_an_epoch=steps_in_an_epoch(trainings.recipe),
         at_once=matrix.slots or 1,
     )
     # Check before the trials that --hours is enough for runs whose steps take the usual time. If it
     # is not, `fit` raises InputError.
-    fit(protocol, seconds_left=deadline - time.monotonic() - trials)
+    fit(plan, seconds_left=deadline - time.monotonic() - trials)
     say(
         f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
-        f"{', '.join(protocol.seconds)}"
+        f"{', '.join(plan.seconds)}"
     )
     for cell in matrix.cells:
         # Delete a trial that was run with other settings, so that it runs again. No result depends
-        # on the deleted trial, because no protocol has been written yet.
+        # on the deleted trial, because no plan has been written yet.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
     train(matrix, may_fail=True)
@@ -256,22 +255,22 @@ def new_protocol(question: Question, options: argparse.Namespace, deadline: floa
         raise InputError(
             "there is nothing to compare: every other precision failed in its trial, or computed "
             f"each matrix product in the same precision as {names[0]}; read the logs in "
-            f"{question.folder}/trial, or set other --precisions"
+            f"{trainings.folder}/trial, or set other --precisions"
         )
     seconds = {
-        name: question.recipe.batch.tokens / run.summary["tokens_per_second"]
+        name: trainings.recipe.batch.tokens / run.summary["tokens_per_second"]
         for name, run in runs.items()
     }
     # Seconds that each trial took in addition to its steps. The lower median is used, because
     # trials that compile kernels for all later runs take longer.
     overheads = [seconds_of(run) - TRIAL_STEPS * seconds[name] for name, run in runs.items()]
     start = max(0.0, statistics.median_low(overheads))
-    protocol = fit(
-        replace(protocol, seconds=seconds, start=start),
+    plan = fit(
+        replace(plan, seconds=seconds, start=start),
         seconds_left=deadline - time.monotonic(),
     )
-    write_json(question.folder / PROTOCOL_FILE, asdict(protocol))
-    return protocol
+    write_json(trainings.folder / PLAN_FILE, asdict(plan))
+    return plan
 
 
 def distinct_runs(trials: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
@@ -321,36 +320,36 @@ def supported_precisions() -> list[str]:
 
 
 def fit_steps(
-    protocol: Protocol,
+    plan: WhichPlan,
     *,
     options: argparse.Namespace,
     recipe: Recipe,
     in_an_epoch: float,
     at_once: int,
     seconds_left: float,
-) -> Protocol:
-    """Return a copy of the protocol with `steps` and `trunk` set.
+) -> WhichPlan:
+    """Return a copy of the plan with `steps` and `trunk` set.
 
     `steps` is the length of a run, and `trunk` is the number of steps before the candidates branch.
     If --steps is not set, a run is as long as --hours allow, but not longer than the recipe sets,
     and not longer than one epoch. Raises InputError if such a run has too few steps.
 
     Args:
-        protocol: The protocol. Its `steps` and `trunk` are ignored.
+        plan: The plan. Its `steps` and `trunk` are ignored.
         options: The command line.
         recipe: The recipe.
         in_an_epoch: Number of steps after which the first data is repeated, or infinity.
         at_once: Number of runs that train at the same time.
         seconds_left: Seconds that are left for all rounds.
     """
-    trunk = step_of_checkpoint(protocol.begin_with)
+    trunk = step_of_checkpoint(plan.begin_with)
 
-    def with_steps(steps: int) -> Protocol:
+    def with_steps(steps: int) -> WhichPlan:
         branch_step = math.ceil(TRUNK * steps) if trunk is None else trunk
-        return replace(protocol, steps=steps, trunk=branch_step)
+        return replace(plan, steps=steps, trunk=branch_step)
 
     def seconds_of_rounds(steps: int) -> float:
-        return Rounds(with_steps(steps), at_once=at_once).planned_seconds()
+        return RoundTimes(with_steps(steps), at_once).planned_seconds()
 
     if options.steps:
         return with_steps(options.steps)
@@ -371,7 +370,7 @@ def fit_steps(
         hours = options.hours + (seconds_of_rounds(minimum) - seconds_left) / 3600
         # Add 5 %, because rounding to two digits may make the number of hours 5 % smaller.
         raise InputError(
-            f"--hours {options.hours:g}: this time is too short for {protocol.seeds} rounds of "
+            f"--hours {options.hours:g}: this time is too short for {plan.seeds} rounds of "
             f"runs with {minimum} steps, which is the minimum; set --hours to "
             f"{1.05 * hours:.2g} or more"
         )
@@ -419,38 +418,38 @@ def step_of_checkpoint(path: str | None) -> int | None:
 # ── Rounds ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def announce(rounds: Rounds, hours: float) -> None:
-    """Print the protocol and the estimated time. `hours` is the time limit."""
-    protocol = rounds.protocol
-    skipped = [name for name in protocol.precisions if name not in protocol.seconds]
+def announce(times: RoundTimes, hours: float) -> None:
+    """Print the plan and the estimated time. `hours` is the time limit."""
+    plan = times.plan
+    skipped = [name for name in plan.precisions if name not in plan.seconds]
     if skipped:
         say(
             "\nSkipped, because they failed or computed the same products as another precision: "
             f"{', '.join(skipped)}. To try them again, use another --run_dir."
         )
-    trunk = f"from {protocol.begin_with}" if protocol.begin_with else f"in {protocol.base}"
+    trunk = f"from {plan.begin_with}" if plan.begin_with else f"in {plan.base}"
     together = ""
-    if rounds.before_verdict > 1:
-        together = f", the first {rounds.before_verdict} of them together if the time suffices"
+    if (number := times.rounds_together(0)) > 1:
+        together = f", the first {number} of them together if the time suffices"
     say(
-        f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
-        f"fixed at {100 * protocol.margin:g} % of the loss.\n"
+        f"\nBaseline {plan.base}, candidates {', '.join(plan.candidates)}. The margin is "
+        f"fixed at {100 * plan.margin:g} % of the loss.\n"
         "Each round has one seed and takes about "
-        f"{duration(rounds.seconds(protocol.candidates))}. Each run has {protocol.steps:,} steps. "
-        f"The first {protocol.trunk:,} steps are {trunk}.\n"
-        f"{protocol.seeds} rounds are planned{together}. They take about "
-        f"{duration(rounds.planned_seconds())}, and the limit is {hours:g} hours."
+        f"{duration(times.seconds(plan.candidates))}. Each run has {plan.steps:,} steps. "
+        f"The first {plan.trunk:,} steps are {trunk}.\n"
+        f"{plan.seeds} rounds are planned{together}. They take about "
+        f"{duration(times.planned_seconds())}, and the limit is {hours:g} hours."
     )
 
 
-def read_ended_rounds(question: Question, rounds: Rounds) -> list[Verdict]:
+def read_ended_rounds(trainings: WhichTrainings, rounds: Rounds) -> list[Verdict]:
     """Add the rounds whose runs have all ended in earlier starts of the command to `rounds`.
 
     Return the verdicts after these rounds.
     """
     verdicts = rounds.verdicts()
     while candidates := open_candidates(rounds, verdicts):
-        matrix = matrix_of(question, rounds, candidates, number=1)
+        matrix = matrix_of(trainings, rounds, candidates, number=1)
         if not all(has_ended(matrix, cell) for cell in matrix.cells):
             break
         add_runs(rounds, matrix)
@@ -468,14 +467,16 @@ def open_candidates(rounds: Rounds, verdicts: Sequence[Verdict]) -> list[str]:
     return [verdict.name for verdict in verdicts if verdict.is_open]
 
 
-def matrix_of(question: Question, rounds: Rounds, candidates: Sequence[str], number: int) -> Matrix:
+def matrix_of(
+    trainings: WhichTrainings, rounds: Rounds, candidates: Sequence[str], number: int
+) -> Matrix:
     """Return the runs of the next `number` rounds with `candidates`, as a matrix."""
-    seed = question.recipe.seed + len(rounds.runs)
-    return question.rounds(rounds.protocol, range(seed, seed + number), candidates)
+    seed = trainings.recipe.seed + len(rounds.runs)
+    return trainings.rounds(rounds.plan, range(seed, seed + number), candidates)
 
 
 def next_rounds(
-    question: Question, rounds: Rounds, verdicts: Sequence[Verdict], seconds_left: float
+    trainings: WhichTrainings, rounds: Rounds, verdicts: Sequence[Verdict], seconds_left: float
 ) -> Matrix | None:
     """Return the runs of the next round as a matrix, or of several rounds to train together.
 
@@ -483,7 +484,7 @@ def next_rounds(
     limit, print this and return None. The time limit is ignored for the first round.
 
     Args:
-        question: The recipe and the folder of the runs.
+        trainings: The recipe and the folder of the runs.
         rounds: The trained rounds.
         verdicts: The verdicts after these rounds.
         seconds_left: Seconds until the time limit.
@@ -493,12 +494,12 @@ def next_rounds(
         return None
     # The plan uses the whole time, and a little of it has passed since then.
     limit = 1.01 * seconds_left
-    number = rounds.before_verdict
-    while number > 1 and rounds.seconds(candidates, number) > limit:
+    number = rounds.times.rounds_together(len(rounds.runs))
+    while number > 1 and rounds.times.seconds(candidates, number) > limit:
         number -= 1
-    seconds = rounds.seconds(candidates)
+    seconds = rounds.times.seconds(candidates)
     if seconds <= limit or not rounds.runs:
-        return matrix_of(question, rounds, candidates, number)
+        return matrix_of(trainings, rounds, candidates, number)
     say(
         f"\nThe next round takes about {duration(seconds)}, but only "
         f"{duration(max(seconds_left, 0))} of --hours are left. To train it, run the same command "
@@ -515,7 +516,7 @@ def train_rounds(rounds: Rounds, matrix: Matrix) -> None:
     first = len(rounds.runs) + 1
     last = len(rounds.runs) + len(seeds)
     title = f"round {first}" if first == last else f"rounds {first} to {last}"
-    say(f"\n{title}, about {duration(rounds.seconds(candidates, len(seeds)))}")
+    say(f"\n{title}, about {duration(rounds.times.seconds(candidates, len(seeds)))}")
     train(matrix, may_fail=False)
     add_runs(rounds, matrix)
 
@@ -530,93 +531,6 @@ def add_runs(rounds: Rounds, matrix: Matrix) -> None:
     for cells in by_seed.values():
         runs = runs_of(cells)
         rounds.runs.append(runs)
-        rounds.took |= {name: seconds_of(run) for name, run in runs.items() if run.is_finished}
-
-
-def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
-    """Write verdict.json, and return the text to print.
-
-    The text has the table, the answer, and the conditions for the answer to be valid.
-    """
-    protocol = rounds.protocol
-    text = answer(question, protocol, verdicts)
-    write_json(
-        question.folder / VERDICT_FILE,
-        {
-            "answer": text,
-            "protocol": asdict(protocol),
-            "candidates": {
-                verdict.name: asdict(verdict) | {"gain_at_equal_loss": verdict.gain}
-                for verdict in verdicts
-            },
-        },
-    )
-    limits = (
-        "This result is valid for this model after "
-        f"{count(protocol.steps * question.recipe.batch.tokens)} tokens, with a margin of "
-        f"± {100 * protocol.margin:g} % of the baseline's loss. The confidence of the table's "
-        f"intervals is {100 * (1 - protocol.error):.3g} % after every round, if the differences "
-        "between seeds are normally distributed. In simulations with skewed differences, 95 % "
-        "intervals missed the mean in 12 % of exponential and 21 % of lognormal series. No "
-        "interval takes a rare bad seed into account that has not been trained. Longer runs and "
-        "larger models may need a more exact precision."
-    )
-    return f"{rounds.table(verdicts)}\n\n{text}\n\n{limits}"
-
-
-def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:
-    """Return a text with one line for each candidate, reservations, and the recommendation.
-
-    If a precision is recommended, the last line is the command that trains with this precision.
-    """
-    lines = [
-        f"{verdict.name}: {verdict.word}{interval_within(protocol, verdict)}, {verdict.advice}."
-        for verdict in verdicts
-    ]
-    schedule = question.recipe.schedule
-    if schedule.kind in ("cosine", "linear") or (schedule.kind == "wsd" and schedule.decay > 0.5):
-        lines.append(
-            "All gains are upper estimates: the learning rate decays for more than half of the "
-            "steps, and the decay makes the slope of the loss too steep (docs/which.md)."
-        )
-    if protocol.begin_with:
-        lines.append(
-            f"This answer is about the checkpoint {protocol.begin_with}. Its part of a loss "
-            "difference is the same for all seeds, so no interval shows the effect of another "
-            "checkpoint."
-        )
-    best = next((verdict for verdict in verdicts if verdict.advice == USE), None)
-    if best and best.gain_interval:
-        low, high = best.gain_interval
-        lines.append(
-            f"Train in {best.name}: {best.gain:.2f} times ({low:.2f} to {high:.2f}) "
-            f"{protocol.base}'s speed at equal loss."
-        )
-        values = question.values_of(best.name)
-        if protocol.begin_with:
-            values["train.begin_with"] = protocol.begin_with
-        overrides = [*question.overrides, *as_overrides(values)]
-        launch = ["accelerate", "launch", "--config_file", str(question.accelerate)]
-        command = [*launch, "train_accelerate.py", str(question.recipe_file), *overrides]
-        lines.append(f"  {shlex.join(command)}")
-    elif all(verdict.advice == NO_GAIN for verdict in verdicts):
-        lines.append(f"Stay with {protocol.base}.")
-    return "\n".join(lines)
-
-
-def interval_within(protocol: Protocol, verdict: Verdict) -> str:
-    """Return the interval that shows that the loss difference lies within the margin.
-
-    The interval is narrower than the interval in the table (`SeedDifference.anytime_verdict`).
-    Return an empty string if the verdict is not "equivalent" or "within the margin".
-    """
-    served = verdict.served
-    error = 2 * protocol.error
-    half = served.anytime_half_width(error) if served else None
-    if not served or half is None or not verdict.word.endswith((EQUIVALENT, WITHIN_MARGIN)):
-        return ""
-    ends = [signed(100 * (served.mean + offset) / served.baseline, 3) for offset in (-half, half)]
-    return (
-        f" ({100 * (1 - error):.3g} % interval: {' to '.join(ends)} %, "
-        f"within ± {100 * protocol.margin:g} %)"
-    )
+        rounds.times.took |= {
+            name: seconds_of(run) for name, run in runs.items() if run.is_finished
+        }

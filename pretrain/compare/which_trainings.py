@@ -18,7 +18,7 @@ from pretrain.compare.matrix_file import (
     make_matrix,
 )
 from pretrain.compare.matrix_run import Outcome, report_stop, run_all, say
-from pretrain.compare.verdicts import Protocol
+from pretrain.compare.verdicts import WhichPlan
 from pretrain.metrics.run_folder import MATRIX_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.settings import PRECISIONS
@@ -49,7 +49,7 @@ DEFAULT_SETTINGS: Values = {
 
 
 @dataclass(frozen=True)
-class Question:
+class WhichTrainings:
     """The recipe and settings of one answer of the command `which`.
 
     The command finds the fastest precision at equal loss. The methods return its trials and its
@@ -87,48 +87,48 @@ class Question:
         }
         cells: dict[str, Values] = {}
         for name in names:
-            extended = cells | {name: self.values_of(name)}
+            cell = {name: self.values_of(name)}
             try:
-                matrix = self._matrix("trial", short, extended)
+                self._matrix("trial", short, cell)
             except InputError as error:
                 if not cells:
                     raise
                 say(f"skipped: {error}")
             else:
-                cells = extended
-        return matrix
+                cells |= cell
+        return self._matrix("trial", short, cells)
 
-    def rounds(self, protocol: Protocol, seeds: Sequence[int], candidates: Sequence[str]) -> Matrix:
+    def rounds(self, plan: WhichPlan, seeds: Sequence[int], candidates: Sequence[str]) -> Matrix:
         """Return the runs of the baseline and of `candidates` with each of `seeds`, as a matrix.
 
         The runs of the baseline are the first ones, because the candidates branch from them.
         """
-        base = protocol.base
+        base = plan.base
         # Path of the checkpoint from which the candidates branch. It contains "{seed}", which each
         # run replaces by its seed. So the setting has the same value for all seeds, and reports can
         # group the runs of different seeds.
-        trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{protocol.trunk:08d}"
-        branch: Values = {"train.begin_with": protocol.begin_with or trunk}
-        base_settings = branch if protocol.begin_with else {"checkpoint.every": protocol.trunk}
+        trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{plan.trunk:08d}"
+        branch: Values = {"train.begin_with": plan.begin_with or trunk}
+        base_settings = branch if plan.begin_with else {"checkpoint.every": plan.trunk}
         cells = {base: self.values_of(base) | base_settings}
         cells |= {name: self.values_of(name) | branch for name in candidates}
         schedule = self.recipe.schedule
         common: Values = {
-            "train.steps": protocol.steps,
-            "schedule.warmup": min(schedule.warmup, max(1, protocol.trunk // 2)),
-            "evaluate.every": protocol.steps,
+            "train.steps": plan.steps,
+            "schedule.warmup": min(schedule.warmup, max(1, plan.trunk // 2)),
+            "evaluate.every": plan.steps,
             "checkpoint.every": None,
             # Keep all checkpoints, so that the checkpoint from which the candidates branch is never
             # deleted. An interrupted run saves additional checkpoints.
-            "checkpoint.keep": protocol.steps,
+            "checkpoint.keep": plan.steps,
             "log.fp8_statistics": None,
             # The trial has already run the parity check.
             "parity": False,
         }
-        if protocol.begin_with:
+        if plan.begin_with:
             # `schedule.decay` is a share of all steps, but the runs only train the steps after the
             # checkpoint. Reduce it, so that the recipe's value is the share of the trained steps.
-            common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
+            common["schedule.decay"] = schedule.decay * (1 - plan.trunk / plan.steps)
         with_seeds: dict[str, Values] = {
             f"{name}-seed={seed}": values | {"seed": seed}
             for name, values in cells.items()

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.evidence.served import pages
 from benchmarks.evidence.size import PREDICTED, predictions, size_table
+from benchmarks.evidence.t_interval import t_half_width
 from benchmarks.evidence.tables import (
     ANSWER,
     PAGE,
@@ -27,9 +28,10 @@ from benchmarks.evidence.tables import (
 )
 from benchmarks.machine import with_tables
 from benchmarks.readers import table
-from pretrain.compare.differences import EQUIVALENT, MOST_ESTIMATED_SEEDS, SeedDifference
-from pretrain.compare.verdicts import USE, Protocol, Verdict
-from pretrain.compare.which import interval_within
+from pretrain.compare.differences import EQUIVALENT, MOST_ESTIMATED_SEEDS, LossDifference
+from pretrain.compare.verdicts import USE, Verdict
+from pretrain.compare.which_answer import interval_within
+from pretrain.compare.which_plan import WhichPlan
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
@@ -130,7 +132,7 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
         difference = served.differences[scale, cell]
         percent = 100 / difference.baseline
         middle = percent * difference.mean
-        half = percent * difference.half_width()
+        half = percent * t_half_width(difference)
         loss = f"about {middle:.1f} % higher ({middle - half:.1f} to {middle + half:.1f} %)"
         loss = loss.replace("-0.0", "0").replace("-", "−")
         assert rows[row][3].startswith(loss), (rows[row], loss)
@@ -213,7 +215,7 @@ def test_figures_of_gpt2_are_those_of_its_rounds():
         (run["precision"], run["seed"]): run for run in content["runs"] if run["part"] == "rounds"
     }
     page = (ROOT / "docs/which.md").read_text(encoding="utf-8")
-    protocol = Protocol(**content["verdict"]["protocol"])
+    plan = WhichPlan(**content["verdict"]["protocol"])
     for name, label, seeds, quantile in (
         # The last value is the 97.5 % quantile of Student's t distribution.
         ("delayed", "FP8 delayed", 4, 3.182),
@@ -228,7 +230,7 @@ def test_figures_of_gpt2_are_those_of_its_rounds():
         cells = [label, str(seeds), f"{statistics.mean(speedups):.2f} ×"]
         verdict = verdict_of(content, name)
         for key, entry, difference in (
-            ("held_out_loss", "served_in_bf16", verdict.served),
+            ("held_out_loss", "served_in_bf16", verdict.held_out),
             ("loss_at_end", "as_trained", verdict.trained),
         ):
             values = [run[key] - base[key] for run, base in pairs]
@@ -237,7 +239,7 @@ def test_figures_of_gpt2_are_those_of_its_rounds():
             paired_half = quantile * statistics.stdev(percents) / math.sqrt(seeds)
             assert differences[entry]["half_width_95"] == pytest.approx(paired_half, abs=1e-3)
             scale = 100 / statistics.mean(base[key] for _, base in pairs)
-            half = scale * difference.anytime_half_width(protocol.error)
+            half = scale * difference.half_width(plan.error)
             cells.append(f"+{scale * difference.mean:.3f} ± {half:.3f} %")
             if key == "held_out_loss":
                 assert paired_half < statistics.mean(percents), "which.md: it excludes zero"
@@ -254,24 +256,25 @@ def verdict_of(content: dict[str, Any], name: str) -> Verdict:
     """Return the verdict of a candidate in a result file that has a copy of verdict.json."""
     fields = dict(content["verdict"]["candidates"][name])
     del fields["gain_at_equal_loss"]
-    for key in ("served", "trained"):
+    fields["held_out"] = fields.pop("served")
+    for key in ("held_out", "trained"):
         by_seed = {int(seed): value for seed, value in fields[key]["by_seed"].items()}
-        fields[key] = SeedDifference(by_seed, fields[key]["baseline"])
+        fields[key] = LossDifference(by_seed, fields[key]["baseline"])
     return Verdict(**fields)
 
 
 def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
     content = json.loads((RESULTS / "loss/h100_which_gpt2.json").read_text(encoding="utf-8"))
-    protocol = Protocol(**content["verdict"]["protocol"])
+    plan = WhichPlan(**content["verdict"]["protocol"])
     delayed = verdict_of(content, "delayed")
-    word = delayed.served.anytime_verdict(protocol.margin, protocol.error)
+    word = delayed.held_out.verdict(plan.margin, plan.error)
     assert (word, delayed.advice) == (EQUIVALENT, USE)
-    interval = interval_within(protocol, delayed)
+    interval = interval_within(plan, delayed)
     answer = content["verdict"]["answer"].replace(EQUIVALENT, EQUIVALENT + interval)
     page = (ROOT / "docs/which.md").read_text(encoding="utf-8")
     for name, advice in (("delayed+head", "more than 200"), ("block", "25")):
-        served = verdict_of(content, name).served
-        seeds = served.seeds_for_verdict(protocol.margin, protocol.error)
+        held_out = verdict_of(content, name).held_out
+        seeds = held_out.seeds_for_verdict(plan.margin, plan.error)
         assert str(seeds or f"more than {MOST_ESTIMATED_SEEDS}") == advice
         line = f"{name}: cannot tell, {advice} seeds would be enough with a probability of 80 %, "
         answer = re.sub(f"(?m)^{re.escape(name)}: .*", f"{line}but at most 20 are trained.", answer)
@@ -279,7 +282,7 @@ def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
     paired = content["differences"]["delayed"]["served_in_bf16"]
     ends = [paired["mean"] - paired["half_width_95"], paired["mean"] + paired["half_width_95"]]
     cost = f"{ends[0]:.2f} to {ends[1]:.2f} %"
-    margin = f"below the margin of {100 * protocol.margin:g} %"
+    margin = f"below the margin of {100 * plan.margin:g} %"
     assert readmes_answers()[4][2:] == ["1.2 times", f"{cost} higher, {margin}"]
     for name in ("docs/which.md", "docs/evidence.md", "recipes/gpt2_fineweb_edu.yaml"):
         assert cost in (ROOT / name).read_text(encoding="utf-8"), name

@@ -15,7 +15,7 @@ import torch
 from foundation.errors import InputError
 from pretrain.compare import which, which_trainings
 from pretrain.compare.matrix_run import command_of
-from pretrain.compare.which_trainings import Question
+from pretrain.compare.which_trainings import WhichTrainings
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
@@ -102,8 +102,8 @@ def test_forked_trainings_equal_launched_ones(
     needs("delayed")
     overrides = ("deterministic=true",)
     loaded = load_recipe(recipe, overrides)
-    question = Question(loaded, recipe, overrides, commands.ON_GPU, tmp_path / "which")
-    matrix = question.trial(["bf16", "delayed"])
+    trainings = WhichTrainings(loaded, recipe, overrides, commands.ON_GPU, tmp_path / "which")
+    matrix = trainings.trial(["bf16", "delayed"])
     which_trainings.train(matrix, may_fail=False)
     for cell in matrix.cells:
         launched = tmp_path / "launched" / cell.name

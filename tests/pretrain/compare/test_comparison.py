@@ -1,11 +1,9 @@
-"""Runs compared with a baseline: verdicts, losses, speeds, colours and notes."""
+"""Runs compared with a baseline: losses, speeds, colours and notes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-
-import numpy as np
 
 from pretrain.compare.columns import figures_of
 from pretrain.compare.comparison import answer_of, compare, notes_on
@@ -13,35 +11,30 @@ from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run, noisy, note, trained
 
 
-def test_the_position_of_the_interval_decides_the_verdict(tmp_path):
+def test_the_difference_at_the_end_is_shown_without_a_verdict(tmp_path):
     base = noisy(3.0, 1)
-    rng = np.random.default_rng(0)
-    wide = (np.array(base) + np.repeat(rng.choice([-0.03, 0.03], 50), 8)).tolist()
-    ends = {
-        "near": noisy(3.001, 2),
-        "lower": [x - 0.0118 for x in base],
-        "higher": [x + 0.3 for x in base],
-        "wide": wide,
-    }
     runs = [
         trained(tmp_path / "base", base),
-        *(trained(tmp_path / name, losses) for name, losses in ends.items()),
+        trained(tmp_path / "lower", [x - 0.0118 for x in base]),
+        trained(tmp_path / "late", [*base[:-1], base[-1] + 0.8]),
+        trained(tmp_path / "short", [x + 0.3 for x in base[:300]]),
+        trained(tmp_path / "other", base, fingerprint="cd34"),
     ]
-    runs.append(trained(tmp_path / "other", base, fingerprint="cd34"))
     compared_runs = compare(runs)
-    verdicts = [compared.verdict for compared in compared_runs]
-    assert verdicts == ["baseline", "within", "below", "above", "cannot tell", "not paired"]
-    assert "lower (below); higher (above)" in answer_of(compared_runs)
+    results = [compared.result for compared in compared_runs[1:]]
+    # The end has 80 steps. The end of two runs is the end of the shorter one.
+    assert results == ["−0.01180", "+0.01000", "+0.30000", "not paired"]
+    answer = answer_of(compared_runs)
+    assert "minus base's" in answer and "(one seed: no verdict)" in answer
+    assert answer.endswith(
+        ": lower (−0.01180); late (+0.01000); short (+0.30000); other (not paired)."
+    )
+    assert answer_of(compared_runs[:1]) == "base"
+    columns = {column.title: column for column in figures_of(compared_runs)}
+    differences = [columns["loss − baseline"].text(row) for row in compared_runs]
+    assert differences == ["–", *results[:3], "–"]
     notes = notes_on(compared_runs, over_seeds=False)
     assert any("other is not paired with base" in note and "cd34" in note for note in notes)
-
-
-def test_without_an_interval_there_is_no_verdict(tmp_path):
-    base = noisy(3.0, 1)
-    runs = [trained(tmp_path / "base", base[:63]), trained(tmp_path / "b", base[:63])]
-    assert answer_of(compare(runs)).endswith("nats: b (too few steps to say).")
-    longer = [trained(tmp_path / "longer", base[:64]), trained(tmp_path / "c", base[:64])]
-    assert compare(longer)[1].verdict == "within"
 
 
 def test_runs_of_different_length_show_their_averaged_steps(tmp_path):
@@ -67,8 +60,8 @@ def test_a_failed_run_has_no_difference_and_is_named(tmp_path):
     runs = [read_run(path) for path in paths]
     compared_runs = compare(runs)
     _, cut, failed = compared_runs
-    assert cut.gap is None and cut.verdict == "was halted at step 2"
-    assert "no finite loss from step 400" in failed.verdict
+    assert cut.loss_gap is None and cut.result == "was halted at step 2"
+    assert "no finite loss from step 400" in failed.result
     assert "the gradient norm is nan" in " ".join(notes_on(compared_runs, over_seeds=False))
     assert "the baseline has no finite loss" in compare(runs[::-1])[2].not_paired
 

@@ -22,11 +22,13 @@ from pretrain.compare.differences import (
     EQUIVALENT,
     WITHIN_MARGIN,
     WORSE,
-    SeedDifference,
+    LossDifference,
 )
 from pretrain.compare.seed_groups import grouped
-from pretrain.compare.verdicts import NO_GAIN, USE, Protocol, Rounds, Verdict
-from pretrain.compare.which_trainings import Question, candidate_of
+from pretrain.compare.verdicts import NO_GAIN, USE, Rounds, Verdict, verdict_of
+from pretrain.compare.which_answer import answer
+from pretrain.compare.which_plan import RoundTimes, WhichPlan
+from pretrain.compare.which_trainings import WhichTrainings, candidate_of
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
@@ -37,10 +39,10 @@ SEEDS = 20
 MISS_RATES = ROOT / "benchmarks/results/loss/which_miss_rates.json"
 
 
-def looks(values: np.ndarray) -> list[SeedDifference]:
+def looks(values: np.ndarray) -> list[LossDifference]:
     """Return the differences after each seed from the third on, with a baseline's loss of 1."""
     return [
-        SeedDifference(dict(enumerate(values[:seeds].tolist())), 1.0)
+        LossDifference(dict(enumerate(values[:seeds].tolist())), 1.0)
         for seeds in range(3, len(values) + 1)
     ]
 
@@ -52,7 +54,7 @@ def test_the_anytime_interval_misses_no_more_often_than_stated() -> None:
     for _ in range(trials):
         differences = looks(draw.normal(0.002, 0.001, SEEDS))
         for error in missed:
-            halves = [difference.anytime_half_width(error) for difference in differences]
+            halves = [difference.half_width(error) for difference in differences]
             missed[error] += any(
                 half is not None and abs(difference.mean - 0.002) > half
                 for difference, half in zip(differences, halves, strict=True)
@@ -74,7 +76,7 @@ def test_a_cost_of_the_margin_is_rarely_called_equivalent(cost: float) -> None:
 
 def anytime_verdicts(values: np.ndarray, error: float) -> list[str]:
     """Return the verdicts after each seed from the third on, with a margin of 0.003."""
-    return [difference.anytime_verdict(0.003, error) for difference in looks(values)]
+    return [difference.verdict(0.003, error) for difference in looks(values)]
 
 
 def test_half_a_margin_worse_ends_within_the_margin() -> None:
@@ -105,7 +107,7 @@ def test_the_recorded_miss_rate_is_reproduced_and_documented() -> None:
     missed = 0
     for _ in range(500):
         missed += any(
-            abs(difference.mean - np.exp(0.5)) > difference.anytime_half_width(0.05)
+            abs(difference.mean - np.exp(0.5)) > difference.half_width(0.05)
             for difference in looks(draw.lognormal(size=SEEDS))
         )
     assert missed / 500 == pytest.approx(rates["lognormal"], abs=0.06)
@@ -154,7 +156,7 @@ def test_a_question_is_answered_and_resumed(
     ]
     with pytest.raises(InputError, match="nothing to compare"):
         which.main(commands.read("which", [*command, "--hours", "0.00001"]))
-    # The recipe may still change, because no protocol is written yet.
+    # The recipe may still change, because no plan is written yet.
     write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)
     with pytest.raises(InputError, match=r"rounds/fp32-seed=42\.log"):
         which.main(commands.read("which", [*command, "--hours", "0.00001"]))
@@ -190,16 +192,16 @@ CANDIDATES = {
     "mxfp8": (1.2, [-0.002, 0.003, 0.001, -0.001, 0.002]),
 }
 NAMES = ["bf16", *CANDIDATES]
-PROTOCOL = Protocol(None, 0.003, NAMES, dict.fromkeys(NAMES, 0.1), 5.0, 5, 400, 80)
+PLAN = WhichPlan(None, 0.003, NAMES, dict.fromkeys(NAMES, 0.1), 5.0, 5, 400, 80)
 
 
 @dataclass
-class TrainedQuestion:
+class TrainedRounds:
     """A question whose five rounds have ended, written without training."""
 
     file: Path
     folder: Path
-    question: Question
+    trainings: WhichTrainings
     rounds: Rounds
 
     def write_rounds(self, slope: float, noise: float = 0.0) -> None:
@@ -211,7 +213,7 @@ class TrainedQuestion:
         draw = np.random.default_rng(0)
         self.rounds.runs.clear()
         for seed in range(5):
-            matrix = self.question.rounds(PROTOCOL, [42 + seed], list(CANDIDATES))
+            matrix = self.trainings.rounds(PLAN, [42 + seed], list(CANDIDATES))
             runs = {}
             for cell in matrix.cells:
                 name = candidate_of(cell)
@@ -242,34 +244,38 @@ class TrainedQuestion:
 
 
 @pytest.fixture
-def trained_question(small_recipe: dict[str, Any], tmp_path: Path) -> TrainedQuestion:
+def trained_rounds(small_recipe: dict[str, Any], tmp_path: Path) -> TrainedRounds:
     small_recipe["train"] = {"steps": 400}
     file = write_recipe(small_recipe, tmp_path)
     folder = tmp_path / "which"
     folder.mkdir()
-    (folder / "which.json").write_text(json.dumps(asdict(PROTOCOL)))
-    question = Question(load_recipe(file), file, (), commands.ON_CPU, folder)
-    trained = TrainedQuestion(file, folder, question, Rounds(PROTOCOL))
+    (folder / "which.json").write_text(json.dumps(asdict(PLAN)))
+    trainings = WhichTrainings(load_recipe(file), file, (), commands.ON_CPU, folder)
+    trained = TrainedRounds(file, folder, trainings, Rounds(RoundTimes(PLAN)))
     trained.write_rounds(slope=-0.2)
     return trained
 
 
-def test_rounds_before_the_first_verdict_share_the_gpus(trained_question: TrainedQuestion) -> None:
+def test_rounds_before_the_first_verdict_share_the_gpus(trained_rounds: TrainedRounds) -> None:
     """As many of these rounds are trained together as end within the time limit."""
-    question = trained_question.question
-    rounds = Rounds(PROTOCOL, at_once=4)
-    names = PROTOCOL.candidates
+    trainings = trained_rounds.trainings
+    rounds = Rounds(RoundTimes(PLAN, at_once=4))
+    names = PLAN.candidates
 
     def seeds_within(seconds: float) -> list[int]:
-        matrix = which.next_rounds(question, rounds, rounds.verdicts(), seconds)
+        matrix = which.next_rounds(trainings, rounds, rounds.verdicts(), seconds)
         assert matrix is not None
         baselines = [cell for cell in matrix.cells if candidate_of(cell) == "bf16"]
         assert len(matrix.cells) == (1 + len(names)) * len(baselines)
         return [cell.recipe.seed for cell in baselines]
 
     assert seeds_within(1e6) == [42, 43, 44, 45], "four rounds are needed with five candidates"
-    assert rounds.seconds(names, 3) < rounds.seconds(names, 4) < 4 * rounds.seconds(names)
-    assert seeds_within(0.95 * rounds.seconds(names, 4)) == [42, 43, 44]
+    assert (
+        rounds.times.seconds(names, 3)
+        < rounds.times.seconds(names, 4)
+        < 4 * rounds.times.seconds(names)
+    )
+    assert seeds_within(0.95 * rounds.times.seconds(names, 4)) == [42, 43, 44]
     assert seeds_within(0) == [42], "the first round ignores the time limit"
     rounds.runs = [{}, {}]
     assert seeds_within(1e6) == [44, 45]
@@ -278,15 +284,15 @@ def test_rounds_before_the_first_verdict_share_the_gpus(trained_question: Traine
 
 
 def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
-    trained_question: TrainedQuestion, capsys: pytest.CaptureFixture[str]
+    trained_rounds: TrainedRounds, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [run for by_name in trained_question.rounds.runs for run in by_name.values()]
+    runs = [run for by_name in trained_rounds.rounds.runs for run in by_name.values()]
     assert {len(group) for group in grouped(runs).values()} == {5}
-    assert trained_question.ask() == 1, "mxfp8 is open, and the hours are over"
+    assert trained_rounds.ask() == 1, "mxfp8 is open, and the hours are over"
     message = r"takes about (\S+) s, but only 0 s of --hours are left.*with --hours (\S+) or more"
     ((seconds, hours),) = re.findall(message, capsys.readouterr().out)
     assert float(seconds) < float(hours) * 3600 < 2 * float(seconds)
-    candidates = trained_question.candidates()
+    candidates = trained_rounds.candidates()
     words_and_advice = {
         name: (candidate["word"], candidate["advice"].split()[0])
         for name, candidate in candidates.items()
@@ -315,9 +321,9 @@ def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
 
 
 def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
-    trained_question: TrainedQuestion,
+    trained_rounds: TrainedRounds,
 ) -> None:
-    rounds = trained_question.rounds
+    rounds = trained_rounds.rounds
 
     def spread(name: str, differences: list[float]) -> None:
         for runs, difference in zip(rounds.runs, differences, strict=True):
@@ -326,7 +332,7 @@ def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
     spread("nvfp4", [-0.003, 0.004, 0.002, -0.002, 0.003])
     verdicts = {verdict.name: verdict for verdict in rounds.verdicts()}
     assert [name for name, verdict in verdicts.items() if verdict.is_open] == ["nvfp4", "mxfp8"]
-    a_round = rounds.seconds(["nvfp4", "mxfp8"])
+    a_round = rounds.times.seconds(["nvfp4", "mxfp8"])
     assert a_round == (5 + 40) + 2 * (5 + 32), "the baseline and two branches"
     for verdict in (verdicts["nvfp4"], verdicts["mxfp8"]):
         assert verdict.more_seconds == (verdict.enough_seeds - 5) * a_round
@@ -343,19 +349,21 @@ def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
         )
     del rounds.runs[2:]
     (verdict,) = (verdict for verdict in rounds.verdicts() if verdict.name == "nvfp4")
-    assert verdict.more_seconds == 2 * rounds.seconds(list(CANDIDATES)), "four seeds are needed"
+    assert verdict.more_seconds == 2 * rounds.times.seconds(list(CANDIDATES)), (
+        "four seeds are needed"
+    )
     assert verdict.advice.startswith("needs at least ")
 
 
 def test_the_answer_calls_gains_upper_estimates_if_the_rate_decays_early(
-    trained_question: TrainedQuestion,
+    trained_rounds: TrainedRounds,
 ) -> None:
-    question = trained_question.question
+    trainings = trained_rounds.trainings
 
     def is_reserved(*overrides: str) -> bool:
-        recipe = load_recipe(trained_question.file, overrides)
-        answer = which.answer(replace(question, recipe=recipe), PROTOCOL, [])
-        return "All gains are upper estimates" in answer
+        recipe = load_recipe(trained_rounds.file, overrides)
+        text = answer(replace(trainings, recipe=recipe), PLAN, [])
+        return "All gains are upper estimates" in text
 
     assert is_reserved("schedule.kind=cosine") and is_reserved("schedule.kind=linear")
     assert is_reserved("schedule.kind=wsd", "schedule.decay=0.51")
@@ -364,14 +372,14 @@ def test_the_answer_calls_gains_upper_estimates_if_the_rate_decays_early(
 
 
 def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
-    trained_question: TrainedQuestion, capsys: pytest.CaptureFixture[str]
+    trained_rounds: TrainedRounds, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert trained_question.ask() == 1
+    assert trained_rounds.ask() == 1
     output = capsys.readouterr().out
     assert "faster than bf16 at equal loss, with 1.28 × the tokens" in output
-    low = trained_question.candidates()["delayed"]["gain_interval"][0]
+    low = trained_rounds.candidates()["delayed"]["gain_interval"][0]
     assert f"Train in delayed: 1.30 times ({low:.2f} to " in output
-    assert f"train_accelerate.py {trained_question.file} precision=delayed" in output
+    assert f"train_accelerate.py {trained_rounds.file} precision=delayed" in output
     assert miss_rates()[1] in " ".join(output.split())
     rows = rows_of(output)
     assert rows["bf16"][-1][:2] == ["5", "2.0000"] and rows["bf16"][-1][3] == "3,000"
@@ -379,74 +387,74 @@ def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
 
 
 def test_the_line_of_a_candidate_within_the_margin_shows_its_interval(
-    trained_question: TrainedQuestion,
+    trained_rounds: TrainedRounds,
 ) -> None:
-    verdicts = trained_question.rounds.verdicts()
-    answer = which.answer(trained_question.question, PROTOCOL, verdicts)
+    verdicts = trained_rounds.rounds.verdicts()
+    text = answer(trained_rounds.trainings, PLAN, verdicts)
     interval = r" \((.*) % interval: (.*) to (.*) %, within ± 0.3 %\)"
     for verdict in verdicts:
-        line = next(line for line in answer.splitlines() if line.startswith(f"{verdict.name}:"))
+        line = next(line for line in text.splitlines() if line.startswith(f"{verdict.name}:"))
         shown = re.match(re.escape(f"{verdict.name}: {verdict.word}") + interval, line)
         is_within = verdict.name in ("delayed", "current", "delayed+head")
         assert bool(shown) == is_within, line
         if shown:
             confidence, low, high = (float(text.replace("−", "-")) for text in shown.groups())
             assert confidence == 98.0, "two one-sided tests, each with 1 % for one of 5 candidates"
-            half = verdict.served.anytime_half_width(0.02)
-            ends = [verdict.served.mean - half, verdict.served.mean + half]
+            half = verdict.held_out.half_width(0.02)
+            ends = [verdict.held_out.mean - half, verdict.held_out.mean + half]
             assert [low, high] == pytest.approx([100 * end / 2 for end in ends], abs=0.0006)
             assert -0.3 < low < high < 0.3
 
 
 def test_a_halted_candidate_is_done_and_later_rounds_count(
-    trained_question: TrainedQuestion, capsys: pytest.CaptureFixture[str]
+    trained_rounds: TrainedRounds, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    halted = trained_question.folder / "rounds" / "nvfp4-seed=43"
+    halted = trained_rounds.folder / "rounds" / "nvfp4-seed=43"
     (halted / "summary.json").unlink()
     lines = (halted / "metrics.jsonl").read_text().splitlines(keepends=True)
     halt = '{"step": 400, "event": "halted", "reason": "NaN"}\n'
     (halted / "metrics.jsonl").write_text("".join([*lines[:-1], halt]))
-    assert trained_question.ask() == 1
+    assert trained_rounds.ask() == 1
     output = capsys.readouterr().out
     assert "nvfp4: broke off" in output
     assert rows_of(output)["mxfp8"][-1][0] == "5"
     assert "started" not in output
 
 
-def test_only_the_tokens_of_a_branch_count(trained_question: TrainedQuestion) -> None:
-    protocol = replace(PROTOCOL, begin_with="step-00000080")
-    branched = replace(trained_question.rounds, protocol=protocol)
+def test_only_the_tokens_of_a_branch_count(trained_rounds: TrainedRounds) -> None:
+    plan = replace(PLAN, begin_with="step-00000080")
+    branched = replace(trained_rounds.rounds, times=RoundTimes(plan))
     tokens = (400 * np.exp(0.05 / 0.2) - 80) / 320
-    assert branched.verdict("nvfp4").tokens == pytest.approx(tokens)
-    answer = which.answer(trained_question.question, protocol, branched.verdicts())
-    assert "train.begin_with=step-00000080" in answer
-    assert "This answer is about the checkpoint step-00000080." in answer
+    assert verdict_of(plan, branched.runs, "nvfp4").tokens == pytest.approx(tokens)
+    text = answer(trained_rounds.trainings, plan, branched.verdicts())
+    assert "train.begin_with=step-00000080" in text
+    assert "This answer is about the checkpoint step-00000080." in text
 
 
-def test_the_gain_is_unknown_if_the_loss_does_not_fall(trained_question: TrainedQuestion) -> None:
-    trained_question.write_rounds(slope=0.0, noise=0.1)
-    verdicts = trained_question.rounds.verdicts()
+def test_the_gain_is_unknown_if_the_loss_does_not_fall(trained_rounds: TrainedRounds) -> None:
+    trained_rounds.write_rounds(slope=0.0, noise=0.1)
+    verdicts = trained_rounds.rounds.verdicts()
     delayed = verdicts[0]
     assert not delayed.is_open and delayed.tokens is None
     assert "not known" in delayed.advice
-    question = trained_question.question
-    assert "Stay" not in which.answer(question, PROTOCOL, verdicts)
+    trainings = trained_rounds.trainings
+    assert "Stay" not in answer(trainings, PLAN, verdicts)
     slow = Verdict("current", word=EQUIVALENT, advice=NO_GAIN)
-    assert which.answer(question, PROTOCOL, [slow]).endswith("Stay with bf16.")
+    assert answer(trainings, PLAN, [slow]).endswith("Stay with bf16.")
 
 
 def test_a_question_with_other_settings_is_refused(
-    trained_question: TrainedQuestion, small_recipe: dict[str, Any], tmp_path: Path
+    trained_rounds: TrainedRounds, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     for options in (["--margin", "1"], ["--seeds", "4"]):
         with pytest.raises(InputError, match=options[0].strip("-")):
-            trained_question.ask(*options)
+            trained_rounds.ask(*options)
     write_recipe(small_recipe | {"optimizer": {"learning_rate": 0.5}}, tmp_path)
     with pytest.raises(InputError, match="learning_rate"):
-        trained_question.ask()
-    (trained_question.folder / "which.json").write_text("{")
+        trained_rounds.ask()
+    (trained_rounds.folder / "which.json").write_text("{")
     with pytest.raises(InputError, match=r"which\.json"):
-        trained_question.ask()
+        trained_rounds.ask()
 
 
 def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
@@ -454,13 +462,13 @@ def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
 ) -> None:
     """`block` needs a multiple of 128 tokens."""
     file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
-    question = Question(load_recipe(file), file, (), commands.ON_CPU, tmp_path / "which")
-    cells = question.trial(["bf16", "block", "mxfp8"]).cells
+    trainings = WhichTrainings(load_recipe(file), file, (), commands.ON_CPU, tmp_path / "which")
+    cells = trainings.trial(["bf16", "block", "mxfp8"]).cells
     assert [candidate_of(cell) for cell in cells] == ["bf16", "mxfp8"]
     output = capsys.readouterr().out
     assert "block" in output and "128" in output
     with pytest.raises(InputError, match="128"):
-        question.trial(["block", "bf16"])
+        trainings.trial(["block", "bf16"])
 
 
 def test_a_candidate_has_the_options_that_its_precision_accepts(
@@ -472,17 +480,17 @@ def test_a_candidate_has_the_options_that_its_precision_accepts(
     overrides = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head")
     names = ["bf16", "delayed", "current", "nvfp4"]
     recipe = load_recipe(file, overrides)
-    question = Question(recipe, file, overrides, commands.ON_CPU, tmp_path / "which")
-    settings = [cell.recipe.fp8_config for cell in question.trial(names).cells]
+    trainings = WhichTrainings(recipe, file, overrides, commands.ON_CPU, tmp_path / "which")
+    settings = [cell.recipe.fp8_config for cell in trainings.trial(names).cells]
     options = [(fp8_config.fp8_format, fp8_config.margin) for fp8_config in settings]
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
     common = {(fp8_config.on_unsupported, fp8_config.scope) for fp8_config in settings}
     assert common == {("emulate", "linear")}, "the command's values precede the overrides"
-    protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
-    checkpoint = question.rounds(protocol, [42], ["current"]).cells[0].recipe.checkpoint
+    plan = WhichPlan(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
+    checkpoint = trainings.rounds(plan, [42], ["current"]).cells[0].recipe.checkpoint
     assert checkpoint.every == 80 and checkpoint.keep == 400, (
         "checkpoints of interrupted runs must not displace the trunk's checkpoint"
     )
     best = Verdict("current", speedup=1.2, tokens=1.0, gain_interval=[1.1, 1.3], advice=USE)
-    answer = which.answer(question, protocol, [best])
-    assert load_recipe(file, answer.splitlines()[-1].split()[6:]).fp8_config.margin is None
+    text = answer(trainings, plan, [best])
+    assert load_recipe(file, text.splitlines()[-1].split()[6:]).fp8_config.margin is None

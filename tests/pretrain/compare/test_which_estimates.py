@@ -16,10 +16,11 @@ from pretrain.compare.differences import (
     CANNOT_TELL,
     EQUIVALENT,
     WORSE,
-    SeedDifference,
+    LossDifference,
     fewest_seeds,
 )
-from pretrain.compare.verdicts import Protocol, Rounds, Verdict, loss_slope
+from pretrain.compare.verdicts import Verdict, loss_slope, tokens_for
+from pretrain.compare.which_plan import WhichPlan
 from pretrain.metrics.run_record import RunRecord
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import RECIPE
@@ -46,7 +47,7 @@ def test_tokens_for_equal_loss_agree_with_a_power_law(
     share = steps / 1000
     losses = 2.5 + slope / power * (share**-power - 1) - 0.1 * np.maximum(0.0, share - 1 + decay)
     config = RECIPE | {"train": {"steps": 1000}, "schedule": {"kind": "wsd", "decay": decay}}
-    rounds = Rounds(Protocol(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, 1000, 200))
+    plan = WhichPlan(None, 0.003, ["bf16"], {"bf16": 1.0}, 0.0, 5, 1000, 200)
     extra_tokens = []
     for _ in range(10):
         slopes = []
@@ -55,7 +56,7 @@ def test_tokens_for_equal_loss_agree_with_a_power_law(
             pairs = zip(steps.tolist(), noisy.tolist(), strict=True)
             metrics = [{"step": step, "loss": loss} for step, loss in pairs]
             slopes.append(loss_slope(RunRecord(tmp_path, config, {}, metrics, {})))
-        extra_tokens.append(rounds.tokens_for(cost, np.mean(slopes)) - 1)
+        extra_tokens.append(tokens_for(plan, cost, np.mean(slopes)) - 1)
     expected = (1 - power * cost / slope) ** (-1 / power) - 1
     assert np.mean(extra_tokens) == pytest.approx(expected, rel=0.05)
 
@@ -64,10 +65,10 @@ def test_tokens_for_equal_loss_agree_with_a_power_law(
 def test_fewest_seeds_are_the_first_with_a_finite_interval(candidates: int, seeds: int) -> None:
     error = 0.05 / candidates
     assert fewest_seeds(error) == seeds
-    fewer = SeedDifference(dict(enumerate(range(seeds - 1))), 1.0)
-    assert fewer.anytime_half_width(error) is None
-    enough = SeedDifference(dict(enumerate(range(seeds))), 1.0)
-    assert enough.anytime_half_width(error) is not None
+    fewer = LossDifference(dict(enumerate(range(seeds - 1))), 1.0)
+    assert fewer.half_width(error) is None
+    enough = LossDifference(dict(enumerate(range(seeds))), 1.0)
+    assert enough.half_width(error) is not None
 
 
 @pytest.mark.parametrize(("cost", "candidates"), [(0.0, 1), (2.0, 4)])
@@ -78,12 +79,12 @@ def test_the_estimated_seeds_are_enough_as_often_as_stated(cost: float, candidat
 
 def test_the_estimate_of_equal_differences_is_the_next_seed_with_a_final_verdict() -> None:
     for loss in (0.0, 0.002, 0.0031, 0.5):
-        differences = SeedDifference(dict.fromkeys(range(3), loss), 1.0)
+        differences = LossDifference(dict.fromkeys(range(3), loss), 1.0)
         seeds = differences.seeds_for_verdict(0.003, 0.0125)
-        repeated = [SeedDifference(dict.fromkeys(range(n), loss), 1.0) for n in (3, 4)]
-        words = [difference.anytime_verdict(0.003, 0.0125) for difference in repeated]
+        repeated = [LossDifference(dict.fromkeys(range(n), loss), 1.0) for n in (3, 4)]
+        words = [difference.verdict(0.003, 0.0125) for difference in repeated]
         assert [Verdict("", word=word).is_open for word in words] == [True, False] and seeds == 4
-    assert SeedDifference({0: 0.1, 1: -0.1, 2: 0.1}, 1.0).seeds_for_verdict(0.003, 0.01) is None
+    assert LossDifference({0: 0.1, 1: -0.1, 2: 0.1}, 1.0).seeds_for_verdict(0.003, 0.01) is None
 
 
 def test_recorded_shares_of_extra_tokens_are_reproduced() -> None:
@@ -101,7 +102,7 @@ def test_recorded_seeds_have_the_expected_verdicts() -> None:
     def verdict(cell: str, seeds: int) -> str:
         difference = recorded.difference(cell)
         by_seed = dict(list(difference.by_seed.items())[:seeds])
-        return SeedDifference(by_seed, difference.baseline).anytime_verdict(0.003, 0.025)
+        return LossDifference(by_seed, difference.baseline).verdict(0.003, 0.025)
 
     beyond = WORSE + BEYOND_MARGIN
     assert [verdict("nvfp4_branch", seeds) for seeds in (3, 4, 5)] == [CANNOT_TELL, WORSE, beyond]

@@ -12,8 +12,8 @@ from foundation.errors import InputError
 from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.compare import which
-from pretrain.compare.verdicts import Protocol, Rounds
-from pretrain.compare.which_trainings import Question, candidate_of, train
+from pretrain.compare.which_plan import RoundTimes, WhichPlan
+from pretrain.compare.which_trainings import WhichTrainings, candidate_of, train
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
@@ -36,7 +36,7 @@ def test_trainings_are_as_long_as_hours_and_data_allow(
         gpus: int = 1,
         epoch: int = 1000,
     ) -> tuple[int, int]:
-        planned = Protocol(begin_with and str(begin_with), 0.003, [], seconds, 10.0, 4, 0, 0)
+        planned = WhichPlan(begin_with and str(begin_with), 0.003, [], seconds, 10.0, 4, 0, 0)
         fitted = which.fit_steps(
             planned,
             options=argparse.Namespace(hours=hours, steps=steps),
@@ -144,20 +144,22 @@ def test_an_epoch_ends_when_one_source_is_used_up(
 
 def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     file = write_recipe(small_recipe, tmp_path)
-    question = Question(load_recipe(file), file, (), commands.ON_GPU, tmp_path / "which", gpus=2)
-    assert question.trial(["fp32", "bf16"]).at_once == 2
-    protocol = Protocol(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
-    matrix = question.rounds(protocol, [42, 43], ["bf16"])
+    trainings = WhichTrainings(
+        load_recipe(file), file, (), commands.ON_GPU, tmp_path / "which", gpus=2
+    )
+    assert trainings.trial(["fp32", "bf16"]).at_once == 2
+    plan = WhichPlan(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
+    matrix = trainings.rounds(plan, [42, 43], ["bf16"])
     assert matrix.at_once == 2
     assert [candidate_of(cell) for cell in matrix.cells] == ["fp32", "fp32", "bf16", "bf16"]
-    rounds = Rounds(protocol, at_once=2)
-    assert rounds.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
-    assert rounds.seconds(["bf16", "bf16"]) == 405 + 325
-    assert rounds.before_verdict == 3, "no verdict is possible before three rounds"
+    times = RoundTimes(plan, at_once=2)
+    assert times.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
+    assert times.seconds(["bf16", "bf16"]) == 405 + 325
+    assert times.rounds_together(0) == 3, "no verdict is possible before three rounds"
     # The GPUs train fp32 and fp32, then fp32 and bf16, then bf16 and bf16.
-    assert rounds.seconds(["bf16"], 3) == 405 + 405 + 325
-    assert rounds.planned_seconds() == 405 + 405 + 325 + 2 * (81 + 325)
-    assert Rounds(protocol, at_once=1).before_verdict == 1
+    assert times.seconds(["bf16"], 3) == 405 + 405 + 325
+    assert times.planned_seconds() == 405 + 405 + 325 + 2 * (81 + 325)
+    assert RoundTimes(plan).rounds_together(0) == 1
     with pytest.raises(InputError, match="--gpus"):
         which.main(commands.read("which", [str(file), "--gpus", "0"]))
 
@@ -170,10 +172,10 @@ def test_no_training_starts_after_a_baseline_that_failed(
         monkeypatch.setenv(key, value)
     file = write_recipe(small_recipe, tmp_path)
     overrides = ("optimizer.learning_rate=1e30", "parity=false")
-    question = Question(
+    trainings = WhichTrainings(
         load_recipe(file, overrides), file, overrides, commands.ON_CPU, tmp_path / "which"
     )
-    matrix = question.trial(["fp32", "bf16"])
+    matrix = trainings.trial(["fp32", "bf16"])
     with pytest.raises(InputError, match=r"fp32\.log: this training has halted"):
         train(matrix, may_fail=False)
     assert [cell.log.exists() for cell in matrix.cells] == [True, False]
