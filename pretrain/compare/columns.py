@@ -153,7 +153,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
         Column(
             "backend",
             "engine that computes the matrix products",
-            lambda compared: compared.run.backend,
+            lambda compared: compared.run.engine,
             is_text=True,
         ),
         _summary_column("steps", "", "steps", "{:,}".format, suffix=_end_suffix),

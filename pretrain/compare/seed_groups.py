@@ -78,7 +78,7 @@ def _settings(run: RunRecord) -> dict[str, Any]:
     return {
         **settings_without(recipe_of(run), _WITHIN),
         "precision": run.precision,
-        "backend": run.backend,
+        "backend": run.engine,
         "data.fingerprint": run.data_fingerprint,
         **run.source_config,
         **run.changed_settings,

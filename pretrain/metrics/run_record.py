@@ -109,15 +109,15 @@ def as_text(value: Any, key: str = "") -> str:
 def observed_layers(products: Iterable[Mapping[str, Any]]) -> list[str]:
     """Summarise `products` of an audit as lines, the line with the most layers first.
 
-    There is a line for each combination of effective precision, backend, weight dtype and reason.
+    There is a line for each combination of effective precision, engine, weight dtype and reason.
     For example: "1 in bf16 on torch, weights float32 (scope linear excludes the LM head)".
     """
     keys = ("effective", "backend", "stored", "reason")
     kinds = Counter(tuple(product[key] for key in keys) for product in products)
     return [
-        f"{count} in {effective} on {backend.replace('_', ' ')}, weights {stored}"
+        f"{count} in {effective} on {engine.replace('_', ' ')}, weights {stored}"
         + (f" ({reason})" if reason else "")
-        for (effective, backend, stored, reason), count in kinds.most_common()
+        for (effective, engine, stored, reason), count in kinds.most_common()
     ]
 
 
@@ -287,14 +287,14 @@ class RunRecord:
         return self.audit.get("precisions", {only_precision: self.audit})
 
     @property
-    def backend(self) -> str | None:
+    def engine(self) -> str | None:
         """Return the engine of the matrix products, or None if the audit does not have it.
 
         The engine is "torch", "transformer_engine" or "emulation". For a precision schedule, the
         engine of the low-precision phases is returned.
         """
-        backends = [audit.get("backend") for audit in self.audits.values()]
-        return next((backend for backend in backends if backend != "torch"), backends[-1])
+        engines = [audit.get("backend") for audit in self.audits.values()]
+        return next((engine for engine in engines if engine != "torch"), engines[-1])
 
     @property
     def emulated(self) -> bool:
@@ -303,7 +303,7 @@ class RunRecord:
         The losses of an emulated run are valid for the format. Its speed is not the speed of
         hardware that supports the format.
         """
-        return self.backend == "emulation"
+        return self.engine == "emulation"
 
     @property
     def broke_off(self) -> str:

@@ -151,7 +151,7 @@ class MicrobatchGraphs:
         self, model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float
     ) -> Tensor:
         """Run the graph of a microbatch. Capture it first if it does not exist."""
-        key = (model.context.backend, model.context.first_microbatch, batch.cu_seqlens.shape)
+        key = (model.context.engine, model.context.first_microbatch, batch.cu_seqlens.shape)
         if key not in self.captured:
             Gemm.overwrites = True
             fixed = replace(batch, **inputs_of(batch, accelerator.device))

@@ -40,7 +40,7 @@ def choose_arithmetic(
     active: ActivePrecision, device_type: str, context: PrecisionContext
 ) -> Arithmetic:
     """Return the arithmetic of the model's fused layers, if `not_fused_because` returns None."""
-    if active.backend != "torch":
+    if active.engine != "torch":
         return Arithmetic(context, Implementation.TRANSFORMER_ENGINE)
     if _is_faster(device_type, context.compute_dtype):
         return Arithmetic(context, Implementation.KERNELS)
@@ -58,9 +58,9 @@ def not_fused_because(
     """
     if setting == "off":
         return "none, because model.fused is off"
-    if active.backend == "emulation" or active.settings.backward_override:
+    if active.engine == "emulation" or active.settings.backward_override:
         cause = (
-            "the emulation" if active.backend == "emulation" else "`fp8_config.backward_override`"
+            "the emulation" if active.engine == "emulation" else "`fp8_config.backward_override`"
         )
         reason = f"because {cause} computes each linear layer separately"
         if setting == "on":
@@ -68,7 +68,7 @@ def not_fused_because(
                 f"`model.fused: on` is impossible in this run, {reason}; set `model.fused: auto`"
             )
         return f"none, {reason}"
-    if setting == "on" or active.backend == "transformer_engine" or _is_faster(device_type, dtype):
+    if setting == "on" or active.engine == "transformer_engine" or _is_faster(device_type, dtype):
         return None
     return (
         "none, because fused layers are faster only on a GPU in BF16 or lower precision "
@@ -127,7 +127,7 @@ def convert(
     replaced by `GroupedExperts`. Linear layers inside of `fused` layers are not changed, because
     fused layers have their own Gemms.
     """
-    engine: Any = context.backend
+    engine: Any = context.engine
     group_experts(hf, context)
     fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
     quantized = {name for name, decision in decisions.items() if decision.reason is None}

@@ -110,7 +110,7 @@ def audit_products(
                 for product in observed
                 if name in low
             },
-            "backend": active.backend if name in low else "torch",
+            "backend": active.engine if name in low else "torch",
             "stored": dtype_name(weight.dtype),
             "reason": decision.reason,
         }
@@ -235,14 +235,14 @@ class ProductAudit(Observer):
 
 def describe(
     active: ActivePrecision,
-    backend: GemmEngine | None,
+    engine: GemmEngine | None,
     hf: PreTrainedModel,
     products: Sequence[Entry],
 ) -> dict[str, Any]:
     """Return the part of audit.json about one precision.
 
     active: the precision.
-    backend: the engine of the low-precision products, or None if nothing is quantized.
+    engine: the engine of the low-precision products, or None if nothing is quantized.
     hf: the Hugging Face model.
     products: the result of `audit_products`.
     """
@@ -252,11 +252,11 @@ def describe(
         "precision": active.requested,
         "effective": active.precision.name,
         "reason": active.reason,
-        "backend": active.backend,
+        "backend": active.engine,
         "computes": active.precision.description
         + (f"; dgrad and wgrad in BF16 ({override} operands)" if override else ""),
         "compute_dtype": active.precision.compute_dtype,
-        "computed_by": backend.describe() if backend else f"torch {torch.__version__}",
+        "computed_by": engine.describe() if engine else f"torch {torch.__version__}",
         "loss": {"kind": head.settings.kind, "chunk": head.chunk},
         "products": products,
     }

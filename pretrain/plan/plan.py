@@ -82,7 +82,7 @@ class Plan:
     @property
     def emulated(self) -> bool:
         """Return True if any precision of the run is emulated."""
-        return any(active.backend == "emulation" for active in self.precisions)
+        return any(active.engine == "emulation" for active in self.precisions)
 
     # ── The packs of a step ──
 

@@ -107,6 +107,6 @@ def _on_hardware(active: ActivePrecision) -> ActivePrecision:
 
     Return a copy of `active` with this engine. If `active` is not emulated, return it unchanged.
     """
-    if active.backend != "emulation":
+    if active.engine != "emulation":
         return active
-    return replace(active, backend="transformer_engine", reason=None)
+    return replace(active, engine="transformer_engine", reason=None)

@@ -21,7 +21,7 @@ class PrecisionInModel:
 
     active: ActivePrecision
     # The engine. None if the precision is not quantized.
-    backend: GemmEngine | None
+    engine: GemmEngine | None
     # Map the name of each linear layer to its decision.
     decisions: Mapping[str, Decision]
     # The part of audit.json about this precision.
@@ -36,9 +36,9 @@ class PrecisionInModel:
 class ModelPrecision:
     """The current precision of a model, and the schedule that determines it.
 
-    The current precision is stored as the engine in `PrecisionContext.backend`, because the linear
+    The current precision is stored as the engine in `PrecisionContext.engine`, because the linear
     layers read the engine there. Each precision of a run has a separate engine, so the engine
-    identifies the precision. Only this class changes `PrecisionContext.backend`.
+    identifies the precision. Only this class changes `PrecisionContext.engine`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ModelPrecision:
         in_model: Mapping[str, PrecisionInModel],
         schedule: PrecisionSchedule,
     ) -> None:
-        """Create the object. `context.backend` must be the engine of one of the precisions.
+        """Create the object. `context.engine` must be the engine of one of the precisions.
 
         `in_model` maps the name of each precision of the run to its `PrecisionInModel`.
         """
@@ -59,13 +59,13 @@ class ModelPrecision:
     def current(self) -> PrecisionInModel:
         """Return the current precision."""
         return next(
-            entry for entry in self.in_model.values() if entry.backend is self.context.backend
+            entry for entry in self.in_model.values() if entry.engine is self.context.engine
         )
 
     def use(self, name: str) -> None:
         """Set the current precision to the precision called `name`."""
-        self.context.backend = self.in_model[name].backend
+        self.context.engine = self.in_model[name].engine
 
     def using(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager that uses the precision `name` until it is left."""
-        return overridden(self.context, backend=self.in_model[name].backend)
+        return overridden(self.context, engine=self.in_model[name].engine)

@@ -48,7 +48,7 @@ class PrecisionContext:
     """The state that all products of one model share."""
 
     # The current engine. None if the current precision is not quantized.
-    backend: GemmEngine | None
+    engine: GemmEngine | None
     # The dtype of activations.
     compute_dtype: torch.dtype
     # True if evaluation computes in low precision too.
@@ -73,7 +73,7 @@ class PrecisionContext:
     # quantization.
     quantizing: bool = True
     # The engines of all precisions of the run.
-    backends: Sequence[GemmEngine] = ()
+    engines: Sequence[GemmEngine] = ()
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -82,10 +82,10 @@ class PrecisionContext:
         Inside, linear layers compute in the current precision. In an evaluation (`training=False`),
         they are unquantized unless `evaluates_low` is set.
         """
-        if self.backend is None or not self.quantizing or not (training or self.evaluates_low):
+        if self.engine is None or not self.quantizing or not (training or self.evaluates_low):
             yield
             return
-        with self.backend.forward(), overridden(self, low_precision=True):
+        with self.engine.forward(), overridden(self, low_precision=True):
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -94,20 +94,20 @@ class PrecisionContext:
         The recomputation uses the quantized weights of the first computation.
         """
         again = partial(overridden, self, low_precision=self.low_precision, first_microbatch=False)
-        if self.backend is None or not self.quantizing:
+        if self.engine is None or not self.quantizing:
             return checkpointed(function, *args, again=again)
-        return self.backend.checkpoint(function, *args, again=again)
+        return self.engine.checkpoint(function, *args, again=again)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of `GemmEngine.state` of the current engine.
 
         The dict is empty if the current precision is not quantized.
         """
-        return self.backend.state() if self.backend else {}
+        return self.engine.state() if self.engine else {}
 
     def saved_state(self) -> dict[str, Tensor]:
         """Return the tensors of `GemmEngine.state` of all engines, for a checkpoint."""
-        return {name: tensor for engine in self.backends for name, tensor in engine.state().items()}
+        return {name: tensor for engine in self.engines for name, tensor in engine.state().items()}
 
     def copied_state(self) -> list[Tensor]:
         """Return copies of the tensors of `saved_state`, on the same device, for `go_back`."""
@@ -143,7 +143,7 @@ class PrecisionContext:
 
     def forget(self) -> None:
         """Reset the engines to their state before the first forward."""
-        for engine in self.backends:
+        for engine in self.engines:
             engine.reset()
 
 
@@ -181,7 +181,7 @@ class LinearState:
 
         None if no low-precision forward runs, or if the current engine does not quantize the layer.
         """
-        engine = self.context.backend
+        engine = self.context.engine
         return engine.gemms.get(self.name) if engine and self.context.low_precision else None
 
     def __call__(
@@ -245,7 +245,7 @@ class LinearPass:
         self.differentiable = differentiable
         self.ends = ends
         self.observed = context if gemm.quantizes else UNOBSERVED
-        engine = self.observed.backend
+        engine = self.observed.engine
         self.forward_in_bf16 = engine is not None and engine.precision.plain_forward
         if self.forward_in_bf16 and not differentiable:
             # No product of this pass uses quantized operands: the forward product is in BF16, and

@@ -68,7 +68,7 @@ def decide(
     }
     # The reason why no expert stack is quantized. None if expert stacks can be quantized.
     no_groups = None
-    if stacks and active.backend == "transformer_engine":
+    if stacks and active.engine == "transformer_engine":
         if capability is None and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability()
         no_groups = active.quantized_precision.no_groups_on(capability)

@@ -114,9 +114,9 @@ def make_engines(
     engines: dict[str, GemmEngine] = {}
     for active in actives:
         use = active.precision.use
-        if active.backend != "torch":
+        if active.engine != "torch":
             if use not in engines:
-                engines[use] = kinds[active.backend](
+                engines[use] = kinds[active.engine](
                     replace(active, precision=configured(use, active.settings)), device
                 )
             if active.precision.plain_forward:

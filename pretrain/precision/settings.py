@@ -404,7 +404,7 @@ class ActivePrecision:
     # with `on_unsupported: fallback`.
     precision: Precision
     # The engine. It is "torch" if `precision` is not quantized.
-    backend: Literal["torch", "transformer_engine", "emulation"]
+    engine: Literal["torch", "transformer_engine", "emulation"]
     # The reason why the device cannot compute the requested precision. None if the device can.
     reason: str | None = None
 

@@ -216,7 +216,7 @@ def convert_model(
         engines[first.precision.name],
         job.compute_dtype,
         evaluates_low=first.settings.use_autocast_during_eval,
-        backends=[engine for engine in engines.values() if engine is not None],
+        engines=[engine for engine in engines.values() if engine is not None],
     )
     packed = PackedLanguageModel(hf, job.attention.name, job.plan.loss, context)
     layers = decoder_layers(hf)
@@ -260,7 +260,7 @@ def _fuse(
             return None, reason
     arithmetic = choose_arithmetic(quantized_first[0], device_type, context)
     arithmetic.keeps_rotated = job.plan.keeps_rotated
-    fused = fuse(layers, {entry.backend: entry.decisions for entry in precisions}, arithmetic)
+    fused = fuse(layers, {entry.engine: entry.decisions for entry in precisions}, arithmetic)
     return fused if fused.layers else None, fused.describe()
 
 
@@ -331,15 +331,15 @@ def audit_precisions(
     # filled in the present precision.
     for entry in sorted(precision.in_model.values(), key=lambda entry: entry is precision.current):
         with precision.using(entry.name):
-            if entry.backend is not None:
-                entry.backend.reset()
+            if entry.engine is not None:
+                entry.engine.reset()
             with console.progress(
                 "auditing the precision of products",
                 "packs",
                 total=REHEARSALS if assembly.context.state() else 1,
             ):
                 products = rehearse(job, accelerator, assembly)
-            entry.audit.update(describe(entry.active, entry.backend, assembly.hf, products))
+            entry.audit.update(describe(entry.active, entry.engine, assembly.hf, products))
 
 
 def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Entry]:
@@ -361,7 +361,7 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Ent
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
-        if packed.context.backend is None and packed.fused is None:
+        if packed.context.engine is None and packed.fused is None:
             batch = first_tokens(batch, UNQUANTIZED_TOKENS)
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
@@ -399,7 +399,7 @@ def describe_surroundings(
     compiled = "each layer"
     if not compiles or (packed.fused and not packed.fused.left_out):
         compiled = "nothing"
-    elif packed.context.backends:
+    elif packed.context.engines:
         compiled = "each layer, between its low-precision products"
     return {
         "attention": {"kind": job.attention.name, "reason": job.attention.reason},

@@ -208,7 +208,7 @@ def _evaluate(job: Job, accelerator: Accelerator, notices: Iterable[str], resume
     print_loss = partial(_print_loss, job, assembly, accelerator, console)
     context = assembly.context
     for name, in_model in assembly.precision.in_model.items():
-        if in_model.backend is None:
+        if in_model.engine is None:
             continue
         with (
             assembly.precision.using(name),
@@ -218,7 +218,7 @@ def _evaluate(job: Job, accelerator: Accelerator, notices: Iterable[str], resume
             if source is not None and needs_new_histories(source, assembly, job):
                 assembly.start_precision(name, job, accelerator)
             print_loss(name)
-    if not context.backends:
+    if not context.engines:
         print_loss(assembly.precision.current.name)
         return
     with overridden(context, evaluates_low=False):

@@ -439,7 +439,7 @@ def check_host_memory(plan: Plan, processes: int, free: int) -> None:
 
 def _devices_of(accelerator: Accelerator, phases: Sequence[Phase]) -> Devices:
     """Return the properties of this launch's devices that the plan uses."""
-    uses_hardware = any(active.backend == "transformer_engine" for _, active in phases)
+    uses_hardware = any(active.engine == "transformer_engine" for _, active in phases)
     return Devices(
         accelerator.num_processes,
         accelerator.is_fsdp2,

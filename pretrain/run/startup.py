@@ -78,7 +78,7 @@ def make_observers(run: Run) -> Observers:
     ]
     if model.routing.routers:
         observers.append(PeriodicFigures(every, partial(_expert_loads, model.routing)))
-    if every and model.context.backends:
+    if every and model.context.engines:
         file = JsonlTracker(run.folder.path / STATISTICS_FILE, run.state.step)
         if accelerator.is_main_process:
             file.start()

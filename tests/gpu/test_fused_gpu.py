@@ -97,17 +97,17 @@ def assemble(
     """
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
-    backend = "transformer_engine" if precision_called(needs(recipe)).quantized else "torch"
+    engine = "transformer_engine" if precision_called(needs(recipe)).quantized else "torch"
     precision = precision_called(recipe).with_options(settings_of(recipe, keep, scope))
-    active = ActivePrecision(recipe, precision, backend)
+    active = ActivePrecision(recipe, precision, engine)
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
     made = make_engines([active], torch.device("cuda"))[recipe]
-    context = PrecisionContext(made, torch.bfloat16, backends=[*filter(None, [made])])
+    context = PrecisionContext(made, torch.bfloat16, engines=[*filter(None, [made])])
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256), context).train()
     if fused:
         arithmetic = choose_arithmetic(active, "cuda", context)
-        packed.fused = fuse(layers, {context.backend: decisions}, arithmetic)
+        packed.fused = fuse(layers, {context.engine: decisions}, arithmetic)
         assert not packed.fused.left_out
     convert(hf, decisions, context, packed.fused)
     attach_main_gradients(packed, main, packed.fused.stacks if fused else ())

@@ -36,7 +36,7 @@ class Model:
         self.engine = TransformerEngine(
             active_in(recipe, "transformer_engine", **options), torch.device("cuda")
         )
-        self.context = PrecisionContext(self.engine, torch.bfloat16, backends=[self.engine])
+        self.context = PrecisionContext(self.engine, torch.bfloat16, engines=[self.engine])
         below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
         self.below = LowPrecisionLinear(below, "below", self.context)
         self.below.state.add(self.engine, HIDDEN, HIDDEN)

@@ -46,8 +46,8 @@ def delayed() -> str:
 
 
 def make(engine_class: type[Any], name: str, **options: Any) -> GemmEngine:
-    backend = "transformer_engine" if engine_class is TransformerEngine else "emulation"
-    return engine_class(active_in(name, backend, **options), DEVICE)
+    engine = "transformer_engine" if engine_class is TransformerEngine else "emulation"
+    return engine_class(active_in(name, engine, **options), DEVICE)
 
 
 def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def microbatch(
     x = x.clone().requires_grad_()
     inputs = [x, weight] if bias is None else [x, weight, bias]
     context = linear.context
-    with context.backend.forward(), overridden(context, first_microbatch=first):
+    with context.engine.forward(), overridden(context, first_microbatch=first):
         y = linear(*inputs)
     for tensor in inputs:
         tensor.grad = None
@@ -229,7 +229,7 @@ def test_a_skipped_step_does_not_change_the_state(delayed: str, giant: float) ->
     for skips_a_step in (True, False):
         engine = make(TransformerEngine, delayed, amax_history_len=5)
         linear = linear_of(engine, IN, OUT, bias=True)
-        linear.context.backends = [engine]
+        linear.context.engines = [engine]
         for number in range(3):
             microbatch(linear, *operands(number), weight, bias, True)
         if skips_a_step:

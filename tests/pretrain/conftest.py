@@ -58,10 +58,10 @@ _SHAPES = {
 }
 
 
-def active_in(precision: str, backend: str = "emulation", **fp8_config: Any) -> ActivePrecision:
+def active_in(precision: str, engine: str = "emulation", **fp8_config: Any) -> ActivePrecision:
     """Return the precision as `selection` returns it for a run."""
     used = configured(precision, LowPrecisionSettings(**fp8_config))
-    return ActivePrecision(precision, used, backend)
+    return ActivePrecision(precision, used, engine)
 
 
 def to_nearest(precision: str) -> dict[str, bool]:

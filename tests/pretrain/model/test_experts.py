@@ -60,9 +60,9 @@ def in_precision(
     """Return a copy of the plain model with converted experts and linears, and its context."""
     hf = AutoModelForCausalLM.from_config(plain_model(kind).config).train()
     hf.load_state_dict(plain_model(kind).state_dict())
-    backend = emulation_of(name, **fp8_config) if name in QUANTIZED else None
-    context = PrecisionContext(backend, torch.float32, backends=[*filter(None, [backend])])
-    decisions = decide(hf, [*decoder_layers(hf).values()], backend.active) if backend else {}
+    engine = emulation_of(name, **fp8_config) if name in QUANTIZED else None
+    context = PrecisionContext(engine, torch.float32, engines=[*filter(None, [engine])])
+    decisions = decide(hf, [*decoder_layers(hf).values()], engine.active) if engine else {}
     convert(hf, decisions, context)
     return hf, context
 

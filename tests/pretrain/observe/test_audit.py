@@ -293,7 +293,7 @@ def test_experts_and_routers_are_listed_with_their_precision(mixture: Callable) 
 
 def test_experts_that_multiply_unquantized_values_are_found(mixture: Callable) -> None:
     run = mixture("delayed")
-    gemms = run.packed.context.backend.gemms
+    gemms = run.packed.context.engine.gemms
     name = run.layers[0].mlp.experts.stacks["down_proj"].name
     gemms[name] = TorchGemm(name)
     assert "mlp.experts.down_proj" in refusal(run.audit)
@@ -378,7 +378,7 @@ def test_a_backward_override_quantizes_only_forward_products(
     expected = {"forward": f"{fp8} x {fp8}", "dgrad": plain, "wgrad": plain}
     assert all(entry["products"] == expected for entry in entries)
     run.confirm(entries)
-    run.packed.context.backend.active = active_in("mxfp8")
+    run.packed.context.engine.active = active_in("mxfp8")
     assert f"dgrad {fp8} x {fp8}" in refusal(run.confirm, entries)
 
 
@@ -389,7 +389,7 @@ def test_a_quantized_bf16_forward_or_plain_gradients_are_rejected(
     entries = run.audit()
     fp4 = "e2m1 in blocks of 16"
     with monkeypatch.context() as patch:
-        patch.setattr(run.packed.context.backend, "active", active_in("nvfp4"))
+        patch.setattr(run.packed.context.engine, "active", active_in("nvfp4"))
         assert f"forward {fp4} x {fp4}" in refusal(
             run.audit
         ) and f"forward {fp4} x {fp4}" in refusal(run.confirm, entries)

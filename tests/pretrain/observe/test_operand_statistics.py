@@ -26,8 +26,8 @@ class SmallModel:
 
     def __init__(self, recipe: str, **options) -> None:
         torch.manual_seed(0)
-        self.backend = emulation_of(recipe, **options)
-        self.context = PrecisionContext(self.backend, torch.bfloat16, backends=[self.backend])
+        self.engine = emulation_of(recipe, **options)
+        self.context = PrecisionContext(self.engine, torch.bfloat16, engines=[self.engine])
         self.layers = nn.Sequential(
             self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256)
         )
@@ -40,7 +40,7 @@ class SmallModel:
         linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
         linear.weight.data *= torch.randn_like(linear.weight).exp()
         low = LowPrecisionLinear(linear, name, self.context)
-        low.state.add(self.backend, inputs, outputs)
+        low.state.add(self.engine, inputs, outputs)
         return low
 
     def step(self, *, recompute: bool = False) -> list[Tensor]:
@@ -53,7 +53,7 @@ class SmallModel:
 
     def observed_step(self, **options) -> tuple[list[Tensor], OperandStatistics]:
         """Return the result of `step` and the statistics of its operands."""
-        statistics = OperandStatistics(self.backend.active, self.context.state())
+        statistics = OperandStatistics(self.engine.active, self.context.state())
         with overridden(self.context, observers=[statistics]):
             return self.step(**options), statistics
 
@@ -188,7 +188,7 @@ def test_an_observed_step_is_bit_for_bit_the_unobserved_step(recipe, recompute):
         values, _ = observed.observed_step(recompute=recompute)
         assert all(torch.equal(a, b) for a, b in zip(expected, values, strict=True))
         assert torch.equal(state, torch.get_rng_state())
-        states = zip(plain.backend.state().values(), observed.backend.state().values(), strict=True)
+        states = zip(plain.engine.state().values(), observed.engine.state().values(), strict=True)
         assert all(torch.equal(a, b) for a, b in states)
 
 

@@ -23,7 +23,7 @@ def linear_in_both_phases(precision: str) -> list[LinearState]:
     assert list(engines) == names
     linears = []
     for engine in engines.values():
-        context = PrecisionContext(engine, torch.bfloat16, backends=list(engines.values()))
+        context = PrecisionContext(engine, torch.bfloat16, engines=list(engines.values()))
         linears.append(LinearState("layer", context))
         linears[-1].add(engine, IN, OUT)
     return linears

@@ -166,7 +166,7 @@ def test_a_pass_outside_of_training_keeps_the_state(factor: float, fails: bool) 
     runs = []
     for passes in (2, 0):
         engine = emulation_of("delayed", amax_history_len=8)
-        context = PrecisionContext(engine, torch.bfloat16, backends=[engine])
+        context = PrecisionContext(engine, torch.bfloat16, engines=[engine])
         linear = LinearState("layer", context)
         linear.add(engine, SIZE, SIZE)
         step(linear)

@@ -201,7 +201,7 @@ def test_recomputing_a_layer_changes_no_bit_of_gradients_or_state(
                 x.grad.clone(),
                 *(weight.grad.clone() for weight in layer.parameters()),
             ]
-            figures += [tensor.clone() for tensor in run.backend.state().values()]
+            figures += [tensor.clone() for tensor in run.engine.state().values()]
         results.append(figures)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

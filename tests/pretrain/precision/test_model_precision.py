@@ -11,7 +11,7 @@ from pretrain.precision.selection import make_engines
 from tests.pretrain.conftest import active_in
 
 
-def test_the_backend_of_products_determines_the_precision() -> None:
+def test_the_engine_of_products_determines_the_precision() -> None:
     precisions = [
         active_in("delayed_bf16_forward"),
         active_in("delayed"),
@@ -28,7 +28,7 @@ def test_the_backend_of_products_determines_the_precision() -> None:
     assert precision.current.name == "delayed"
     for name in in_model:
         with precision.using(name):
-            assert precision.current.name == name and context.backend is engines[name]
+            assert precision.current.name == name and context.engine is engines[name]
         assert precision.current.name == "delayed"
     precision.use("bf16")
-    assert precision.current.name == "bf16" and context.backend is None
+    assert precision.current.name == "bf16" and context.engine is None

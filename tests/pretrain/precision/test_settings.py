@@ -146,7 +146,7 @@ def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(
     name: str,
 ) -> None:
     active = select(name, gpu(B200))
-    assert (active.precision.name, active.backend, active.reason) == (
+    assert (active.precision.name, active.engine, active.reason) == (
         name,
         "transformer_engine",
         None,
@@ -158,7 +158,7 @@ def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(
     ):
         select(name, CPU)
     emulated = select(name, CPU, on_unsupported="emulate")
-    assert (emulated.precision.name, emulated.backend) == (
+    assert (emulated.precision.name, emulated.engine) == (
         name,
         "emulation",
     ) and "needs a GPU" in emulated.notice
@@ -166,7 +166,7 @@ def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(
 
 def test_fp32_scales_of_blocks_need_hopper_or_emulation() -> None:
     active = select("block", gpu(H200), use_f32_scales=True)
-    assert (active.backend, active.precision.scales.kind) == ("transformer_engine", "FP32")
+    assert (active.engine, active.precision.scales.kind) == ("transformer_engine", "FP32")
     assert select("block", gpu(B200)).precision.scales.kind == "power of two"
     with pytest.raises(
         InputError,
@@ -177,7 +177,7 @@ def test_fp32_scales_of_blocks_need_hopper_or_emulation() -> None:
     for name in ("block", "block_bf16_forward"):
         emulated = select(name, gpu(B200), use_f32_scales=True, on_unsupported="emulate")
         assert emulated.precision.name == name
-        assert (emulated.backend, emulated.precision.scales.kind) == ("emulation", "FP32")
+        assert (emulated.engine, emulated.precision.scales.kind) == ("emulation", "FP32")
 
 
 def test_the_error_names_remedies_and_supported_precisions() -> None:
@@ -191,7 +191,7 @@ def test_the_error_names_remedies_and_supported_precisions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "missing", "effective", "backend"),
+    ("name", "missing", "effective", "engine"),
     [
         ("nvfp4", gpu(H200), "delayed", "transformer_engine"),
         ("block", gpu(H200), "block", "transformer_engine"),
@@ -200,10 +200,10 @@ def test_the_error_names_remedies_and_supported_precisions() -> None:
     ],
 )
 def test_fallback_is_delayed_scaling_if_supported_and_else_bf16(
-    name: str, missing: Missing, effective: str, backend: str
+    name: str, missing: Missing, effective: str, engine: str
 ) -> None:
     active = select(name, missing, on_unsupported="fallback", scope="linear+head")
-    assert (active.requested, active.precision.name, active.backend) == (name, effective, backend)
+    assert (active.requested, active.precision.name, active.engine) == (name, effective, engine)
     assert (active.reason is None) == (name == effective)
     assert active.settings == LowPrecisionSettings(
         on_unsupported="fallback", scope="linear+head"

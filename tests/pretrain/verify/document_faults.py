@@ -230,7 +230,7 @@ def newest_amax(update: Callable[..., Any], *history_and_rule: Any) -> tuple[Ten
 
 @fault("amax histories have half of their length", delayed)
 def half_of_the_history(run: SmallRun, patch: Patch) -> None:
-    states = run.packed.context.backend.delayed._states
+    states = run.packed.context.engine.delayed._states
     for direction, state in states.items():
         half = state.amax_history[len(state.amax_history) // 2 :].clone()
         half[0] = 0

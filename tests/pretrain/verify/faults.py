@@ -89,7 +89,7 @@ def quantized(run: SmallRun) -> bool:
 
 
 def emulated(run: SmallRun) -> bool:
-    return run.active.backend == "emulation"
+    return run.active.engine == "emulation"
 
 
 def in_blocks(run: SmallRun) -> bool:
@@ -519,7 +519,7 @@ def in_quantizers(make: Make) -> Make:
 
     def applied(run: SmallRun, patch: Patch) -> None:
         make(run, patch)
-        run.packed.context.backend.preparation.cache_clear()
+        run.packed.context.engine.preparation.cache_clear()
 
     return applied
 
@@ -560,14 +560,14 @@ def entered_for_first_microbatch_only(run: SmallRun, patch: Patch) -> None:
 
 @fault("a layer is recomputed outside low precision", quantized, recompute=True)
 def recomputed_outside(run: SmallRun, patch: Patch) -> None:
-    real = run.packed.context.backend.checkpoint
+    real = run.packed.context.engine.checkpoint
 
     def outside(function: Callable[..., Any], *args: Any, again: Callable[[], Any]) -> Any:
         return real(
             function, *args, again=lambda: overridden(run.packed.context, low_precision=False)
         )
 
-    patch.setattr(run.packed.context.backend, "checkpoint", outside)
+    patch.setattr(run.packed.context.engine, "checkpoint", outside)
 
 
 # ── Rounding and formats ────────────────────────────────────────────────────────────────
@@ -766,7 +766,7 @@ fault("the gradients' scales are never updated", delayed)(
 @fault("a linear uses its neighbour's scale", delayed)
 def neighbours_delayed_scale(run: SmallRun, patch: Patch) -> None:
     real = delayed_state.DelayedState.scale
-    count = len(run.packed.context.backend.delayed._modules)
+    count = len(run.packed.context.engine.delayed._modules)
     patch.setattr(
         delayed_state.DelayedState,
         "scale",
@@ -778,4 +778,4 @@ def neighbours_delayed_scale(run: SmallRun, patch: Patch) -> None:
 def part_of_the_amax(run: SmallRun, patch: Patch) -> None:
     real = emulation.absolute_maximum
     patch.setattr(emulation, "absolute_maximum", lambda x: real(x[: len(x) // 4]))
-    run.packed.context.backend.preparation.cache_clear()
+    run.packed.context.engine.preparation.cache_clear()

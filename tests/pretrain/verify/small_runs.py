@@ -131,7 +131,7 @@ class SmallRun:
 
         Raises InputError if they differ from the audit's `entries`.
         """
-        for number in (1, 2) if self.packed.context.backend is not None else ():
+        for number in (1, 2) if self.packed.context.engine is not None else ():
             watch = self.watch(number, [self.observer_of(entries)], is_new=True)
             with watch.passes(self.step, 0):
                 packed_model.forward_backward(
@@ -143,7 +143,7 @@ class SmallRun:
         """Return the observer that compares products with an audit's `entries`."""
         context = self.packed.context
         in_model = PrecisionInModel(
-            self.active, context.backend, self.decisions, {"products": entries}
+            self.active, context.engine, self.decisions, {"products": entries}
         )
         schedule = PrecisionSchedule([(None, self.active)], self.recipe.train.steps)
         precision = ModelPrecision(context, {in_model.name: in_model}, schedule)
@@ -252,10 +252,10 @@ def active_on(
 ) -> ActivePrecision:
     """Return `precision` in all layers, emulated on a CPU and by Transformer Engine on a GPU."""
     if not precision_called(precision).quantized:
-        backend = "torch"
+        engine = "torch"
     else:
-        backend = "emulation" if device.type == "cpu" else "transformer_engine"
-    return active_in(precision, backend, **({"keep_bf16_layers": {"last": 0}} | fp8_config))
+        engine = "emulation" if device.type == "cpu" else "transformer_engine"
+    return active_in(precision, engine, **({"keep_bf16_layers": {"last": 0}} | fp8_config))
 
 
 def low_precision_model(
@@ -281,7 +281,7 @@ def low_precision_model(
     compute = getattr(torch, active.precision.compute_dtype)
     engines = make_engines([active], device)
     context = PrecisionContext(
-        engines[active.requested], compute, backends=[*filter(None, engines.values())]
+        engines[active.requested], compute, engines=[*filter(None, engines.values())]
     )
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     blocks = decoder_layers(hf)
@@ -290,7 +290,7 @@ def low_precision_model(
         decisions = decide(hf, list(blocks.values()), active)
     if fused:
         arithmetic = choose_arithmetic(active, device.type, context)
-        packed.fused = fuse(blocks, {context.backend: decisions}, arithmetic)
+        packed.fused = fuse(blocks, {context.engine: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
     wrap_layers(
         packed, settings, cast_to=compute if compute != stored_in else None, compile_layers=False

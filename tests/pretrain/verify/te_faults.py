@@ -35,7 +35,7 @@ GEMMS = {
 
 
 def on_te(run: SmallRun) -> bool:
-    return run.active.backend == "transformer_engine"
+    return run.active.engine == "transformer_engine"
 
 
 def delayed_on_te(run: SmallRun) -> bool:
@@ -138,7 +138,7 @@ fault("an operand is decoded with half of its scale, in hardware", on_te)(
 def te_another_format(run: SmallRun, patch: Patch) -> None:
     dtypes = importlib.import_module("transformer_engine_torch").DType
     e4m3, e5m2 = dtypes.kFloat8E4M3, dtypes.kFloat8E5M2
-    for gemm in run.packed.context.backend.gemms.values():
+    for gemm in run.packed.context.engine.gemms.values():
         quantizer = gemm.linear.quantizers["scaling_bwd"][0]
         patch.setattr(quantizer, "dtype", e4m3 if quantizer.dtype == e5m2 else e5m2)
 

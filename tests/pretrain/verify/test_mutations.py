@@ -160,7 +160,7 @@ def test_the_operands_of_the_other_backward_override_are_caught(
     """Their dtype is the same, so only the values of the products tell them apart."""
     for claimed, real in (("high_precision", "dequantized"), ("dequantized", "high_precision")):
         run = build_run(accelerator, precision, layers=1, backward_override=claimed)
-        run.packed.context.backend.active = active_in(precision, backward_override=real)
+        run.packed.context.engine.active = active_in(precision, backward_override=real)
         failures = "\n".join(run.parity().failures)
         assert "dgrad" in failures and "wgrad" in failures and "forward" not in failures
 

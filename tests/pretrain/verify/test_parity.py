@@ -266,7 +266,7 @@ def test_products_of_experts_are_compared_and_wrong_rows_found(
         product.name for product in parity.products
     }
     name = run.layers[0].mlp.experts.stacks["gate_up_proj"].name
-    gemm = run.packed.context.backend.gemms[name]
+    gemm = run.packed.context.engine.gemms[name]
     quantize_along = gemm.quantize_along
     gemm.quantize_along = lambda role, x, *rest: quantize_along(
         role, x.roll(16, 0) if role == "input" else x, *rest

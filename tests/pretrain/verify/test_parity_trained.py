@@ -85,7 +85,7 @@ def test_trained_weights_pass_and_their_faults_are_found(
         for name, parameter in run.packed.hf.named_parameters():
             parameter.copy_(trained_weights[name])
     if run.packed.context.state():
-        run.packed.context.backend.reset()
+        run.packed.context.engine.reset()
         rehearse(run)
     assert forward_backward(run.model, run.step, accelerator).item() < 1e-4
     clear_gradients(run.optimizer, run.model)

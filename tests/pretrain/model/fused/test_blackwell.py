@@ -64,11 +64,11 @@ def b200(references: Path) -> Iterator[None]:
 
 
 def active_everywhere(
-    precision: str, backend: str, keep: tuple[str, ...] = (), **options: Any
+    precision: str, engine: str, keep: tuple[str, ...] = (), **options: Any
 ) -> ActivePrecision:
     """Return a precision for all linears and the head, without stochastic rounding."""
     every = {"scope": "linear+head", "keep_bf16_layers": {"last": 0}, "keep_bf16": keep}
-    return active_in(precision, backend, **every, **to_nearest(precision), **options)
+    return active_in(precision, engine, **every, **to_nearest(precision), **options)
 
 
 def assemble(
@@ -83,7 +83,7 @@ def assemble(
     model.round_weights(hf, torch.bfloat16)
     layers = decoder_layers(hf)
     engines = make_engines(actives, torch.device("cpu"))
-    context = PrecisionContext(None, torch.bfloat16, backends=[*filter(None, engines.values())])
+    context = PrecisionContext(None, torch.bfloat16, engines=[*filter(None, engines.values())])
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
     decisions = {
         engines[active.precision.name]: decide(hf, list(layers.values()), active)
@@ -96,9 +96,9 @@ def assemble(
         arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=formulas, activation=ACTIVATION)
         packed.fused = fuse(layers, decisions, arithmetic)
         assert not packed.fused.left_out
-    for context.backend, engine_decisions in decisions.items():
+    for context.engine, engine_decisions in decisions.items():
         convert(hf, engine_decisions, context, packed.fused)
-    context.backend = engines[actives[0].precision.name]
+    context.engine = engines[actives[0].precision.name]
     attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())
     return packed
 
@@ -122,10 +122,10 @@ def test_linears_and_the_head_equal_the_emulation_bit_for_bit(
     by_library, emulated = (
         train(
             assemble(
-                active_everywhere(precision, backend, **options), fused=False, num_hidden_layers=1
+                active_everywhere(precision, engine, **options), fused=False, num_hidden_layers=1
             )
         )
-        for backend in ("transformer_engine", "emulation")
+        for engine in ("transformer_engine", "emulation")
     )
     assert by_library[0] == emulated[0]
     for name, gradient in emulated[1].items():
@@ -229,14 +229,14 @@ def test_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
         for name in (precision, f"{precision}{PLAIN_FORWARD}")
     ]
     packed = assemble(*actives, fused=True)
-    quantized = packed.context.backend
-    backend, plain_forward = packed.context.backends
+    quantized = packed.context.engine
+    engine, plain_forward = packed.context.engines
     low = train(packed)
-    assert backend is quantized
-    with overridden(packed.context, backend=None):
+    assert engine is quantized
+    with overridden(packed.context, engine=None):
         bf16 = train(packed)
     observer = ProductObserver()
-    with overridden(packed.context, backend=plain_forward), observer.observing():
+    with overridden(packed.context, engine=plain_forward), observer.observing():
         losses, gradients = train(packed)
     assert losses == bf16[0] != low[0], "losses equal those of BF16 bit for bit"
     for linear, products in observer.products.items():
