@@ -58,11 +58,8 @@ def not_fused_because(
     """
     if setting == "off":
         return "none, because model.fused is off"
-    if active.engine == "emulation" or active.settings.backward_override:
-        cause = (
-            "the emulation" if active.engine == "emulation" else "`fp8_config.backward_override`"
-        )
-        reason = f"because {cause} computes each linear layer separately"
+    if active.engine == "emulation":
+        reason = "because the emulation computes each linear layer separately"
         if setting == "on":
             raise InputError(
                 f"`model.fused: on` is impossible in this run, {reason}; set `model.fused: auto`"

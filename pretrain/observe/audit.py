@@ -247,14 +247,12 @@ def describe(
     products: the result of `audit_products`.
     """
     head = hf.get_output_embeddings()
-    override = active.settings.backward_override
     return {
         "precision": active.requested,
         "effective": active.precision.name,
         "reason": active.reason,
         "backend": active.engine,
-        "computes": active.precision.description
-        + (f"; dgrad and wgrad in BF16 ({override} operands)" if override else ""),
+        "computes": active.precision.description,
         "compute_dtype": active.precision.compute_dtype,
         "computed_by": engine.describe() if engine else f"torch {torch.__version__}",
         "loss": {"kind": head.settings.kind, "chunk": head.chunk},
@@ -339,7 +337,7 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     """
     precision = active.quantized_precision
     return [product.left, product.right] == [
-        precision.operand_kind(role, product.gemm) for role in OPERANDS[product.gemm]
+        precision.operand_kind(role) for role in OPERANDS[product.gemm]
     ]
 
 

@@ -200,9 +200,7 @@ class _Sample(NamedTuple):
 
     values: Tensor
     # The input of our plain quantizer: `values` after the precision's transform (for example a
-    # Hadamard transform), or `values` if the precision has no transform. If backward multiplies
-    # dequantized values of the forward operand (`backward_override: dequantized`), the input is
-    # these dequantized values.
+    # Hadamard transform), or `values` if the precision has no transform.
     to_quantize: Tensor
     # The largest magnitude in the whole operand, an FP32 scalar. If a transformed operand has a
     # tensor scale, it is the largest magnitude after the transform.
@@ -219,7 +217,6 @@ class _ProductCheck:
         # Map (name of the linear, gemm) to a call of `judge_product`.
         self.products: dict[tuple[str, str], Callable[[], Compared | None]] = {}
         self._precision = active.quantized_precision
-        self._settings = active.settings
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         # The name of the LM head, whose products run once for each chunk of tokens.
         self._head = packed.hf.get_output_embeddings().state.name
@@ -250,16 +247,9 @@ class _ProductCheck:
         of_columns = part[:, columns].clone().t()
         self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax, rows)
         transform = self._precision.transform(role)
-        if self._precision.plain_backward:
-            transform = None
         if transform is not None and self._precision.tensor_scaled:
             amax = transform(tensor.t()).abs().amax().float()
         transformed = of_columns if transform is None else transform(of_columns)
-        if self._settings.backward_override == "dequantized" and role != "grad_output":
-            # Backward multiplies the dequantized operand of the forward product, which is quantized
-            # along the features.
-            quantized = self._quantize[role](part[:, columns], None, amax)
-            transformed = quantized.dequantize().to(part.dtype).t()
         self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax, columns)
 
     @torch.no_grad()
@@ -279,7 +269,7 @@ class _ProductCheck:
         result = _of_largest_expert(result.flatten(0, -2), ends, is_weight=gemm == "wgrad")
         rows, columns = (operand.rows for operand in operands.values())
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
-        exact, plain = self._references(name, gemm, operands, added, result.dtype)
+        exact, plain = self._references(name, operands, added, result.dtype)
         error = result[rows][:, columns].float() - added - exact
         bound = self._error_bound(name, operands, exact)
         self.products[name, gemm] = partial(
@@ -289,7 +279,6 @@ class _ProductCheck:
     def _references(
         self,
         name: str,
-        gemm: str,
         operands: Mapping[Role, _Sample],
         added: Tensor,
         dtype: torch.dtype,
@@ -302,21 +291,18 @@ class _ProductCheck:
 
         There are DRAWS errors if a factor is rounded stochastically, otherwise one error.
         """
-        is_quantized = self._precision.quantizes_in(gemm)
-        is_stochastic = is_quantized and any(map(self._precision.is_stochastic, operands))
+        is_stochastic = any(map(self._precision.is_stochastic, operands))
         plain = []
         with overridden(torch.backends.cuda.matmul, fp32_precision="ieee"):
             left, right = (operand.values.float() for operand in operands.values())
             exact = left @ right.t()
-            left, right = (operand.to_quantize.float() for operand in operands.values())
             for _ in range(DRAWS if is_stochastic else 1):
-                if is_quantized:
-                    left, right = (
-                        self._quantize[role](
-                            operand.to_quantize, self._scale_of(name, role), operand.amax
-                        ).dequantize()
-                        for role, operand in operands.items()
-                    )
+                left, right = (
+                    self._quantize[role](
+                        operand.to_quantize, self._scale_of(name, role), operand.amax
+                    ).dequantize()
+                    for role, operand in operands.items()
+                )
                 plain.append((left @ right.t() + added).to(dtype).float() - added - exact)
         return exact, plain
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from foundation.errors import InputError
 from pretrain.optimizer import schedule
 from pretrain.precision.settings import (
+    PRECISIONS,
     ActivePrecision,
     configured,
     last_steps,
     phases_of,
-    precision_called,
 )
 from pretrain.settings.recipe import Recipe, TrainSettings
 
@@ -91,7 +91,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     data = recipe.data
     batch = recipe.batch
     _require(
-        recipe.weights == "fp32" or precision_called(precision).compute_dtype != "float32",
+        recipe.weights == "fp32" or PRECISIONS[precision].compute_dtype != "float32",
         f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other, because "
         "BF16 weights cannot compute in FP32; set either `precision: bf16` or `weights: fp32` (if "
         "the recipe sets no precision, the Accelerate configuration does: cpu.yaml sets fp32)",

@@ -388,7 +388,7 @@ def fused_layer(
     may_recompute_rotated = attention in ATTENTION_KERNELS
 
     keeps_activated = isinstance(down, QuantizedPrecision) and (
-        down.block_scaled or down.plain_forward or not gate_up.quantized
+        down.block_scaled or not gate_up.quantized
     )
     kept = (
         # The input of the layer, and the sum of this input and the attention's output.

@@ -30,7 +30,7 @@ from pretrain.plan.memory import (
     step_memory,
 )
 from pretrain.precision.schedule import PrecisionSchedule
-from pretrain.precision.settings import ActivePrecision, precision_called
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
@@ -197,18 +197,13 @@ class Plan:
     def _peak_in(self, active: ActivePrecision) -> float:
         """Return the peak of one device in TFLOP/s for products in `active`.
 
-        The peak takes into account that some products are computed in BF16: the forward products
-        with `forward: bf16`, the products of backward with `fp8_config.backward_override`, and
-        experts that stay unquantized. Return 0.0 if the peak is not known.
+        The peak takes into account that experts may stay unquantized. Return 0.0 if the peak is not
+        known.
         """
         fastest = peak(self.devices.name, active.precision.peak) or 0.0
         bf16 = peak(self.devices.name, "bf16") or fastest
         if not fastest:
             return fastest
-        # All three products of a linear layer have the same number of FLOPs.
-        plain = active.precision.plain_forward + 2 * active.precision.plain_backward
-        if plain:
-            fastest = 3 / (plain / bf16 + (3 - plain) / fastest)
         in_bf16 = sum(self.experts_left_out(active).values())
         return 1 / (in_bf16 / bf16 + (1 - in_bf16) / fastest) if in_bf16 else fastest
 
@@ -249,7 +244,7 @@ class Plan:
                 self.recipe,
                 self.flops,
                 self.devices,
-                precision_called(name),
+                PRECISIONS[name],
                 layers,
                 microbatch,
                 self.loss,

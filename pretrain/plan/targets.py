@@ -70,7 +70,7 @@ def _layers(plan: Plan, shapes: PreTrainedModel, active: ActivePrecision) -> lis
     model = recipe.model
     capability = plan.devices.capability
     has_libraries = capability is not None and active.precision.compute_dtype == "bfloat16"
-    if has_libraries and model.fused == "auto" and not active.precision.plain_backward:
+    if has_libraries and model.fused == "auto":
         recipe = recipe.model_copy(update={"model": model.model_copy(update={"fused": "on"})})
     # FlashAttention-4 and our Triton kernels need the same memory.
     head_dims = {"auto": FA4_HEAD_DIMS, "flash_attn": FA4_HEAD_DIMS, "triton": TRITON_HEAD_DIMS}

@@ -33,9 +33,6 @@ class Operand(NamedTuple):
     # The tensor scale, a scalar, by which `values` are not multiplied. None if the format has no
     # tensor scale.
     scale: Tensor | None
-    # [rows, k]: the values multiplied by all scales, in BF16. None unless backward needs them
-    # (`fp8_config.backward_override: dequantized`).
-    dequantized: Tensor | None = None
 
     def t(self) -> Operand:
         return Operand(self.values.t(), self.scale)
@@ -48,8 +45,7 @@ class BothWays(NamedTuple):
     input only along its features. In backward, `EmulatedGemm.restore` quantizes it along its rows.
     """
 
-    # The Operand for the product that sums along the features. None for an input in backward,
-    # unless `backward_override` is set.
+    # The Operand for the product that sums along the features. None for an input in backward.
     features: Any
     # The Operand for the product that sums along the rows. None for an input in forward, and for
     # an operand that is used only in the other product.
@@ -129,17 +125,14 @@ class EmulationEngine(GemmEngine):
         quantize = self.precision.quantizer(role, along)
         has_tensor_scale = self.precision.tensor_scaled
         records_amax = self.delayed is not None and along == "features"
-        dequantizes = self.precision.settings.backward_override == "dequantized"
 
         def preparation(x: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
             quantized = quantize(x, scale, None)
             tensor_scale = quantized.tensor_scale if has_tensor_scale else None
             amax = absolute_maximum(x) if records_amax else None
             if isinstance(quantized, BlockQuantized):
-                values = quantized.dequantized_in(torch.bfloat16) if dequantizes else None
-                return quantized.operand_in(dtype), tensor_scale, values, amax
-            values = quantized.dequantize().bfloat16() if dequantizes else None
-            return quantized.operand.to(dtype), tensor_scale, values, amax
+                return quantized.operand_in(dtype), tensor_scale, amax
+            return quantized.operand.to(dtype), tensor_scale, amax
 
         # Compiling gains little on a CPU, and the run would have to wait for a C++ compiler.
         if self.device.type != "cuda":
@@ -233,9 +226,6 @@ class EmulatedGemm(Gemm):
             product.mul_(scale)
         return product if dtype is None else product.to(dtype)
 
-    def dequantize(self, operand: BothWays) -> Tensor:
-        return operand.features.dequantized
-
     @staticmethod
     def codes(operand: BothWays) -> Tensor:
         return operand.features.values
@@ -249,8 +239,6 @@ class EmulatedGemm(Gemm):
     # state.
     def restore(self, tensors: Sequence[Any], rest: Any) -> list[BothWays]:  # type: ignore[override]
         x, scale = tensors
-        if self._engine.precision.plain_backward:
-            return [self.quantize("input", x, both=False)]
         return [BothWays(None, self.quantize_along("input", x, "rows", scale))]
 
 

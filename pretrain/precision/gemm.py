@@ -18,11 +18,10 @@ which the rows of each expert end.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -156,10 +155,6 @@ class Gemm(ABC):
         dtype = torch.float32 if ends is None else None
         add_to(total, self.matmul("wgrad", left, right, dtype, ends=ends), overwrite=overwrite)
 
-    def dequantize(self, operand: Operand) -> Tensor:
-        """Return the values [rows, features] of an operand of the forward product, in BF16."""
-        return operand
-
     @staticmethod
     def codes(operand: Operand) -> Tensor:
         """Return the codes that the forward product reads, so that two operands can be compared."""
@@ -267,20 +262,6 @@ class GemmEngine(ABC):
     def precision(self) -> QuantizedPrecision:
         """Return the precision of the products."""
         return self.active.quantized_precision
-
-    def with_bf16_forward(self, active: ActivePrecision) -> Self:
-        """Return an engine for `active`, a precision with `forward: bf16`.
-
-        Forward products multiply BF16 operands, and the two products of backward multiply quantized
-        operands. Loss and activations then equal those of a BF16 model, and two of three products
-        keep the speed of the low precision. If the last part of a training uses this mode, most of
-        the additional loss of NVFP4 disappears (arXiv:2509.25149, appendix D).
-
-        The returned engine and this one share Gemms, histories and scales.
-        """
-        engine = copy.copy(self)
-        engine.active = active
-        return engine
 
     def gemm(
         self,

@@ -245,38 +245,15 @@ class LinearPass:
         self.differentiable = differentiable
         self.ends = ends
         self.observed = context if gemm.quantizes else UNOBSERVED
-        engine = self.observed.engine
-        self.forward_in_bf16 = engine is not None and engine.precision.plain_forward
-        if self.forward_in_bf16 and not differentiable:
-            # No product of this pass uses quantized operands: the forward product is in BF16, and
-            # no backward follows.
-            self.forward_in_bf16 = False
-            self.gemm = TorchGemm(gemm.name, gemm.members)
-        self.override = None if engine is None else engine.active.settings.backward_override
-        # The Gemm that multiplies in backward.
-        self.backward_gemm = TorchGemm(gemm.name, gemm.members) if self.override else self.gemm
-        # The Gemm that stores the operands of forward for backward.
-        self.kept_by = self.gemm if self.override == "dequantized" else self.backward_gemm
 
     def quantize(self, role: Role, x: Tensor) -> Operand:
         """Quantize the input [tokens, in] or the output's gradient [tokens, out].
 
-        The operand can be used in both of its products if a backward can follow. With
-        `fp8_config.backward_override`, an input can be used only in the forward product, and the
-        gradient is returned unquantized.
+        The operand can be used in both of its products if a backward can follow.
         """
-        is_plain = role == "grad_output" and self.override
-        # A gradient that stays unquantized is passed to the observers only while products are
-        # checked. Only this check sets `result_observers`.
-        if self.observed.observers and (not is_plain or self.observed.result_observers):
+        if self.observed.observers:
             self.show(role, x)
-        if self.forward_in_bf16 and role == "input":
-            # Keep the unquantized x for `forward_product`. The quantized x is used only in
-            # backward. It is computed now, because delayed scaling must record the amax of an
-            # input in forward.
-            self._input = x
-        gemm = self.backward_gemm if is_plain else self.gemm
-        return gemm.quantize(role, x, both=self.differentiable and not self.override)
+        return self.gemm.quantize(role, x, both=self.differentiable)
 
     def forward_product(
         self,
@@ -294,11 +271,6 @@ class LinearPass:
         """
         self.show_weight(weight, matrix)
         gemm = self.gemm
-        if self.forward_in_bf16:
-            gemm = TorchGemm(gemm.name, gemm.members)
-            x = gemm.quantize("input", self._input)
-            weight = matrix()
-            del self._input
         observers = self.observed.result_observers
         dtype = self.context.compute_dtype
         y = gemm.matmul(
@@ -306,7 +278,7 @@ class LinearPass:
         )
         for observer in observers:
             observer(gemm.name, "forward", y.detach(), bias, self.ends)
-        self.gemm.end()
+        gemm.end()
         # Result observers must receive the product without the residual, so it is added afterwards.
         return y.add_(residual) if observers and residual is not None else y
 
@@ -319,7 +291,7 @@ class LinearPass:
         `dtype` is the compute dtype of the context.
         """
         dtype = dtype or self.context.compute_dtype
-        gradient = self.backward_gemm.matmul(kind, left, right, dtype, ends=self.ends)
+        gradient = self.gemm.matmul(kind, left, right, dtype, ends=self.ends)
         for observer in self.observed.result_observers:
             observer(self.gemm.name, kind, gradient.detach(), None, self.ends)
         return gradient
@@ -335,11 +307,10 @@ class LinearPass:
         if total is None:
             return self.gradient_product("wgrad", dy, x)
         if self.observed.result_observers:
-            # With `override`, torch multiplies BF16 operands and rounds the product to BF16.
-            dtype = None if self.override else torch.float32
-            add_to(total, self.gradient_product("wgrad", dy, x, dtype), overwrite=overwrite)
+            gradient = self.gradient_product("wgrad", dy, x, torch.float32)
+            add_to(total, gradient, overwrite=overwrite)
         else:
-            self.backward_gemm.accumulate(total, dy, x, overwrite=overwrite, ends=self.ends)
+            self.gemm.accumulate(total, dy, x, overwrite=overwrite, ends=self.ends)
         return None
 
     def show(self, role: Role, tensor: Tensor) -> None:
@@ -377,10 +348,7 @@ class LinearPass:
             lambda: weight, refresh=self.refresh, differentiable=self.differentiable
         )
         y = self.forward_product(operand, self._weight, lambda: weight, bias)
-        if self.override == "high_precision":
-            operand = x
-            self._weight = weight
-        return y, self.kept_by.save(operand) if self.differentiable else ((), None)
+        return y, gemm.save(operand) if self.differentiable else ((), None)
 
     def backward(
         self, dy: Tensor, saved: Saved | None, total: Tensor | None, *, overwrite: bool = False
@@ -394,21 +362,14 @@ class LinearPass:
         The weight's gradient is None if `saved` is None, or if the gradient was added to `total`.
         """
         gradient = self.quantize("grad_output", dy.contiguous())
-        weight = self.for_backward(self._weight)
-        if self.override and self.ends is not None:
-            weight = weight.reshape(len(self.ends), -1, weight.shape[-1])
-        dx = self.gradient_product("dgrad", gradient, weight)
+        dx = self.gradient_product("dgrad", gradient, self._weight)
         dw = None
         if saved is not None:
-            (x,) = map(self.for_backward, self.kept_by.restore(*saved))
+            (x,) = self.gemm.restore(*saved)
             dw = self.weight_gradient(gradient, x, total, overwrite=overwrite)
         if self._ends_backward:
             self.gemm.finish_backward()
         return dx, dw
-
-    def for_backward(self, operand: Operand) -> Operand:
-        """Return a stored operand for a product of backward. With `override`, it is in BF16."""
-        return self.kept_by.dequantize(operand) if self.override else operand
 
 
 class LinearFunction(torch.autograd.Function):

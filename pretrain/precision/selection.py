@@ -8,7 +8,6 @@ the run ends with an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -19,7 +18,6 @@ from pretrain.precision.formats import delayed, unquantized
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.settings import (
-    PLAIN_FORWARD,
     PRECISIONS,
     ActivePrecision,
     LowPrecisionSettings,
@@ -70,7 +68,7 @@ def select_precision(
     need = missing(requested)
     if need is None:
         return ActivePrecision(precision, requested, "transformer_engine")
-    reason = f"`precision: {requested.use}` {need}"
+    reason = f"`precision: {requested.name}` {need}"
     if fp8_config.on_unsupported == "emulate":
         return ActivePrecision(precision, requested, "emulation", reason)
     available = [
@@ -87,12 +85,9 @@ def select_precision(
             f"{stand_in.name}, or set `precision` to one that runs here: "
             f"{', '.join(candidate.name for candidate in available)}"
         )
-    name = stand_in.name
-    if stand_in.quantized and requested.plain_forward:
-        name += PLAIN_FORWARD
     return ActivePrecision(
         precision,
-        configured(name, fp8_config.without_options()),
+        configured(stand_in.name, fp8_config.without_options()),
         "transformer_engine" if stand_in.quantized else "torch",
         reason,
     )
@@ -104,21 +99,14 @@ def make_engines(
     """Create the engines of all precisions of one model.
 
     Return a dict that maps the name of each precision to its engine, or to None if the precision is
-    not quantized. The two variants of a precision, with and without `forward: bf16`, share their
-    Gemms and their histories.
+    not quantized.
     """
     kinds: dict[str, Callable[[ActivePrecision, torch.device], GemmEngine]] = {
         "emulation": EmulationEngine,
         "transformer_engine": transformer_engine.TransformerEngine,
     }
-    engines: dict[str, GemmEngine] = {}
+    engines: dict[str, GemmEngine | None] = {}
     for active in actives:
-        use = active.precision.use
-        if active.engine != "torch":
-            if use not in engines:
-                engines[use] = kinds[active.engine](
-                    replace(active, precision=configured(use, active.settings)), device
-                )
-            if active.precision.plain_forward:
-                engines[active.precision.name] = engines[use].with_bf16_forward(active)
-    return {active.precision.name: engines.get(active.precision.name) for active in actives}
+        kind = kinds.get(active.engine)
+        engines[active.precision.name] = kind(active, device) if kind else None
+    return engines

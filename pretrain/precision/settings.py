@@ -5,19 +5,17 @@ The remaining keys are called options. `Precision.options` lists the options tha
 accepts, with their defaults. `LowPrecisionSettings.resolved` fills in these defaults.
 
 `precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]` computes the first 80 % of
-the steps in NVFP4 and the remaining steps in BF16. The name of a phase's precision has a suffix if
-the phase has `forward: bf16`, as in "nvfp4_bf16_forward". The last step of each phase is computed
-from the settings and the number of steps, so checkpoints do not store it.
+the steps in NVFP4 and the remaining steps in BF16. The last step of each phase is computed from the
+settings and the number of steps, so checkpoints do not store it.
 
 This file does not import torch.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
@@ -26,7 +24,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
 from pretrain.precision.formats import block, current, delayed, mxfp4, mxfp8, nvfp4
-from pretrain.precision.formats.definition import PLAIN_FORWARD, Precision, QuantizedPrecision
+from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.formats.unquantized import BF16, FP32
 
 # ── Precisions ────────────────────────────────────────────────────────────────────────────────────
@@ -71,25 +69,25 @@ def _refuse_fp8(name: Any) -> Any:
 PrecisionName: TypeAlias = Annotated[Literal[tuple(PRECISIONS)], BeforeValidator(_refuse_fp8)]  # type: ignore[valid-type]
 
 
-@functools.cache
-def precision_called(name: str) -> Precision:
-    """Return the precision called `name`.
-
-    With the suffix PLAIN_FORWARD, return a copy of the precision that does not quantize forward
-    products.
-    """
-    precision = PRECISIONS[name.removesuffix(PLAIN_FORWARD)]
-    if not name.endswith(PLAIN_FORWARD):
-        return precision
-    return replace(
-        precision,
-        name=name,
-        plain_forward=True,
-        description=f"{precision.description}; forward products in BF16",
-    )
-
-
 # ── `precision`: a name or a schedule ─────────────────────────────────────────────────────────────
+
+
+def without_unsupported(values: Any, defaults: Mapping[str, Any]) -> Any:
+    """Return `values` without the keys of `defaults`, which are no longer supported.
+
+    `values` is a section of a recipe. The config.yaml of an earlier run may have these keys. Raise
+    ValueError if the value of such a key is neither null nor its default.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    for key, default in defaults.items():
+        if values.get(key) not in (None, default):
+            raise ValueError(
+                f"`{key}: {values[key]}` is not supported; remove this key (to lower the loss, "
+                "train the last steps in BF16, as in `precision: [{until: 0.94, use: nvfp4}, {use: "
+                "bf16}]`)"
+            )
+    return {key: value for key, value in values.items() if key not in defaults}
 
 
 def _share_or_step(number: float) -> float | int:
@@ -116,25 +114,15 @@ class PrecisionPhase(Settings):
     use: PrecisionName
     """Precision of the matrix products in this phase."""
 
-    forward: Literal["bf16"] | None = None
-    """Compute the forward products in BF16.
-
-    Only the products of backward are in the quantized precision `use`.
-    """
-
-    @model_validator(mode="after")
-    def _quantizes_gradients(self) -> Self:
-        if self.forward and not PRECISIONS[self.use].quantized:
-            raise ValueError(
-                f"`forward: bf16` needs a quantized precision, but {self.use} quantizes nothing; "
-                "either remove `forward`, or set `use` to a quantized precision"
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unsupported(cls, values: Any) -> Any:
+        return without_unsupported(values, {"forward": None})
 
 
 def _check_schedule(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
     """Return `phases`. Raise ValueError if they are not a valid schedule of one run."""
-    if len(phases) < 2 and not any(phase.forward for phase in phases):
+    if len(phases) < 2:
         raise ValueError(
             "a schedule needs two phases or more; to train in one precision, set `precision` to "
             "its name"
@@ -177,7 +165,7 @@ def phases_of(setting: Any) -> list[tuple[Any, str]]:
         return []
     phases = [item.model_dump() if isinstance(item, PrecisionPhase) else item for item in setting]
     return [
-        (phase.get("until"), f"{phase['use']}{PLAIN_FORWARD if phase.get('forward') else ''}")
+        (phase.get("until"), phase["use"])
         for phase in phases
         if isinstance(phase, Mapping) and "use" in phase
     ]
@@ -205,7 +193,7 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
 
 def is_quantized(setting: Any) -> bool:
     """Return True if any phase of a `precision` setting computes in a quantized precision."""
-    return any(precision_called(name).quantized for _, name in phases_of(setting))
+    return any(PRECISIONS[name].quantized for _, name in phases_of(setting))
 
 
 def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
@@ -245,13 +233,14 @@ class KeepBf16Layers(Settings):
 
 # Options of Transformer Engine's recipes that are not supported, with their defaults. An Accelerate
 # configuration or the config.yaml of an earlier run may have these keys.
-UNSUPPORTED = {
+UNSUPPORTED: dict[str, Any] = {
     "disable_2d_quantization": False,
     "enable_2d_quantization": False,
     "row_scaled_activation": False,
     "nvfp4_4over6": "none",
     "nvfp4_4over6_e4m3_use_256": "all",
     "nvfp4_4over6_err_mode": "MAE",
+    "backward_override": None,
 }
 
 
@@ -330,23 +319,10 @@ class LowPrecisionSettings(Settings):
     Needs Hopper or emulation.
     """
 
-    backward_override: Literal["high_precision", "dequantized"] | None = None
-    """Compute both products of backward in BF16, with an unquantized gradient.
-
-    high_precision: input and weight are unquantized too.
-    dequantized: they are the dequantized operands of forward.
-    """
-
     @model_validator(mode="before")
     @classmethod
     def _without_unsupported(cls, values: Any) -> Any:
-        """Drop the keys in UNSUPPORTED. Raise ValueError if a value is not null or the default."""
-        if not isinstance(values, Mapping):
-            return values
-        for key, default in UNSUPPORTED.items():
-            if values.get(key) not in (None, default):
-                raise ValueError(f"`{key}: {values[key]}` is not supported; remove this key")
-        return {key: value for key, value in values.items() if key not in UNSUPPORTED}
+        return without_unsupported(values, UNSUPPORTED)
 
     @property
     def options_set(self) -> dict[str, Any]:
@@ -368,7 +344,7 @@ class LowPrecisionSettings(Settings):
         An option that is not set gets the default of the precision. An option that the precision
         does not accept becomes None.
         """
-        defaults = precision_called(precision_name).options
+        defaults = PRECISIONS[precision_name].options
         accepted = {key: value for key, value in self.options_set.items() if key in defaults}
         options = {**dict.fromkeys(OPTIONS), **defaults, **accepted}
         return type(self).model_validate(self.model_dump() | options)
@@ -388,7 +364,7 @@ OPTIONS = tuple(
 
 def configured(name: str, fp8_config: LowPrecisionSettings) -> Precision:
     """Return the precision called `name` with the options that `fp8_config` sets."""
-    return precision_called(name).with_options(fp8_config.resolved(name))
+    return PRECISIONS[name].with_options(fp8_config.resolved(name))
 
 
 # ── The resolved precision ────────────────────────────────────────────────────────────────────────

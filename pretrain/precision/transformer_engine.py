@@ -196,9 +196,6 @@ class TransformerEngineGemm(Gemm):
 
         return tex.quantize(x, quantizer, out, None)
 
-    def dequantize(self, operand: Any) -> Tensor:
-        return operand.dequantize(dtype=torch.bfloat16)
-
     @staticmethod
     def codes(operand: Any) -> Tensor:
         has_one_scale = isinstance(operand, library().Float8TensorStorage)
@@ -306,8 +303,7 @@ class TransformerEngineGemm(Gemm):
     def save(*operands: Any) -> Saved:
         te = library()
         for operand in operands:
-            # Drop the row-wise form if there is also a column-wise form, which backward reads. With
-            # `backward_override`, an input has only the row-wise form, and backward dequantizes it.
+            # Drop the row-wise form if there is also a column-wise form, which backward reads.
             if (
                 getattr(operand, "_columnwise_data", getattr(operand, "_transpose", None))
                 is not None

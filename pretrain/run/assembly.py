@@ -326,10 +326,7 @@ def audit_precisions(
     precision.
     """
     precision = assembly.precision
-    # Audit the present precision last. Two phases share their histories of delayed scaling if
-    # they differ only in `forward: bf16`. The last audit fills the shared histories, which must be
-    # filled in the present precision.
-    for entry in sorted(precision.in_model.values(), key=lambda entry: entry is precision.current):
+    for entry in precision.in_model.values():
         with precision.using(entry.name):
             if entry.engine is not None:
                 entry.engine.reset()

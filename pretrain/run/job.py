@@ -121,7 +121,7 @@ class Job:
             effective["fp8_config"] = available[0].settings
         else:
             effective["precision"] = tuple(
-                phase.model_copy(update={"use": active.precision.use})
+                phase.model_copy(update={"use": active.precision.name})
                 for phase, active in zip(setting, available, strict=True)
             )
         packs = self.data.readable

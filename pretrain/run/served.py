@@ -216,10 +216,10 @@ def served_weights(
     Raises InputError if training multiplies in BF16 or FP32, or if no layout holds the weights.
     """
     precision = configured(precision_name, settings)
-    if not isinstance(precision, QuantizedPrecision) or precision.plain_forward:
+    if not isinstance(precision, QuantizedPrecision):
         raise InputError(
-            "--precision trained: the forward products of this checkpoint are not quantized "
-            f"({precision_name}); omit --precision"
+            f"--precision trained: this checkpoint is not quantized ({precision_name}); omit "
+            "--precision"
         )
     stacks = _trained_stacks(run_dir, precision_name)
     linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]

@@ -43,7 +43,6 @@ from pretrain.precision.settings import (
     LowPrecisionSettings,
     PrecisionName,
     phases_of,
-    precision_called,
 )
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import Recipe
@@ -150,21 +149,14 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     does not accept.
     """
     requested, inherited = take_requested_precision(environ)
-    chosen = [precision_called(name) for _, name in phases_of(recipe.precision)] or [requested]
-    quantized = {precision.use: precision for precision in chosen if precision.quantized}
+    chosen = [PRECISIONS[name] for _, name in phases_of(recipe.precision)] or [requested]
+    quantized = {precision.name: precision for precision in chosen if precision.quantized}
     _check_recipe_options(recipe.fp8_config, chosen, list(quantized.values()))
     if list(quantized) != [requested.name]:
         inherited = inherited.without_options()
     elif recipe.fp8_config.fp8_format is None:
         _check_fp8_format(requested, inherited)
     settings = _merge(inherited, recipe.fp8_config)
-    if settings.backward_override and any(
-        precision.plain_forward and "backward_override" in precision.options for precision in chosen
-    ):
-        raise InputError(
-            "`fp8_config.backward_override` and `forward: bf16` exclude each other, because "
-            "together they would quantize no product; remove one of them"
-        )
     if len(quantized) < 2:
         settings = settings.resolved(next(iter(quantized), chosen[0].name))
     return recipe.model_copy(
@@ -188,7 +180,7 @@ def _check_recipe_options(
     elsewhere = {key for later in later_precisions for key in later.options}
     elsewhere -= set(precision.options)
     remaining = settings.model_copy(update=dict.fromkeys(elsewhere))
-    _check_options(remaining, precision, f"`precision: {precision.use}`{phase}")
+    _check_options(remaining, precision, f"`precision: {precision.name}`{phase}")
 
 
 def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> None:
@@ -222,7 +214,7 @@ def _check_options(
         accepted = ", ".join(precision.options) or "none of these options"
         raise InputError(
             f"{origin}`fp8_config: {{{options}}}` and {description} contradict each other: "
-            f"`{precision.use}` accepts {accepted}; either remove all other options, or set them "
+            f"`{precision.name}` accepts {accepted}; either remove all other options, or set them "
             "to null on the command line"
         )
 

@@ -61,8 +61,6 @@ def watching_quantizers(
     compared: list[Compared] = []
 
     def see_operand(name: str, role: Role, tensor: Tensor, ends: Tensor | None) -> None:
-        if role == "grad_output" and active.quantized_precision.plain_backward:
-            return
         if (role, tensor.shape[1]) not in operands:
             # Rows of zeros, such as gradients of tokens without a label, would show no fault.
             part = tensor[token_rows(tensor), :COLUMNS]

@@ -47,8 +47,11 @@ SETTINGS = {
     "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": (
         "every phase except the last needs `until`"
     ),
-    "precision=[{until: 0.5, use: bf16, forward: bf16}, {use: nvfp4}]": (
-        "`precision.0`: `forward: bf16` needs a quantized precision"
+    "precision=[{until: 0.5, use: nvfp4}, {use: nvfp4, forward: bf16}]": (
+        "`precision.1`: `forward: bf16` is not supported; remove this key"
+    ),
+    "precision=nvfp4 fp8_config.backward_override=dequantized": (
+        "`fp8_config`: `backward_override: dequantized` is not supported; remove this key"
     ),
     "fp8_config.recipe=mxfp8": "`fp8_config.recipe`",
     "precision=block fp8_config.backend=emulation": "`data.length: 32`",

@@ -118,7 +118,6 @@ def read(tmp_path: Path, text: str) -> None:
         "checkpoint: {best: 'on', at_end: no, every: null}",
         "parity: off",
         "precision: [{until: 0.8, use: nvfp4}, {until: 9e2, use: delayed}, {use: bf16}]",
-        "precision: [{use: nvfp4, forward: bf16}]",
         "precision: null",
         "fp8_config: {keep_bf16: ['layers.0.*'], keep_bf16_layers: {last: 2}, margin: 1}",
         "run_dir: ~/runs/{name}-{optimizer.learning_rate}",

@@ -21,7 +21,7 @@ from pretrain.precision import transformer_engine
 from pretrain.precision.quantizers import E4M3, E5M2
 from pretrain.precision.quantizers.tensor import round_to_grid
 from pretrain.precision.selection import missing_on
-from pretrain.precision.settings import precision_called
+from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import on_a
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,7 +34,7 @@ cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
 def needs(name: str) -> str:
     """Return the precision's name. Skip the test if this machine cannot run the precision."""
-    precision = precision_called(name)
+    precision = PRECISIONS[name]
     if precision.quantized and (missing := missing_on("cuda")(precision)):
         pytest.skip(f"{name} {missing}")
     return name

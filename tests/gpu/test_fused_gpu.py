@@ -30,11 +30,9 @@ from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import (
-    PLAIN_FORWARD,
     PRECISIONS,
     ActivePrecision,
     LowPrecisionSettings,
-    precision_called,
 )
 from pretrain.run.served import served_weights
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -50,7 +48,6 @@ from tests.pretrain.model.fused.fused_models import (
 ON_TE = [
     name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available
 ]
-ON_TE += [f"{name}{PLAIN_FORWARD}" for name in ON_TE]
 LENGTH = 256
 LARGER = {
     "hidden_size": 512,
@@ -97,8 +94,8 @@ def assemble(
     """
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
-    engine = "transformer_engine" if precision_called(needs(recipe)).quantized else "torch"
-    precision = precision_called(recipe).with_options(settings_of(recipe, keep, scope))
+    engine = "transformer_engine" if PRECISIONS[needs(recipe)].quantized else "torch"
+    precision = PRECISIONS[recipe].with_options(settings_of(recipe, keep, scope))
     active = ActivePrecision(recipe, precision, engine)
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
@@ -122,7 +119,7 @@ def settings_of(
 ) -> LowPrecisionSettings:
     """Return settings that quantize every layer and round to nearest."""
     nearest = {}
-    if "disable_stochastic_rounding" in precision_called(recipe).options:
+    if "disable_stochastic_rounding" in PRECISIONS[recipe].options:
         nearest = {"disable_stochastic_rounding": True}
     return LowPrecisionSettings(
         keep_bf16=keep, scope=scope, keep_bf16_layers={"last": 0}, **nearest
@@ -179,7 +176,7 @@ def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
         assert 1 - cosine < 1.5 * (1 - unfused_cosines[parameter]) + 0.02, parameter
 
     packed = assemble(larger(name), recipe, fused=True, keep=keep, scope=scope)
-    precision = precision_called(recipe).with_options(settings_of(recipe, scope=scope))
+    precision = PRECISIONS[recipe].with_options(settings_of(recipe, scope=scope))
     active = ActivePrecision(recipe, precision, "transformer_engine")
     observer = ProductObserver()
     with observer.observing():
@@ -254,7 +251,7 @@ def test_low_precision_evaluation_equals_training_and_keeps_the_state(recipe: st
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("recipe", [name for name in ON_TE if PLAIN_FORWARD not in name])
+@pytest.mark.parametrize("recipe", ON_TE)
 def test_served_codes_are_those_of_the_forward_products(
     recipe: str, fused: bool, tmp_path: Path
 ) -> None:

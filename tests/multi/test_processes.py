@@ -141,9 +141,7 @@ def test_three_processes_resume_a_run_of_one_with_uneven_packs(
     assert_same_curve(three, one)
 
 
-@pytest.mark.parametrize("override", ["null", "high_precision"])
 def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
-    override: str,
     start_here: Callable,
     start_as_ranks: Callable,
     recipe_for: Callable,
@@ -153,7 +151,6 @@ def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
     low = (
         "precision=current",
         "fp8_config.on_unsupported=emulate",
-        f"fp8_config.backward_override={override}",
         "weights=bf16_exact",
         "train.steps=4",
         "parity=on",

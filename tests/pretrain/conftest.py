@@ -31,7 +31,6 @@ from pretrain.precision.settings import (
     ActivePrecision,
     LowPrecisionSettings,
     configured,
-    precision_called,
 )
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
@@ -67,7 +66,7 @@ def active_in(precision: str, engine: str = "emulation", **fp8_config: Any) -> A
 def to_nearest(precision: str) -> dict[str, bool]:
     """Return the option that turns stochastic rounding off, if the precision has it."""
     return dict.fromkeys(
-        {"disable_stochastic_rounding"} & precision_called(precision).options.keys(), True
+        {"disable_stochastic_rounding"} & PRECISIONS[precision].options.keys(), True
     )
 
 

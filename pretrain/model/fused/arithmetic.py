@@ -165,8 +165,6 @@ class StackedPass(LinearPass):
 
         Return None if only the method `quantize` can create this operand; see `Gemm.quantizer`.
         """
-        if self.forward_in_bf16 and role == "input":
-            return None
         return self.gemm.quantizer(role, both=self.differentiable)
 
     def project(self, x: Operand, residual: Tensor | None = None) -> Tensor:

@@ -301,9 +301,7 @@ def _differentiating(
         dtype: Dtype of the hidden states.
     """
     context = head.state.context
-    forward_in_bf16 = context.engine is not None and context.engine.precision.plain_forward
-    can_fuse = head.penalty is None and not forward_in_bf16
-    if isinstance(low, TransformerEngineGemm) and low.supports_fused_loss and can_fuse:
+    if isinstance(low, TransformerEngineGemm) and low.supports_fused_loss and head.penalty is None:
         # Imported here because it imports Triton, which is slow.
         from pretrain.model.loss.fp8_head import fused_head
 

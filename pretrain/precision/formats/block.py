@@ -19,7 +19,7 @@ PRECISION = QuantizedPrecision(
     "the same codes by MXFP8 products, which repeat each scale for every 32 values",
     peak="fp8",
     multiple_of=128,
-    options={"use_f32_scales": False, "backward_override": None},
+    options={"use_f32_scales": False},
     hardware=Hardware((9, 0), "H100, H200, B200"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
@@ -47,6 +47,5 @@ PRECISION = QuantizedPrecision(
             ),
             "served_as": "FP8 blocks with FP32 scales",
         },
-        "backward_override": {"plain_backward": True},
     },
 )

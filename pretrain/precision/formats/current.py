@@ -11,7 +11,7 @@ PRECISION = QuantizedPrecision(
     description="FP8 products; one scale per tensor, from the largest value of the same tensor",
     peak="fp8",
     multiple_of=16,
-    options={"fp8_format": "HYBRID", "backward_override": None},
+    options={"fp8_format": "HYBRID"},
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),
     scales=Scaling("FP32", 0.85),
     quantize=lambda x, given: quantizers.tensor.quantize_by_amax(x, given.amax, given.grid),
@@ -19,5 +19,4 @@ PRECISION = QuantizedPrecision(
     te_recipe="Float8CurrentScaling",
     te_available="is_fp8_available",
     in_graphs=True,
-    changed_by={"backward_override": {"plain_backward": True}},
 )

@@ -68,8 +68,6 @@ class Scaling:
         return f"in blocks of {self.block}" if self.block else "tensor-scaled"
 
 
-# Suffix of the precision's name in a phase with `forward: bf16`.
-PLAIN_FORWARD = "_bf16_forward"
 # Compute capabilities. FP8 products of Blackwell accept both layouts of an operand, row by row and
 # column by column. FP8 products of Hopper accept only one.
 HOPPER = (9, 0)
@@ -121,12 +119,8 @@ class Precision:
     peak: Literal["fp32", "bf16", "fp8", "fp4"]
     # in_features, out_features and the number of tokens must be multiples of this.
     multiple_of: int = 1
-    # True in a phase with `forward: bf16`: forward products are not quantized.
-    plain_forward: bool = False
     # True if CUDA graphs may contain the products. tests/gpu/test_graphs_gpu.py tests this.
     in_graphs: bool = False
-    # True with `fp8_config.backward_override`: the products of backward are not quantized.
-    plain_backward: bool = False
     # Map each option of `fp8_config` that the precision accepts to its default.
     options: Mapping[str, Any] = field(default_factory=dict)
     # Map an option to the fields that it changes, with their new values. The change applies unless
@@ -143,14 +137,6 @@ class Precision:
         applied = [changes for key, changes in self.changed_by.items() if getattr(settings, key)]
         fields = {key: changes[key] for changes in applied for key in changes}
         return replace(self, settings=settings, **fields)
-
-    @property
-    def use(self) -> str:
-        """The value of `use` that selects the precision in a recipe.
-
-        This is `name` without PLAIN_FORWARD, the suffix of a precision with `forward: bf16`.
-        """
-        return self.name.removesuffix(PLAIN_FORWARD)
 
     @property
     def number_bytes(self) -> int:
@@ -247,9 +233,7 @@ class QuantizedPrecision(Precision):
         pretrain.model.loss.fp8_head contains the kernel. `capability` is the CUDA compute
         capability of the device. None means Hopper.
         """
-        return not (self.block_scaled or self.plain_forward or self.plain_backward) and (
-            capability is None or capability < BLACKWELL
-        )
+        return not self.block_scaled and (capability is None or capability < BLACKWELL)
 
     def no_groups_on(self, capability: tuple[int, int] | None) -> str | None:
         """Return the reason why the experts of a mixture stay unquantized on a device, or None.
@@ -340,16 +324,6 @@ class QuantizedPrecision(Precision):
             x.t() if transform is None else transform(x.t()), scale, None
         )
 
-    def quantizes_in(self, gemm: str) -> bool:
-        """Return True if the product `gemm` (forward, dgrad or wgrad) has quantized operands."""
-        return not (self.plain_forward if gemm == "forward" else self.plain_backward)
-
-    def operand_kind(self, role: Role, gemm: str | None = None) -> str:
-        """Return the text in the audit for an operand, such as "e4m3 in blocks of 128".
-
-        `gemm` is the product: forward, dgrad or wgrad. It matters only with `forward: bf16` and
-        with `fp8_config.backward_override`.
-        """
-        if gemm is not None and not self.quantizes_in(gemm):
-            return self.compute_dtype
+    def operand_kind(self, role: Role) -> str:
+        """Return the text in the audit for an operand, such as "e4m3 in blocks of 128"."""
         return f"{self.grid(role).name.lower()} {self.scales}"

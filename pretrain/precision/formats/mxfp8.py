@@ -8,7 +8,7 @@ PRECISION = QuantizedPrecision(
     description="FP8 products; one power-of-two scale for every 32 values (OCP Microscaling)",
     peak="fp8",
     multiple_of=32,
-    options={"fp8_format": "E4M3", "backward_override": None},
+    options={"fp8_format": "E4M3"},
     hardware=Hardware((10, 0), "B200, GB200", below=(12, 0)),
     scales=Scaling("power of two", 0.5, 32),
     quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid),
@@ -16,5 +16,4 @@ PRECISION = QuantizedPrecision(
     te_recipe="MXFP8BlockScaling",
     te_available="is_mxfp8_available",
     operand_bytes=1 + 1 / 32,
-    changed_by={"backward_override": {"plain_backward": True}},
 )

@@ -15,11 +15,7 @@ PRECISION = QuantizedPrecision(
     # The block size, 16, would not suffice: in both layouts, a row of codes must take a multiple of
     # 16 bytes, and two codes take one byte.
     multiple_of=32,
-    options={
-        "disable_rht": False,
-        "disable_stochastic_rounding": False,
-        "backward_override": None,
-    },
+    options={"disable_rht": False, "disable_stochastic_rounding": False},
     hardware=Hardware((10, 0), "B200, GB200"),
     # Rounding a scale to E4M3 changes it by at most 1/17. So the largest value of a block, divided
     # by its scale, lies between 5.6 and 6.4. Stochastic rounding can round it down to 4.
@@ -37,5 +33,4 @@ PRECISION = QuantizedPrecision(
     # Training works although 45 % of a gradient's values become zero, because stochastic rounding
     # preserves the expectation of each value.
     underflow_limit=0.6,
-    changed_by={"backward_override": {"plain_backward": True}},
 )

@@ -148,11 +148,6 @@ class BlockQuantized(Quantized):
         """
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
-    def dequantized_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized values in `dtype`."""
-        values = self.split_codes * self.split_scale * self.tensor_scale
-        return self.blocks.join(values.to(dtype))
-
 
 def quantize_fp8(
     x: Tensor, grid: Grid, *, two_dimensional: bool, power_of_two: bool = True

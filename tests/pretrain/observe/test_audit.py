@@ -30,9 +30,7 @@ from pretrain.model.wrapping import fuse
 from pretrain.observe.audit import Entry, audit_products, is_expected
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.optimizer.adamw import clear_gradients
-from pretrain.precision import emulation
 from pretrain.precision.gemm import Gemm, TorchGemm
-from pretrain.precision.observed import watched
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
@@ -336,66 +334,6 @@ def test_a_model_without_a_linear_that_fits_is_rejected(scope: str, refused: boo
         check_scope(
             shapes, list(model.decoder_layers(shapes).values()), active_in("block", scope=scope)
         )
-
-
-# ── A forward in BF16 ───────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("kind", ["small", "mixture"])
-def test_a_bf16_forward_quantizes_only_backward_products(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    # With this seed, the expert whose products are sampled has tokens with a label.
-    run = request.getfixturevalue(kind)("nvfp4_bf16_forward", layers=1, seed=2)
-    # Routers are no linears and stay in BF16 or FP32.
-    entries = [entry for entry in run.audit() if "not a linear" not in (entry["reason"] or "")]
-    assert {entry["effective"] for entry in entries} == {"nvfp4_bf16_forward"}
-    fp4 = "e2m1 in blocks of 16"
-    expected = {
-        "forward": "bfloat16 x bfloat16",
-        "dgrad": f"{fp4} x {fp4}",
-        "wgrad": f"{fp4} x {fp4}",
-    }
-    assert all(entry["products"] == expected for entry in entries)
-    run.confirm(entries)
-    parity = run.parity()
-    assert parity.failures == [] and parity.quantized_loss == parity.loss, (
-        "the forward equals that of the BF16 model"
-    )
-    assert len(parity.products) == 3 * len(entries)
-
-
-@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-@pytest.mark.parametrize("kind", ["small", "mixture"])
-def test_a_backward_override_quantizes_only_forward_products(
-    kind: str, override: str, request: pytest.FixtureRequest
-) -> None:
-    run = request.getfixturevalue(kind)("mxfp8", layers=1, backward_override=override)
-    entries = [entry for entry in run.audit() if "not a linear" not in (entry["reason"] or "")]
-    assert {entry["effective"] for entry in entries} == {"mxfp8"}
-    fp8 = "e4m3 in blocks of 32"
-    plain = "bfloat16 x bfloat16"
-    expected = {"forward": f"{fp8} x {fp8}", "dgrad": plain, "wgrad": plain}
-    assert all(entry["products"] == expected for entry in entries)
-    run.confirm(entries)
-    run.packed.context.engine.active = active_in("mxfp8")
-    assert f"dgrad {fp8} x {fp8}" in refusal(run.confirm, entries)
-
-
-def test_a_quantized_bf16_forward_or_plain_gradients_are_rejected(
-    small: Callable, monkeypatch: Any
-) -> None:
-    run = small("nvfp4_bf16_forward", layers=1)
-    entries = run.audit()
-    fp4 = "e2m1 in blocks of 16"
-    with monkeypatch.context() as patch:
-        patch.setattr(run.packed.context.engine, "active", active_in("nvfp4"))
-        assert f"forward {fp4} x {fp4}" in refusal(
-            run.audit
-        ) and f"forward {fp4} x {fp4}" in refusal(run.confirm, entries)
-    # The observer sees the FP32 tensors of the emulation, without the kinds of their codes.
-    monkeypatch.setattr(emulation, "watched", lambda names, gemm, kinds: watched(names, gemm))
-    assert "dgrad float32 x float32, wgrad float32 x float32" in refusal(run.audit)
 
 
 # ── In training ─────────────────────────────────────────────────────────────────────────

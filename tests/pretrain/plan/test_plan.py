@@ -98,24 +98,6 @@ def test_a_mixture_counts_chosen_experts_at_the_speed_of_their_format() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("precision", "options", "in_bf16"),
-    [
-        ("delayed_bf16_forward", {}, 1),
-        ("current", {"backward_override": "dequantized"}, 2),
-        ("block", {"backward_override": "high_precision"}, 2),
-    ],
-)
-def test_products_in_bf16_have_the_peak_of_bf16(
-    precision: str, options: dict[str, str], in_bf16: int, qwen3: PreTrainedModel
-) -> None:
-    active = active_in(precision, "transformer_engine", **options)
-    schedule = schedule_of(recipe(), active)
-    run_plan = plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3"), schedule=schedule)
-    expected = 3 / (in_bf16 / 989.5 + (3 - in_bf16) / 1979.0)
-    assert run_plan.peak_tflops == pytest.approx(expected)
-
-
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))
 def test_microbatch_sizes_have_minimal_padding(
     qwen3: PreTrainedModel, packs: int, devices: int

@@ -53,7 +53,6 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
         ("H200", "mxfp8", {}, "needs a GPU of compute capability 10.0"),
         ("B200", "mxfp8", {}, None),
         ("B200", "block", {}, None),
-        ("H200", "current", {"fp8_config": {"backward_override": "dequantized"}}, None),
         ("A100", "current", {}, "the current peak"),
         ("8xB200", "bf16", {"batch": {"tokens": 4 * 4096}}, "set `batch.tokens` to at least 32768"),
     ],

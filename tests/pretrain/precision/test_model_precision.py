@@ -13,7 +13,7 @@ from tests.pretrain.conftest import active_in
 
 def test_the_engine_of_products_determines_the_precision() -> None:
     precisions = [
-        active_in("delayed_bf16_forward"),
+        active_in("current"),
         active_in("delayed"),
         active_in("bf16", "torch"),
     ]

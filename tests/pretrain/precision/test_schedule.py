@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import (
-    PLAIN_FORWARD,
     is_quantized,
     label,
     last_steps,
     phases_of,
-    precision_called,
 )
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
 from pretrain.settings.launch import with_precision
@@ -58,42 +56,9 @@ def test_a_schedule_has_a_label_and_a_folder(load: Any, last: str) -> None:
     assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        (
-            "[{until: 0.94, use: nvfp4}, {use: nvfp4, forward: bf16}]",
-            "nvfp4 to 94 %, then nvfp4_bf16_forward",
-        ),
-        (
-            "[{until: 30, use: nvfp4}, {use: nvfp4, forward: bf16}]",
-            "nvfp4 to step 30, then nvfp4_bf16_forward",
-        ),
-        # all steps
-        ("[{use: delayed, forward: bf16}]", "delayed_bf16_forward"),
-    ],
-)
-def test_a_bf16_forward_has_a_name_and_its_precisions_options(
-    load: Any, text: str, name: str
-) -> None:
-    recipe = load(f"precision={text}")
-    phases = phases_of(recipe.precision)
-    assert label(recipe.precision) == label(resolved(recipe)["precision"]) == name and is_quantized(
-        recipe.precision
-    )
-    *_, (_, last) = phases
-    precision = precision_called(last)
-    quantized = last.removesuffix(PLAIN_FORWARD)
-    assert (precision.name, precision.plain_forward, precision.options) == (
-        last,
-        True,
-        precision_called(quantized).options,
-    )
-    decided = with_precision(recipe, {})
-    assert (
-        decided.fp8_config == recipe.fp8_config.resolved(quantized)
-        and phases_of(resolved(decided)["precision"]) == phases
-    )
+def test_a_saved_schedule_of_earlier_versions_is_read(load: Any) -> None:
+    saved = load("precision=[{until: 0.8, use: nvfp4, forward: null}, {use: bf16, forward: null}]")
+    assert saved == load("precision=[{until: 0.8, use: nvfp4}, {use: bf16}]")
 
 
 def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:

@@ -88,7 +88,6 @@ VALUES = {
     "disable_rht": [False, True],
     "disable_stochastic_rounding": [False, True],
     "use_f32_scales": [False, True],
-    "backward_override": ["high_precision", "dequantized"],
 }
 GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),
@@ -174,10 +173,9 @@ def test_fp32_scales_of_blocks_need_hopper_or_emulation() -> None:
         r"here: fp32, bf16, delayed, current, mxfp8, nvfp4$",
     ):
         select("block", gpu(B200), use_f32_scales=True)
-    for name in ("block", "block_bf16_forward"):
-        emulated = select(name, gpu(B200), use_f32_scales=True, on_unsupported="emulate")
-        assert emulated.precision.name == name
-        assert (emulated.engine, emulated.precision.scales.kind) == ("emulation", "FP32")
+    emulated = select("block", gpu(B200), use_f32_scales=True, on_unsupported="emulate")
+    assert emulated.precision.name == "block"
+    assert (emulated.engine, emulated.precision.scales.kind) == ("emulation", "FP32")
 
 
 def test_the_error_names_remedies_and_supported_precisions() -> None:
@@ -185,7 +183,7 @@ def test_the_error_names_remedies_and_supported_precisions() -> None:
         InputError,
         match=r"nvfp4` needs .*10\.0.*in delayed, or .* here: fp32, bf16, delayed, current, block",
     ):
-        select("nvfp4_bf16_forward", gpu(H200))
+        select("nvfp4", gpu(H200))
     with pytest.raises(InputError, match=r"`precision: mxfp4` needs emulation"):
         select("mxfp4", gpu(B200))
 

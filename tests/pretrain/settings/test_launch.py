@@ -251,16 +251,6 @@ def test_the_recipe_overrides_the_accelerate_file_key_by_key(environment: Any) -
     )
 
 
-def test_a_backward_override_needs_a_quantized_forward_product() -> None:
-    options = {"backward_override": "dequantized"}
-    with pytest.raises(InputError, match="remove one of them"):
-        resolve({}, precision=[{"use": "nvfp4", "forward": "bf16"}], fp8_config=options)
-    with pytest.raises(InputError, match="backward_override"):
-        resolve({}, precision="delayed", fp8_config=options)
-    phases = [{"until": 0.5, "use": "nvfp4"}, {"use": "delayed", "forward": "bf16"}]
-    assert resolve({}, precision=phases, fp8_config=options)[1]["backward_override"]
-
-
 @pytest.mark.parametrize("name", ["fp32", "bf16", "current", "nvfp4"])
 def test_another_precision_inherits_common_keys_but_no_options(name: str, environment: Any) -> None:
     environ = environment(

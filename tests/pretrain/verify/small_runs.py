@@ -34,7 +34,7 @@ from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_engines
-from pretrain.precision.settings import ActivePrecision, precision_called
+from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from pretrain.run import evaluate
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 from pretrain.verify.parity import Parity, check_parity
@@ -251,7 +251,7 @@ def active_on(
     device: torch.device, precision: str, fp8_config: Mapping[str, Any]
 ) -> ActivePrecision:
     """Return `precision` in all layers, emulated on a CPU and by Transformer Engine on a GPU."""
-    if not precision_called(precision).quantized:
+    if not PRECISIONS[precision].quantized:
         engine = "torch"
     else:
         engine = "emulation" if device.type == "cpu" else "transformer_engine"

@@ -17,8 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from foundation.errors import InputError
-from foundation.overrides import overridden
 from pretrain.model import huggingface as model
 from pretrain.model.fused import activation_kernel, formulas
 from pretrain.model.gradients import attach_main_gradients
@@ -31,7 +29,7 @@ from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
-from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.run.served import served_weights
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import active_in, to_nearest
@@ -54,7 +52,6 @@ ACTIVATION = SimpleNamespace(
     supports=activation_kernel.supports,
 )
 Trained = tuple[list[float], dict[str, Tensor]]
-OVERRIDES = ("high_precision", "dequantized")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,12 +60,10 @@ def b200(references: Path) -> Iterator[None]:
         yield
 
 
-def active_everywhere(
-    precision: str, engine: str, keep: tuple[str, ...] = (), **options: Any
-) -> ActivePrecision:
+def active_everywhere(precision: str, engine: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
     """Return a precision for all linears and the head, without stochastic rounding."""
     every = {"scope": "linear+head", "keep_bf16_layers": {"last": 0}, "keep_bf16": keep}
-    return active_in(precision, engine, **every, **to_nearest(precision), **options)
+    return active_in(precision, engine, **every, **to_nearest(precision))
 
 
 def assemble(
@@ -113,54 +108,14 @@ def in_bf16(kind: str = "qwen3") -> Trained:
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
-@pytest.mark.parametrize(
-    "options", [{}, *({"backward_override": override} for override in OVERRIDES)]
-)
-def test_linears_and_the_head_equal_the_emulation_bit_for_bit(
-    precision: str, options: dict[str, Any]
-) -> None:
+def test_linears_and_the_head_equal_the_emulation_bit_for_bit(precision: str) -> None:
     by_library, emulated = (
-        train(
-            assemble(
-                active_everywhere(precision, engine, **options), fused=False, num_hidden_layers=1
-            )
-        )
+        train(assemble(active_everywhere(precision, engine), fused=False, num_hidden_layers=1))
         for engine in ("transformer_engine", "emulation")
     )
     assert by_library[0] == emulated[0]
     for name, gradient in emulated[1].items():
         assert torch.equal(by_library[1][name], gradient), name
-
-
-@pytest.mark.parametrize("override", OVERRIDES)
-@pytest.mark.parametrize("precision", ON_BLACKWELL)
-def test_products_with_an_unquantized_backward_are_as_the_audit_expects(
-    precision: str, override: str
-) -> None:
-    active = active_everywhere(precision, "transformer_engine", backward_override=override)
-    packed = assemble(active, fused=False)
-    observer = ProductObserver()
-    with observer.observing():
-        losses, _ = train(packed)
-    quantized, _ = train(assemble(active_everywhere(precision, "transformer_engine"), fused=False))
-    assert losses == quantized, "the forward products are quantized"
-    assert observer.products
-    for products in observer.products.values():
-        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
-        assert all(is_expected(product, active) for product in products)
-        assert {product.left for product in products if product.gemm != "forward"} == {"bfloat16"}
-
-
-@pytest.mark.parametrize("setting", ["auto", "on"])
-def test_an_unquantized_backward_needs_unfused_layers(setting: str) -> None:
-    active = active_everywhere("nvfp4", "transformer_engine", backward_override="dequantized")
-    message = "because `fp8_config.backward_override` computes each linear layer separately"
-    if setting == "on":
-        with pytest.raises(InputError, match=message):
-            not_fused_because(setting, active, "cuda", torch.bfloat16)
-    else:
-        reason = not_fused_because(setting, active, "cuda", torch.bfloat16)
-        assert reason == f"none, {message}"
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
@@ -217,40 +172,6 @@ def test_fused_layers_err_as_the_unfused_model_does(
     assert ("lm_head" in observer.products) == ("lm_head" not in keep), (
         "the head is observed if it computes in low precision"
     )
-
-
-@pytest.mark.parametrize("precision", ON_BLACKWELL)
-@pytest.mark.parametrize("keep", [(), ("down_proj",), ("gate_proj", "up_proj", "lm_head")])
-def test_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
-    precision: str, keep: tuple[str, ...]
-) -> None:
-    actives = [
-        active_everywhere(name, "transformer_engine", keep)
-        for name in (precision, f"{precision}{PLAIN_FORWARD}")
-    ]
-    packed = assemble(*actives, fused=True)
-    quantized = packed.context.engine
-    engine, plain_forward = packed.context.engines
-    low = train(packed)
-    assert engine is quantized
-    with overridden(packed.context, engine=None):
-        bf16 = train(packed)
-    observer = ProductObserver()
-    with overridden(packed.context, engine=plain_forward), observer.observing():
-        losses, gradients = train(packed)
-    assert losses == bf16[0] != low[0], "losses equal those of BF16 bit for bit"
-    for linear, products in observer.products.items():
-        if not any(is_called(linear, pattern) for pattern in keep):
-            assert all(is_expected(product, actives[1]) for product in products), products
-    exact = in_bf16()
-    for name in significant_parameters(exact[1]):
-        errors = [
-            (results[name] - exact[1][name]).norm() for results in (gradients, low[1], bf16[1])
-        ]
-        assert (
-            errors[2] <= errors[0] <= 1.1 * errors[1] or errors[1] < 0.01 * exact[1][name].norm()
-        ), name
-    assert train(packed)[0] == low[0], "low precision is unchanged afterwards"
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
