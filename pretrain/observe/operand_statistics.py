@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundation.overrides import overridden
 from foundation.units import percent
 from pretrain.metrics.console import Console
 from pretrain.metrics.trackers import JsonlTracker
@@ -33,6 +32,7 @@ from pretrain.observe.observers import Observer, Step
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
 from pretrain.precision.model_precision import ModelPrecision
+from pretrain.precision.probe import Probe
 from pretrain.precision.quantizers import Quantized
 from pretrain.precision.settings import ActivePrecision
 
@@ -85,7 +85,7 @@ class OperandWatch(Observer):
         """Measure the operands of the microbatch that runs in the caller's `with` statement."""
         context = self.precision.context
         self._statistics = OperandStatistics(self.precision.current.active, context.state())
-        with overridden(context, observers=[*context.observers, self._statistics]):
+        with context.probing(self._statistics):
             yield
 
     def metrics(self, step: Step) -> dict[str, float]:
@@ -136,13 +136,12 @@ def warning_of(
     return f"step {number}: {'; '.join(warnings)}" if warnings else None
 
 
-class OperandStatistics:
+class OperandStatistics(Probe):
     """Statistics of all low-precision operands in forward and backward of one microbatch.
 
-    Add an instance to `PrecisionContext.observers`, which calls it for each operand. The microbatch
-    must be the first one of a step, because only the first microbatch quantizes weights. The
-    measurement does not change the training. docs/verification.md ("Statistics and health")
-    explains the keys of `records`.
+    The microbatch must be the first one of a step, because only the first microbatch quantizes
+    weights. The measurement does not change the training. docs/verification.md ("Statistics and
+    health") explains the keys of `records`.
     """
 
     def __init__(self, active: ActivePrecision, state: Mapping[str, Tensor]) -> None:
@@ -165,14 +164,15 @@ class OperandStatistics:
         self._generator = functools.cache(lambda device: torch.Generator(device).manual_seed(0))
 
     @torch.no_grad()
-    def __call__(self, name: str, role: Role, x: Tensor, ends: Tensor | None) -> None:
-        """Measure the operand x [rows, features] of the linear `name`.
-
-        ends: the ends of the rows of its experts, int32 [experts]. None if it has no experts.
+    def operand(
+        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
+    ) -> None:
+        """Measure an operand of the linear `name`, see `Probe.operand`.
 
         The LM head computes in chunks of tokens, so there are several calls for each of its
         operands. The figures of these calls are added up.
         """
+        x = values()
         # The infinity norm is the largest magnitude. It makes no copy of x.
         amax = torch.linalg.vector_norm(x, math.inf).float()
         scale = of_operand(self._state, name, role, "scale") if self._state else None

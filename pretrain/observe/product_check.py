@@ -31,7 +31,9 @@ from foundation.overrides import overridden
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, OptionValues, Role
+from pretrain.precision.gemm import GemmKind
 from pretrain.precision.observed import ALONG, OPERANDS
+from pretrain.precision.probe import Probe
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
 
@@ -186,10 +188,8 @@ def watching_products(
     check = _ProductCheck(packed, active)
     context = packed.context
     worst_first: list[Compared] = []
-    with watching_histories(context, active) as wrong_histories:
-        observers = [*context.observers, check.see_operand]
-        with overridden(context, observers=observers, result_observers=[check.see_result]):
-            yield worst_first, wrong_histories
+    with watching_histories(context, active) as wrong_histories, context.probing(check):
+        yield worst_first, wrong_histories
     # Judge the results after the passes, so that the host does not wait for each product.
     compared = filter(None, (judge() for judge in check.products.values()))
     worst_first += sorted(compared, key=lambda product: product.excess, reverse=True)
@@ -210,8 +210,10 @@ class _Sample(NamedTuple):
     rows: Tensor | slice
 
 
-class _ProductCheck:
+class _ProductCheck(Probe):
     """Sample the operands and results of one microbatch, and compare each result."""
+
+    observes_results = True
 
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
         # Map (name of the linear, gemm) to a call of `judge_product`.
@@ -226,8 +228,10 @@ class _ProductCheck:
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
 
     @torch.no_grad()
-    def see_operand(self, name: str, role: Role, tensor: Tensor, ends: Tensor | None) -> None:
-        """Sample an operand [rows, features] before it is quantized."""
+    def operand(
+        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
+    ) -> None:
+        """Sample an operand before it is quantized."""
         is_repeated = (name, role, "features") in self._samples
         if role != "input" and name != self._head and is_repeated:
             # The weight or the gradient of this layer was already sampled. It occurs again because
@@ -236,6 +240,7 @@ class _ProductCheck:
             # tokens, which is the last one. An input is always sampled again, because a forward may
             # call a layer several times, and backward starts with the last call.
             return
+        tensor = values()
         # The infinity norm is the largest magnitude. It makes no copy of the tensor.
         amax = torch.linalg.vector_norm(tensor, math.inf).float()
         is_weight = role == "weight"
@@ -253,8 +258,8 @@ class _ProductCheck:
         self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax, columns)
 
     @torch.no_grad()
-    def see_result(
-        self, name: str, gemm: str, result: Tensor, bias: Tensor | None, ends: Tensor | None
+    def result(
+        self, name: str, gemm: GemmKind, result: Tensor, bias: Tensor | None, ends: Tensor | None
     ) -> None:
         """Compute the errors of a sample of a product's result, and of the plain result.
 
@@ -423,18 +428,27 @@ def watching_histories(context: PrecisionContext, active: ActivePrecision) -> It
     if not before:
         yield wrong
         return
-    amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
-
-    def see_operand(name: str, role: Role, tensor: Tensor, ends: Tensor | None) -> None:
-        # The infinity norm is the largest magnitude. It makes no copy of the tensor.
-        amax = torch.linalg.vector_norm(tensor, math.inf).float()
-        amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
-
-    with overridden(context, observers=[*context.observers, see_operand]):
+    probe = _Amaxes()
+    with context.probing(probe):
         yield wrong
     # Sort the roles, because all ranks must communicate in the same order.
-    for role, by_name in sorted(amaxes.items()):
+    for role, by_name in sorted(probe.amaxes.items()):
         wrong += _wrong_histories(role, by_name, before, context.state(), active)
+
+
+class _Amaxes(Probe):
+    """Record the largest magnitude of each operand."""
+
+    def __init__(self) -> None:
+        # Map each role to a map from the name of a linear to the amax of its operand.
+        self.amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
+
+    def operand(
+        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
+    ) -> None:
+        # The infinity norm is the largest magnitude. It makes no copy of the tensor.
+        amax = torch.linalg.vector_norm(values(), math.inf).float()
+        self.amaxes[role][name] = torch.maximum(amax, self.amaxes[role].get(name, amax))
 
 
 def _wrong_histories(

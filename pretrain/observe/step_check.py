@@ -10,7 +10,7 @@ that is checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from foundation.overrides import overridden
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted, some_of
@@ -30,6 +29,7 @@ from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import join
 from pretrain.precision.gemm import Gemm, Operand
 from pretrain.precision.observed import dtype_name
+from pretrain.precision.probe import Probe
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
@@ -79,9 +79,6 @@ class StepCheck(Observer):
         self._wrong: list[str] = []
         # Mean loss that the step minimizes, computed from the losses of the microbatches.
         self._loss = 0.0
-        # Map (name of the product, id of the cached weight) to a bool scalar: True if the cached
-        # weight differs from the present weight.
-        self._are_stale: dict[tuple[str, int], Tensor] = {}
 
     def due(self, step: Step) -> bool:
         """Return True if `Step.is_new` is set, and in every n-th step (`log.fp8_statistics`)."""
@@ -106,7 +103,7 @@ class StepCheck(Observer):
         left_over = torch.stack(
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
-        self._are_stale = {}
+        cached_weights = CachedWeights()
 
         def after_forward(
             module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor
@@ -125,7 +122,7 @@ class StepCheck(Observer):
 
         with (
             self._packed.register_forward_hook(after_forward, with_kwargs=True),
-            overridden(self._packed.context, weight_observers=[self._see_weight]),
+            self._packed.context.probing(cached_weights),
         ):
             yield
         if len(seen) > 1:
@@ -136,7 +133,7 @@ class StepCheck(Observer):
         counted = batches.valid_tokens
         self._loss = loss / max(counted, 1)
         factors = factors * max(counted, 1)
-        stale = sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
+        stale = cached_weights.stale
         evaluating = [name for name, module in self._packed.named_modules() if not module.training]
         # Map each line of the message to True if it applies.
         faults = {
@@ -215,21 +212,30 @@ class StepCheck(Observer):
         fits = (values.view(torch.int32) & 0xFFFF == 0) & (values != 0)
         return fits.sum() > BF16_VALUED * (values != 0).sum()
 
+
+class CachedWeights(Probe):
+    """Compare each cached quantized weight with the present weight, quantized again."""
+
+    def __init__(self) -> None:
+        # Map (name of the product, id of the cached weight) to a bool scalar: True if the cached
+        # weight differs from the present weight.
+        self._are_stale: dict[tuple[str, int], Tensor] = {}
+
+    @property
+    def stale(self) -> list[str]:
+        """Return the sorted names of products that used a stale weight. Waits for the device."""
+        return sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
+
     @torch.no_grad()
-    def _see_weight(self, gemm: Gemm, operand: Operand, matrix: Tensor) -> None:
-        """Compare a cached quantized weight with the present weight, quantized again.
+    def weight(self, gemm: Gemm, operand: Operand, matrix: Callable[[], Tensor]) -> None:
+        """Compare a cached weight in the first microbatch that uses it.
 
-        gemm: the product that caches the weight.
-        operand: the cached weight.
-        matrix: the present unquantized weight.
-
-        A cached weight is compared only in the first microbatch that uses it. Under delayed
-        scaling, later microbatches have other scales than the cached weight.
+        Under delayed scaling, later microbatches have other scales than the cached weight.
         """
         codes = gemm.codes(operand)
         key = (gemm.name, id(codes))
         if key not in self._are_stale:
-            requantized = gemm.quantize("weight", matrix, both=False)
+            requantized = gemm.quantize("weight", matrix(), both=False)
             self._are_stale[key] = (codes != gemm.codes(requantized)).any()
 
 

@@ -5,17 +5,17 @@ names. So tied weights, checkpoints, sharding and export work as with the model 
 built. torch.compile ends its graph before each `LowPrecisionLinear`.
 
 In a forward, the module calls its `LinearState`. The `LinearState` selects the Gemm of the current
-precision and applies `LinearFunction`, an autograd function. `LinearFunction` runs a `LinearPass`,
-which quantizes the operands, multiplies them, and passes operands and results to the observers of
-the model's `PrecisionContext`.
+precision and applies `LinearFunction`, an autograd function. `LinearFunction` runs a
+`SingleWeightPass`, which quantizes the operands, multiplies them, and shows operands and results to
+the probe of the model's `PrecisionContext`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from pretrain.precision.gemm import (
     checkpointed,
 )
 from pretrain.precision.observed import watched
+from pretrain.precision.probe import Probe, Probes
 
 # Prefix of the names in `GemmEngine.state`. It separates them from the names of the optimizer's
 # tensors in a checkpoint.
@@ -57,18 +58,8 @@ class PrecisionContext:
     low_precision: bool = False
     # True during the first microbatch of a step.
     first_microbatch: bool = True
-    # Functions that are called with the layer's name, the role of an operand, the operand before it
-    # is quantized, and the ends of each expert's rows. The ends are None if a layer has no experts.
-    observers: list[Callable[[str, Role, Tensor, Tensor | None], None]] = field(
-        default_factory=list
-    )
-    # Functions that are called with a Gemm, its quantized weight, and its unquantized weight.
-    weight_observers: list[Callable[[Gemm, Operand, Tensor], None]] = field(default_factory=list)
-    # Functions that are called with the layer's name, the kind of product, the result, the bias,
-    # and the ends of each expert's rows.
-    result_observers: list[
-        Callable[[str, GemmKind, Tensor, Tensor | None, Tensor | None], None]
-    ] = field(default_factory=list)
+    # Observes the products. None in most steps.
+    probe: Probe | None = None
     # False while the parity check or the measurement of `log.gap` runs the model without
     # quantization.
     quantizing: bool = True
@@ -88,12 +79,18 @@ class PrecisionContext:
         with self.engine.forward(), overridden(self, low_precision=True):
             yield
 
+    def probing(self, probe: Probe) -> AbstractContextManager[None]:
+        """Return a context in which `probe` observes the products, beside the present probe."""
+        return overridden(self, probe=Probes(self.probe, probe) if self.probe else probe)
+
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return function(*args). Backward recomputes the function in the same precision.
 
         The recomputation uses the quantized weights of the first computation.
         """
-        again = partial(overridden, self, low_precision=self.low_precision, first_microbatch=False)
+        again = functools.partial(
+            overridden, self, low_precision=self.low_precision, first_microbatch=False
+        )
         if self.engine is None or not self.quantizing:
             return checkpointed(function, *args, again=again)
         return self.engine.checkpoint(function, *args, again=again)
@@ -145,10 +142,6 @@ class PrecisionContext:
         """Reset the engines to their state before the first forward."""
         for engine in self.engines:
             engine.reset()
-
-
-# A context without observers, for passes that must not be observed.
-UNOBSERVED = PrecisionContext(None, torch.bfloat16)
 
 
 class LinearState:
@@ -206,7 +199,7 @@ class LinearState:
             gemm = TorchGemm(self.name, self.members)
             context = PrecisionContext(None, x.dtype)
         dtype = context.compute_dtype
-        linear_pass = LinearPass(
+        linear_pass = SingleWeightPass(
             gemm,
             context,
             differentiable=torch.is_grad_enabled(),
@@ -218,9 +211,9 @@ class LinearState:
 class LinearPass:
     """One forward of a linear layer and its backward.
 
-    The pass calls the observers of the context. `observers` see operands before they are quantized,
-    `weight_observers` see the quantized weight, and `result_observers` see the results of products.
-    If the Gemm does not quantize, only `weight_observers` are called.
+    A pass has the steps of a forward and of a backward. Its subclasses combine the steps for a
+    layer whose weight is one tensor (`SingleWeightPass`), and for stacked weights. The steps show
+    operands, weights and results to the probe of the context.
     """
 
     def __init__(
@@ -244,15 +237,24 @@ class LinearPass:
         self.refresh = first and context.first_microbatch
         self.differentiable = differentiable
         self.ends = ends
-        self.observed = context if gemm.quantizes else UNOBSERVED
+
+    @property
+    def probe(self) -> Probe | None:
+        """The probe of operands and results. None if the Gemm does not quantize."""
+        return self.context.probe if self.gemm.quantizes else None
+
+    @property
+    def results_are_observed(self) -> bool:
+        """True if a probe observes the results of products."""
+        probe = self.probe
+        return probe is not None and probe.observes_results
 
     def quantize(self, role: Role, x: Tensor) -> Operand:
         """Quantize the input [tokens, in] or the output's gradient [tokens, out].
 
         The operand can be used in both of its products if a backward can follow.
         """
-        if self.observed.observers:
-            self.show(role, x)
+        self.show(role, lambda: x)
         return self.gemm.quantize(role, x, both=self.differentiable)
 
     def forward_product(
@@ -269,18 +271,15 @@ class LinearPass:
         matrix: function that returns the unquantized weight [out, in].
         residual: the values that are added, [tokens, out]. They are not modified.
         """
+        if residual is not None and self.results_are_observed:
+            # A probe must observe the product without the residual.
+            return self.forward_product(x, weight, matrix, bias).add_(residual)
         self.show_weight(weight, matrix)
-        gemm = self.gemm
-        observers = self.observed.result_observers
         dtype = self.context.compute_dtype
-        y = gemm.matmul(
-            "forward", x, weight, dtype, bias, None if observers else residual, ends=self.ends
-        )
-        for observer in observers:
-            observer(gemm.name, "forward", y.detach(), bias, self.ends)
-        gemm.end()
-        # Result observers must receive the product without the residual, so it is added afterwards.
-        return y.add_(residual) if observers and residual is not None else y
+        y = self.gemm.matmul("forward", x, weight, dtype, bias, residual, ends=self.ends)
+        self.show_result("forward", y, bias)
+        self.gemm.end()
+        return y
 
     def gradient_product(
         self, kind: GemmKind, left: Operand, right: Operand, dtype: torch.dtype | None = None
@@ -292,8 +291,7 @@ class LinearPass:
         """
         dtype = dtype or self.context.compute_dtype
         gradient = self.gemm.matmul(kind, left, right, dtype, ends=self.ends)
-        for observer in self.observed.result_observers:
-            observer(self.gemm.name, kind, gradient.detach(), None, self.ends)
+        self.show_result(kind, gradient)
         return gradient
 
     def weight_gradient(
@@ -306,48 +304,57 @@ class LinearPass:
         """
         if total is None:
             return self.gradient_product("wgrad", dy, x)
-        if self.observed.result_observers:
+        if self.results_are_observed:
             gradient = self.gradient_product("wgrad", dy, x, torch.float32)
             add_to(total, gradient, overwrite=overwrite)
         else:
             self.gemm.accumulate(total, dy, x, overwrite=overwrite, ends=self.ends)
         return None
 
-    def show(self, role: Role, tensor: Tensor) -> None:
-        """Call the operand observers with an operand before it is quantized.
-
-        `tensor` [..., features] is passed to them as a matrix [rows, features].
-        """
-        for observer in self.observed.observers:
-            observer(self.gemm.name, role, tensor.detach().flatten(0, -2), self.ends)
+    def show(self, role: Role, values: Callable[[], Tensor]) -> None:
+        """Show an operand to the probe. `values` returns it unquantized, [..., features]."""
+        if (probe := self.probe) is not None:
+            # Several probes may need the values, which are computed only once.
+            rows = functools.cache(lambda: values().detach().flatten(0, -2))
+            probe.operand(self.gemm.name, role, rows, self.ends)
 
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
-        """Call the weight observers with the quantized `weight` and with the unquantized weight.
+        """Show the weight of the forward product to the probe, and also its operand if it is new.
 
-        With `refresh`, also call the operand observers with the unquantized weight. `matrix`
-        returns the unquantized weight.
+        `matrix` returns the unquantized weight.
         """
-        if self.refresh and self.observed.observers:
-            self.show("weight", matrix())
-        for observer in self.context.weight_observers:
-            observer(self.gemm, weight, matrix().detach())
+        if (probe := self.context.probe) is not None:
+            if self.refresh:
+                self.show("weight", matrix)
+            probe.weight(self.gemm, weight, matrix)
 
-    # ── The pass of a layer whose weight is one tensor ──────────────────────────────────────────
+    def show_result(self, kind: GemmKind, result: Tensor, bias: Tensor | None = None) -> None:
+        """Show the result of a product to the probe."""
+        if (probe := self.probe) is not None:
+            probe.result(self.gemm.name, kind, result.detach(), bias, self.ends)
+
+
+class SingleWeightPass(LinearPass):
+    """The pass of a layer whose weight is one tensor."""
+
+    # The quantized weight, from forward to backward.
+    weight: Operand
+    # True if all gradients have been quantized after the backward of this pass.
+    ends_backward: bool
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
         """Return the output [tokens, out] for x [tokens, in], and the data to save for `backward`.
 
-        The data are the result of `Gemm.save` for x. They are empty if no backward can follow. The
-        pass stores the weight for `backward`.
+        The data are the result of `Gemm.save` for x. They are empty if no backward can follow.
         """
         gemm = self.gemm
         gemm.begin(x)
-        self._ends_backward = self.differentiable and gemm.is_first_in_forward()
+        self.ends_backward = self.differentiable and gemm.is_first_in_forward()
         operand = self.quantize("input", x)
-        self._weight = gemm.weight_operand(
+        self.weight = gemm.weight_operand(
             lambda: weight, refresh=self.refresh, differentiable=self.differentiable
         )
-        y = self.forward_product(operand, self._weight, lambda: weight, bias)
+        y = self.forward_product(operand, self.weight, lambda: weight, bias)
         return y, gemm.save(operand) if self.differentiable else ((), None)
 
     def backward(
@@ -362,25 +369,25 @@ class LinearPass:
         The weight's gradient is None if `saved` is None, or if the gradient was added to `total`.
         """
         gradient = self.quantize("grad_output", dy.contiguous())
-        dx = self.gradient_product("dgrad", gradient, self._weight)
+        dx = self.gradient_product("dgrad", gradient, self.weight)
         dw = None
         if saved is not None:
             (x,) = self.gemm.restore(*saved)
             dw = self.weight_gradient(gradient, x, total, overwrite=overwrite)
-        if self._ends_backward:
+        if self.ends_backward:
             self.gemm.finish_backward()
         return dx, dw
 
 
 class LinearFunction(torch.autograd.Function):
-    """The autograd function y = x w^T + b, computed by a `LinearPass`.
+    """The autograd function y = x w^T + b, computed by a `SingleWeightPass`.
 
     `LinearState.__call__` documents the arguments.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear_pass: LinearPass
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear_pass: SingleWeightPass
     ) -> Tensor:
         ctx.linear_pass = linear_pass
         ctx.main_gradient = getattr(weight, "main_grad", None)

@@ -218,8 +218,8 @@ def served_weights(
     precision = configured(precision_name, settings)
     if not isinstance(precision, QuantizedPrecision):
         raise InputError(
-            f"--precision trained: this checkpoint is not quantized ({precision_name}); omit "
-            "--precision"
+            "--precision trained: the products of this checkpoint are not quantized "
+            f"({precision_name}); omit --precision"
         )
     stacks = _trained_stacks(run_dir, precision_name)
     linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]

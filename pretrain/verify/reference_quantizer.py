@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import get_args
 
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foundation.overrides import overridden
 from pretrain.observe.product_check import Compared, token_rows
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, OptionValues, Role, Scaling
+from pretrain.precision.probe import Probe
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
 
@@ -56,20 +56,13 @@ def watching_quantizers(
     The list is filled when the `with` statement ends, and begins with the worst comparison. Draws
     random numbers.
     """
-    operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
+    probe = _Operands()
     before = {name: tensor.clone() for name, tensor in context.state().items()}
     compared: list[Compared] = []
 
-    def see_operand(name: str, role: Role, tensor: Tensor, ends: Tensor | None) -> None:
-        if (role, tensor.shape[1]) not in operands:
-            # Rows of zeros, such as gradients of tokens without a label, would show no fault.
-            part = tensor[token_rows(tensor), :COLUMNS]
-            if part.any():
-                operands[role, tensor.shape[1]] = name, part
-
-    with overridden(context, observers=[*context.observers, see_operand]):
+    with context.probing(probe):
         yield compared
-    for (role, _), (name, operand) in operands.items():
+    for (role, _), (name, operand) in probe.operands.items():
         # The state is empty without delayed scaling.
         scale = of_operand(before, name, role, "scale") if before else None
         for along in get_args(Along):
@@ -77,6 +70,24 @@ def watching_quantizers(
             excess = share / TOLERATED_SHARE
             compared.append(Compared.of(f"{name} {role} along {along}", share, excess))
     compared.sort(key=lambda comparison: comparison.excess, reverse=True)
+
+
+class _Operands(Probe):
+    """Store a part of one operand for each role and each number of features."""
+
+    def __init__(self) -> None:
+        # Map (role, number of features) to the name of the linear and the part of its operand.
+        self.operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
+
+    def operand(
+        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
+    ) -> None:
+        tensor = values()
+        if (role, tensor.shape[1]) not in self.operands:
+            # Rows of zeros, such as gradients of tokens without a label, would show no fault.
+            part = tensor[token_rows(tensor), :COLUMNS]
+            if part.any():
+                self.operands[role, tensor.shape[1]] = name, part
 
 
 def differing_share(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
 from pretrain.observe.product_observer import ProductObserver
+from pretrain.precision.gemm import Gemm
+from pretrain.precision.probe import Probe
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
@@ -259,9 +262,12 @@ def test_served_codes_are_those_of_the_forward_products(
     # Fill the histories of delayed scaling.
     train(packed)
     operands = {}
-    packed.context.weight_observers.append(
-        lambda gemm, operand, _: operands.update({gemm.members: gemm.codes(operand)})
-    )
+
+    class Weights(Probe):
+        def weight(self, gemm: Gemm, operand: Any, matrix: Callable) -> None:
+            operands[gemm.members] = gemm.codes(operand)
+
+    packed.context.probe = Weights()
     with torch.no_grad():
         packed(**inputs(packs=4, device="cuda", length=LENGTH))
     module = "fused Linear" if fused else "LowPrecisionLinear"

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.precision import searched
+from pretrain.precision.probe import Probe
 from pretrain.precision.searched import Products, add_product_, products_on
 from tests.gpu.conftest import relative_error
 from tests.gpu.test_fused_gpu import assemble, larger
@@ -270,9 +271,14 @@ def test_gemms_add_residuals_unless_results_are_observed(
     loss = packed(**batch)
     assert sum(residuals) == 2 * len(packed.fused.layers)
     observed: set[str] = set()
-    packed.context.result_observers.append(
-        lambda name, gemm, result, bias, ends: observed.add(name)
-    )
+
+    class Results(Probe):
+        observes_results = True
+
+        def result(self, name: str, *_: Any) -> None:
+            observed.add(name)
+
+    packed.context.probe = Results()
     residuals.clear()
     assert packed(**batch).item() == pytest.approx(loss.item(), rel=2e-3)
     assert not any(residuals)

@@ -266,10 +266,12 @@ class Arithmetic:
                     return tex.rmsnorm_fwd(x, weight, *options)
                 return tex.layernorm_fwd(x, weight, bias, *options)
 
-            if (quantizer := product.quantizer("input")) is not None and product.observed.observers:
-                product.show("input", compute(None)[0])
+            quantizer = product.quantizer("input")
             y, mean, rstd = compute(quantizer)
-            return (product.quantize("input", y) if quantizer is None else y), rstd, mean
+            if quantizer is None:
+                return product.quantize("input", y), rstd, mean
+            product.show("input", lambda: compute(None)[0])
+            return y, rstd, mean
         y, rstd, mean = self.kernels.norm.norm(x, weight, bias, eps)
         return product.quantize("input", y), rstd, mean
 
@@ -367,9 +369,7 @@ class Arithmetic:
             dqkv, *d_norms, total = rotation.rotate_backward(*gradients, *inputs, summed=summed)
             gradients.clear()
             return product.quantize("grad_output", dqkv), d_norms, stack.bias_gradients(total)
-        # Observers get the gradient before it is quantized.
-        if product.observed.observers:
-            product.show("grad_output", rotation.rotate_backward(*gradients, *inputs)[0])
+        product.show("grad_output", lambda: rotation.rotate_backward(*gradients, *inputs)[0])
         codes, *d_norms, total = rotation.quantized_rotate_backward(
             quantizer, gradients, *inputs, summed=summed
         )
@@ -392,11 +392,9 @@ class Arithmetic:
             operand = down.quantize("input", kernels.activate(hidden, kind))
             return operand, operand if down.gemm.quantizes else None
         if writer is kernels:
-            if down.observed.observers:
-                down.show("input", kernels.activate(hidden, kind))
+            down.show("input", lambda: kernels.activate(hidden, kind))
             return kernels.quantized_activate(hidden, kind, quantizer)
-        if down.observed.observers:
-            down.show("input", writer.swiglu(hidden, None))
+        down.show("input", lambda: writer.swiglu(hidden, None))
         activated = writer.swiglu(hidden, quantizer)
         return activated, activated
 
@@ -428,17 +426,16 @@ class Arithmetic:
             d_hidden = gate_up.quantize("grad_output", d_hidden)
             return d_hidden, operand, stack.bias_gradients(total)
         gradient_quantizer = gate_up.quantizer("grad_output")
-        # Observers get the gradient before it is quantized.
         if writer is kernels:
-            if gate_up.observed.observers:
-                shown, *_ = kernels.activate_backward(d_activated, hidden, kind, summed=False)
-                gate_up.show("grad_output", shown)
+            gate_up.show(
+                "grad_output",
+                lambda: kernels.activate_backward(d_activated, hidden, kind, summed=False)[0],
+            )
             *operands, total = kernels.quantized_activate_backward(
                 d_activated, hidden, kind, gradient_quantizer, quantizer, kept, summed=summed
             )
             return *operands, stack.bias_gradients(total)
-        if gate_up.observed.observers:
-            gate_up.show("grad_output", writer.dswiglu(d_activated, hidden, None))
+        gate_up.show("grad_output", lambda: writer.dswiglu(d_activated, hidden, None))
         return writer.dswiglu(d_activated.contiguous(), hidden, gradient_quantizer), kept, []
 
     def _writer_of_codes(

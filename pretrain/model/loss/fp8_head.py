@@ -5,7 +5,7 @@ of the logits directly as FP8 operands, while te.Linear would quantize and trans
 gradient. The GEMM of the weight gradient adds its result to the FP32 sum over chunks. Each row of
 the logits' gradient has a scale. The GEMM that computes the gradient of the hidden states does not
 use these scales, so its result is multiplied by their reciprocals. The quantizers with their scales
-and histories, the cached weight, the GEMM and its observers are the same as in other layers.
+and histories, the cached weight, the GEMM and the probe are the same as in other layers.
 
 This head supports precisions with one scale for a tensor (delayed and current scaling), on GPUs up
 to Hopper. On these GPUs, both operands of an FP8 product must be contiguous along the dimension
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
-from pretrain.precision.gemm import GemmKind
 from pretrain.precision.observed import fp8_format
 from pretrain.precision.product import LinearPass, PrecisionContext
 from pretrain.precision.transformer_engine import TransformerEngineGemm
@@ -41,8 +40,7 @@ def fused_head(
     Enter it inside of the engine's `forward` context. The yielded function returns the losses of a
     chunk and writes the gradients. `head._differentiating` describes its arguments. `weight`
     [vocabulary, hidden], FP32 or BF16, is quantized in the first microbatch of a step. The
-    observers of `context` get each operand in BF16 before it is quantized. They also get the
-    results of the products of the first chunk.
+    probe of `context` observes each operand, and the results of the products of the first chunk.
     """
 
     def matrix() -> Tensor:
@@ -93,16 +91,10 @@ def chunk_loss(
         d_bias: None, because this function is not used for a head with a bias.
         first: True to overwrite the buffer of the weight's gradient instead of adding to it.
     """
-
-    def show_result(kind: GemmKind, result: Tensor) -> None:
-        """Pass the result of a product to the observers, if this is the first chunk."""
-        if first:
-            for observer in head_pass.observed.result_observers:
-                observer(gemm.name, kind, result.detach(), None, None)
-
     x = head_pass.quantize("input", hidden.to(_BF16))
     logits = gemm.matmul("forward", x, weight, _BF16)
-    show_result("forward", logits)
+    if first:
+        head_pass.show_result("forward", logits)
     quantizer, te = gemm.quantizer("grad_output", both=True), gemm.engine.te
     # Under delayed scaling, the quantizer has the scale, and `quantizer.amax` is the first entry of
     # the amax history.
@@ -112,10 +104,7 @@ def chunk_loss(
     losses, codes = quantized_softmax_gradient(
         logits, labels, IGNORE, fp8_format(te, quantizer.dtype)[0], amax, scale
     )
-    if head_pass.observed.observers:
-        # The logits are not needed any more, so their memory is overwritten with the BF16 gradient.
-        softmax_loss(logits, labels, IGNORE, with_gradient=True)
-        head_pass.show("grad_output", logits)
+    head_pass.show("grad_output", partial(_overwritten_by_gradient, logits, labels))
     del logits
 
     def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
@@ -126,7 +115,14 @@ def chunk_loss(
     by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
     gemm.matmul("dgrad", by_rows, weight, d_hidden.dtype, out=d_hidden)
     d_hidden.mul_(codes.rows_scale_inv[:, None])
-    show_result("dgrad", d_hidden)
     gemm.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
-    show_result("wgrad", d_weight)
+    if first:
+        head_pass.show_result("dgrad", d_hidden)
+        head_pass.show_result("wgrad", d_weight)
     return losses
+
+
+def _overwritten_by_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return `logits`, overwritten by the gradient of the loss in BF16."""
+    softmax_loss(logits, labels, IGNORE, with_gradient=True)
+    return logits

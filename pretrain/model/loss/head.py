@@ -39,7 +39,7 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.precision.gemm import Gemm
-from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, in_dtype
+from pretrain.precision.product import LinearState, PrecisionContext, SingleWeightPass, in_dtype
 from pretrain.precision.searched import add_product_, linear
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 from pretrain.settings.recipe import LossSettings, PenaltyKind
@@ -328,7 +328,7 @@ def _differentiating(
             first: True to overwrite the buffer of the weight's gradient instead of adding to it.
         """
         if low:
-            linear_pass = LinearPass(low, context, differentiable=True, first=first)
+            linear_pass = SingleWeightPass(low, context, differentiable=True, first=first)
             logits, saved = linear_pass.forward(hidden.to(weight.dtype), weight, bias)
         else:
             logits = linear(hidden, weight, bias)

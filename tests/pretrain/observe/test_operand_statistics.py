@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from foundation.overrides import overridden
 from pretrain.observe.operand_statistics import SAMPLED_VALUES, OperandStatistics, summary
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from tests.pretrain.conftest import QUANTIZED, active_in, emulation_of
@@ -54,7 +53,7 @@ class SmallModel:
     def observed_step(self, **options) -> tuple[list[Tensor], OperandStatistics]:
         """Return the result of `step` and the statistics of its operands."""
         statistics = OperandStatistics(self.engine.active, self.context.state())
-        with overridden(self.context, observers=[statistics]):
+        with self.context.probing(statistics):
             return self.step(**options), statistics
 
     def records(self, **options) -> dict[tuple[str, str], dict]:
@@ -75,7 +74,7 @@ def record_of(
     }
     statistics = OperandStatistics(active_in(recipe, **options), scales)
     for part in x.chunk(parts):
-        statistics("l", role, part, None)
+        statistics.operand("l", role, lambda part=part: part, None)
     (record,) = statistics.records()
     return {key: value for key, value in record.items() if key not in ("layer", "operand")}
 
@@ -100,7 +99,7 @@ def test_underflow_is_reported_per_expert(role):
     x = torch.ones(64, 256)
     x[:16, 128:], x[32:48] = 1e-9, 0 if role == "weight" else 1e-9
     statistics = OperandStatistics(active_in("current"), {})
-    statistics("l", role, x, torch.tensor([16, 32, 32, 64], dtype=torch.int32))
+    statistics.operand("l", role, lambda: x, torch.tensor([16, 32, 32, 64], dtype=torch.int32))
     assert statistics.records()[0]["underflow_of_experts"] == (
         [0.5, 0, None, 0] if role == "weight" else [0.5, 0, None, 0.5]
     )

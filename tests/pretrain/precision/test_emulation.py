@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.overrides import overridden
+from pretrain.precision.probe import Probe
 from pretrain.precision.product import LinearState
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
 from tests.pretrain.conftest import QUANTIZED, emulation_of, linear_of, to_nearest
@@ -209,7 +210,12 @@ def test_recomputing_a_layer_changes_no_bit_of_gradients_or_state(
 def test_recomputation_uses_the_weights_quantized_in_forward() -> None:
     run = SmallModel("current")
     roles = Counter()
-    with overridden(run.context, observers=[lambda name, role, x, ends: roles.update([role])]):
+
+    class Roles(Probe):
+        def operand(self, name: str, role: str, *_: Any) -> None:
+            roles.update([role])
+
+    with run.context.probing(Roles()):
         run.x.requires_grad_()
         run.step(recompute=True)
     assert roles == {"input": 2 * 2, "weight": 2, "grad_output": 2}

@@ -7,7 +7,7 @@ No Blackwell GPU was available. The library's kernels are replaced by emulation
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse, not_fused_
 from pretrain.observe.audit import audit_products, is_expected
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.gemm import Gemm
+from pretrain.precision.probe import Probe
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
@@ -185,10 +186,11 @@ def test_served_weights_are_the_operands_of_stacked_products(
     decisions = decide(packed.hf, layers, active)
     operands = {}
 
-    def record(gemm: Gemm, operand: Any, matrix: Tensor) -> None:
-        operands[gemm.members] = operand
+    class Weights(Probe):
+        def weight(self, gemm: Gemm, operand: Any, matrix: Callable) -> None:
+            operands[gemm.members] = operand
 
-    packed.context.weight_observers.append(record)
+    packed.context.probe = Weights()
     products = audit_products(
         packed,
         lambda: packed(**inputs()),

@@ -1,0 +1,76 @@
+"""The interface through which products show their operands, weights and results.
+
+`PrecisionContext.probe` is the active probe of a model. The passes of
+`pretrain.precision.product` call it. A probe sees the values that a product is meant to compute
+with. The operands that the kernels of torch, Transformer Engine and cublasLt really receive are
+observed in another way (`pretrain.precision.observed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.gemm import Gemm, GemmKind, Operand
+
+
+class Probe:
+    """Observer of the products of one model. A subclass overrides the methods that it needs.
+
+    An argument `values` or `matrix` is a function that returns a detached tensor. Some operands
+    exist only in quantized form, and the function then computes the unquantized values again. So a
+    probe should call it only if it needs the values.
+    """
+
+    # True if `result` is overridden. Each product then computes its result separately: it does not
+    # add a residual or the earlier gradient sum in the kernel.
+    observes_results: bool = False
+
+    def operand(
+        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None, /
+    ) -> None:
+        """Observe an operand of a low-precision product before it is quantized.
+
+        name: the name of the product's Gemm.
+        role: the role of the operand. A weight is observed when it is quantized.
+        values: returns the unquantized operand [rows, features].
+        ends: the end of each expert's rows, int32 [experts], or None if there are no experts.
+        """
+
+    def weight(self, gemm: Gemm, operand: Operand, matrix: Callable[[], Tensor], /) -> None:
+        """Observe the weight that a forward product multiplies. It may be unquantized.
+
+        operand: the weight as an operand of `gemm`, possibly from the cache.
+        matrix: returns the present unquantized weight [out, in].
+        """
+
+    def result(
+        self, name: str, kind: GemmKind, result: Tensor, bias: Tensor | None, ends: Tensor | None, /
+    ) -> None:
+        """Observe the result of a low-precision product, which includes the `bias` if it has one.
+
+        `name` and `ends` are the same as in `operand`.
+        """
+
+
+class Probes(Probe):
+    """Several probes that are active at the same time."""
+
+    def __init__(self, *probes: Probe) -> None:
+        self._probes = probes
+        self.observes_results = any(probe.observes_results for probe in probes)
+
+    def operand(self, *arguments: Any) -> None:
+        for probe in self._probes:
+            probe.operand(*arguments)
+
+    def weight(self, *arguments: Any) -> None:
+        for probe in self._probes:
+            probe.weight(*arguments)
+
+    def result(self, *arguments: Any) -> None:
+        for probe in self._probes:
+            probe.result(*arguments)
