@@ -21,7 +21,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
 from pretrain.model.experts import GroupedExperts, group_experts
-from pretrain.model.fused.arithmetic import Arithmetic, Implementation
+from pretrain.model.fused.arithmetic import (
+    Arithmetic,
+    KernelArithmetic,
+    TransformerEngineArithmetic,
+)
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead
@@ -41,10 +45,10 @@ def choose_arithmetic(
 ) -> Arithmetic:
     """Return the arithmetic of the model's fused layers, if `not_fused_because` returns None."""
     if active.engine != "torch":
-        return Arithmetic(context, Implementation.TRANSFORMER_ENGINE)
+        return TransformerEngineArithmetic(context)
     if _is_faster(device_type, context.compute_dtype):
-        return Arithmetic(context, Implementation.KERNELS)
-    return Arithmetic(context, Implementation.FORMULAS)
+        return KernelArithmetic(context)
+    return Arithmetic(context)
 
 
 def not_fused_because(

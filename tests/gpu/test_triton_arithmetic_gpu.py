@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model import huggingface as model
-from pretrain.model.fused.arithmetic import Arithmetic, Implementation
+from pretrain.model.fused.arithmetic import Arithmetic, KernelArithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
@@ -60,8 +60,8 @@ def assemble(
     packed = PackedLanguageModel(
         hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)
     ).train()
-    implementation = Implementation.KERNELS if by_kernels else Implementation.FORMULAS
-    packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(packed.context, implementation))
+    implementation = KernelArithmetic if by_kernels else Arithmetic
+    packed.fused = fuse(decoder_layers(hf), {}, implementation(packed.context))
     assert not packed.fused.left_out
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)
     return packed

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +35,6 @@ from pretrain.precision.gemm import Gemm, GemmEngine, Operand, TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
 from pretrain.precision.scope import features_of
 from pretrain.precision.transformer_engine import TransformerEngineGemm
-
-# Head sizes that the Triton kernel of the rotation supports. With other sizes, such as 80, some
-# threads of the kernel would be idle.
-ROTARY_KERNEL_DIMS = (32, 64, 128)
-
-
-class Implementation(IntEnum):
-    """Implementations of norms, activations and rotations.
-
-    If an implementation does not support a computation, the computation uses the preceding
-    implementation of this list.
-    """
-
-    FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
 
 
 class StackedLinear(LinearState):
@@ -167,6 +152,11 @@ class StackedPass(LinearPass):
         """
         return self.gemm.quantizer(role, both=self.differentiable)
 
+    @property
+    def sums_gradient(self) -> bool:
+        """True if backward must sum the output gradient over tokens, as the gradient of biases."""
+        return bool(self.stack.biases)
+
     def project(self, x: Operand, residual: Tensor | None = None) -> Tensor:
         """Return x w^T + bias + residual [tokens, out]. Call it once for each pass."""
         biases = self.stack.biases
@@ -228,20 +218,38 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 @dataclass(eq=False)
 class Arithmetic:
-    """Norms, rotations and activations of the fused layers of one model.
+    """Norms, rotations and activations of the fused layers of one model, by formulas in torch.
 
     They are computed in FP32 and rounded to the compute dtype of `context`. Arguments called `norm`
     are modules of transformers. Their weights are read at each use.
     """
 
     context: PrecisionContext
-    implementation: Implementation = Implementation.FORMULAS
     # True if a backward may follow the current forward.
     differentiable: bool = True
     # True if forward saves queries, keys and values for backward. If False, backward recomputes
     # them from the output of the query-key-value product. Layers without head norms ignore this
     # field.
     keeps_rotated: bool = False
+    # The class whose static methods save operands for autograd and finish a backward.
+    gemm_class: ClassVar[type[Gemm]] = TorchGemm
+
+    @cached_property
+    def kernels(self) -> SimpleNamespace:
+        """The modules that compute norms, rotations and activations.
+
+        They are the attributes `norm`, `rotary` and `activation`.
+        """
+        return SimpleNamespace(norm=formulas, rotary=formulas, activation=formulas)
+
+    def parameters_in_compute_dtype(self, norm: Any) -> tuple[Tensor, Tensor | None, float]:
+        """Return the weight, the bias and the epsilon of a norm. An RMSNorm has no bias.
+
+        Weight and bias are cast to the compute dtype, as in unfused layers.
+        """
+        dtype = self.context.compute_dtype
+        weight, *biases = (parameter.detach().to(dtype) for parameter in parameters_of(norm))
+        return (weight, biases[0], norm.eps) if biases else (weight, None, norm.variance_epsilon)
 
     def norm(
         self, x: Tensor, norm: Any, product: StackedPass
@@ -252,27 +260,7 @@ class Arithmetic:
         or root mean squares, FP32. mean has the means, FP32, or is None for an RMSNorm. Both are
         arguments of `norm_backward`.
         """
-        # Cast the parameters to the compute dtype, as in unfused layers. An RMSNorm has no bias.
-        dtype = self.context.compute_dtype
-        weight, *biases = (parameter.detach().to(dtype) for parameter in parameters_of(norm))
-        bias = biases[0] if biases else None
-        eps = norm.variance_epsilon if bias is None else norm.eps
-        if self.implementation == Implementation.TRANSFORMER_ENGINE:
-            import transformer_engine_torch as tex
-
-            def compute(quantizer: Any | None) -> Any:
-                options = (eps, None, quantizer, tex.DType.kBFloat16, 0, False)
-                if bias is None:
-                    return tex.rmsnorm_fwd(x, weight, *options)
-                return tex.layernorm_fwd(x, weight, bias, *options)
-
-            quantizer = product.quantizer("input")
-            y, mean, rstd = compute(quantizer)
-            if quantizer is None:
-                return product.quantize("input", y), rstd, mean
-            product.show("input", lambda: compute(None)[0])
-            return y, rstd, mean
-        y, rstd, mean = self.kernels.norm.norm(x, weight, bias, eps)
+        y, rstd, mean = self.kernels.norm.norm(x, *self.parameters_in_compute_dtype(norm))
         return product.quantize("input", y), rstd, mean
 
     def norm_backward(
@@ -293,39 +281,12 @@ class Arithmetic:
         the gradient of the norm's output, and `rstd` and `mean` are results of `norm`.
         """
         weight = norm.weight.detach().to(self.context.compute_dtype)
-        gradients: Sequence[Tensor]
-        totals: Sequence[Tensor] = ()
-        if mean is None and self.implementation == Implementation.TRANSFORMER_ENGINE:
-            import transformer_engine_torch as tex
-
-            dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
-        else:
-            dx, sums = self.kernels.norm.norm_backward(
-                dy, x, rstd, mean, weight, residual, summed=summed
-            )
-            count = 1 if mean is None else 2
-            gradients = sums[:count].unbind()
-            totals = sums[count:].unbind()
-        if summed and not totals:  # The kernels of an RMSNorm do not sum these gradients.
-            totals = [values.sum(dim=0, dtype=torch.float32) for values in (dx, residual)]
-        return dx, gradients, totals or (None, None)
-
-    @cached_property
-    def kernels(self) -> SimpleNamespace:
-        """A namespace of three modules, which compute norms, rotations and activations.
-
-        Its attributes are `norm`, `rotary` and `activation`. If `implementation` is FORMULAS, each
-        of them is the module `formulas`. Otherwise each is a module with Triton kernels.
-        """
-        if self.implementation == Implementation.FORMULAS:
-            return SimpleNamespace(norm=formulas, rotary=formulas, activation=formulas)
-        from pretrain.model.fused import activation_kernel, norm_kernel, rotary_kernel
-
-        return SimpleNamespace(norm=norm_kernel, rotary=rotary_kernel, activation=activation_kernel)
-
-    def rotation(self, heads: formulas.Heads) -> ModuleType:
-        """Return the module whose `rotate` and `rotate_backward` support the size of `heads`."""
-        return self.kernels.rotary if heads.dim in ROTARY_KERNEL_DIMS else formulas
+        dx, sums = self.kernels.norm.norm_backward(
+            dy, x, rstd, mean, weight, residual, summed=summed
+        )
+        if mean is None:  # The kernels of an RMSNorm sum only the gradient of its weight.
+            return dx, sums.unbind(), _token_sums(dx, residual) if summed else (None, None)
+        return dx, sums[:2].unbind(), sums[2:].unbind() if summed else (None, None)
 
     def rotate(
         self,
@@ -336,8 +297,7 @@ class Arithmetic:
         norms: formulas.HeadNorms | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, see `formulas.rotate`."""
-        rotation = formulas if cos is None else self.rotation(heads)
-        return rotation.rotate(qkv, cos, sin, heads, norms)
+        return self.kernels.rotary.rotate(qkv, cos, sin, heads, norms)
 
     def rotate_backward(
         self,
@@ -355,114 +315,21 @@ class Arithmetic:
         query norm and one for the key norm. Both are None without norms. `gradients` has the
         gradients of queries, keys and values. This list is emptied to free memory early.
         """
-        rotation = self.rotation(heads)
-        quantizer = product.quantizer("grad_output")
-        inputs = (qkv, cos, sin, heads, norms)
-        stack = product.stack
-        summed = bool(stack.biases)
-        writes_codes = (
-            quantizer is not None
-            and rotation is not formulas
-            and rotation.supports(quantizer, gradients[0])
-        )
-        if not writes_codes:
-            dqkv, *d_norms, total = rotation.rotate_backward(*gradients, *inputs, summed=summed)
-            gradients.clear()
-            return product.quantize("grad_output", dqkv), d_norms, stack.bias_gradients(total)
-        product.show("grad_output", lambda: rotation.rotate_backward(*gradients, *inputs)[0])
-        codes, *d_norms, total = rotation.quantized_rotate_backward(
-            quantizer, gradients, *inputs, summed=summed
+        dqkv, *d_norms, total = self.kernels.rotary.rotate_backward(
+            *gradients, qkv, cos, sin, heads, norms, summed=product.sums_gradient
         )
         gradients.clear()
-        return codes, d_norms, stack.bias_gradients(total)
+        return product.quantize("grad_output", dqkv), d_norms, product.stack.bias_gradients(total)
 
-    def activate(
+    def activation(
         self, hidden: Tensor, kind: formulas.Activation, gate_up: StackedPass, down: StackedPass
-    ) -> tuple[Operand, Operand | None]:
-        """Return the activated values as the input operand of `down`, and a value for backward.
+    ) -> MLPActivation:
+        """Return the computation of an activation and its gradient.
 
-        `hidden` [tokens, ...] is the output of `gate_up`. The value for backward is either the
-        operand itself, or the scale with which backward quantizes the recomputed operand. This
-        value is None if backward recomputes the operand and needs no scale.
+        `hidden` [tokens, ...] is the output of `gate_up`, and the input of the activation. The
+        activated values are the input of `down`.
         """
-        kernels = self.kernels.activation
-        quantizer = down.quantizer("input")
-        writer = self._writer_of_codes(hidden, kind, gate_up, quantizer)
-        if writer is None:
-            operand = down.quantize("input", kernels.activate(hidden, kind))
-            return operand, operand if down.gemm.quantizes else None
-        if writer is kernels:
-            down.show("input", lambda: kernels.activate(hidden, kind))
-            return kernels.quantized_activate(hidden, kind, quantizer)
-        down.show("input", lambda: writer.swiglu(hidden, None))
-        activated = writer.swiglu(hidden, quantizer)
-        return activated, activated
-
-    def activate_backward(
-        self,
-        d_activated: Tensor,
-        hidden: Tensor,
-        kind: formulas.Activation,
-        kept: Operand | None,
-        gate_up: StackedPass,
-        down: StackedPass,
-    ) -> tuple[Operand, Operand, list[Tensor]]:
-        """Return the gradient of `hidden`, the input of `down`, and bias gradients of `gate_up`.
-
-        The first two results are operands. The gradient of `hidden` is the output gradient of
-        `gate_up`. The input of `down` is needed for the weight gradient of `down`. `d_activated` is
-        the gradient of the input of `down`, and `kept` is the second result of `activate`.
-        """
-        kernels = self.kernels.activation
-        quantizer = down.quantizer("input")
-        writer = self._writer_of_codes(hidden, kind, gate_up, quantizer)
-        stack = gate_up.stack
-        summed = bool(stack.biases)
-        if writer is None:
-            d_hidden, activated, total = kernels.activate_backward(
-                d_activated, hidden, kind, summed=summed
-            )
-            operand = down.gemm.quantize("input", activated) if kept is None else kept
-            d_hidden = gate_up.quantize("grad_output", d_hidden)
-            return d_hidden, operand, stack.bias_gradients(total)
-        gradient_quantizer = gate_up.quantizer("grad_output")
-        if writer is kernels:
-            gate_up.show(
-                "grad_output",
-                lambda: kernels.activate_backward(d_activated, hidden, kind, summed=False)[0],
-            )
-            *operands, total = kernels.quantized_activate_backward(
-                d_activated, hidden, kind, gradient_quantizer, quantizer, kept, summed=summed
-            )
-            return *operands, stack.bias_gradients(total)
-        gate_up.show("grad_output", lambda: writer.dswiglu(d_activated, hidden, None))
-        return writer.dswiglu(d_activated.contiguous(), hidden, gradient_quantizer), kept, []
-
-    def _writer_of_codes(
-        self, hidden: Tensor, kind: formulas.Activation, gate_up: StackedPass, quantizer: Any | None
-    ) -> Any | None:
-        """Return the module that can write activated values in place of `quantizer`.
-
-        It is a module of Triton kernels, or Transformer Engine's extension, which writes only
-        SwiGLU and sums no gradients for biases. Return None if `quantizer` is None or if neither
-        module supports the activation, the biases and `quantizer`.
-        """
-        if quantizer is None:
-            return None
-        kernels = self.kernels.activation
-        if gate_up.gemm.quantizes and kernels.supports(hidden, kind, quantizer):
-            return kernels
-        if kind != formulas.SWIGLU or gate_up.stack.biases:
-            return None
-        import transformer_engine_torch as tex
-
-        return tex
-
-    @property
-    def gemm_class(self) -> type[Gemm]:
-        """The class whose static methods save operands for autograd and finish a backward."""
-        on_te = self.implementation == Implementation.TRANSFORMER_ENGINE
-        return TransformerEngineGemm if on_te else TorchGemm
+        return MLPActivation(self.kernels.activation, kind, gate_up, down)
 
     def save(self, ctx: Any, *operands: Operand | None) -> None:
         """Save operands of any kind for backward, if a backward may follow.
@@ -479,3 +346,178 @@ class Arithmetic:
         rest = ctx.rest
         ctx.rest = None
         return self.gemm_class.restore(ctx.saved_tensors, rest)
+
+
+class KernelArithmetic(Arithmetic):
+    """Norms, rotations and activations by our Triton kernels, in BF16 on a GPU."""
+
+    @cached_property
+    def kernels(self) -> SimpleNamespace:
+        from pretrain.model.fused import activation_kernel, norm_kernel, rotary_kernel
+
+        return SimpleNamespace(norm=norm_kernel, rotary=rotary_kernel, activation=activation_kernel)
+
+
+class TransformerEngineArithmetic(KernelArithmetic):
+    """Norms, rotations and activations that write the operands of Transformer Engine's products.
+
+    Transformer Engine computes norms, except for the gradient of a LayerNorm. Our Triton kernels
+    compute the rest, except for SwiGLU with block scales.
+    """
+
+    gemm_class = TransformerEngineGemm
+
+    def norm(
+        self, x: Tensor, norm: Any, product: StackedPass
+    ) -> tuple[Operand, Tensor, Tensor | None]:
+        import transformer_engine_torch as tex
+
+        weight, bias, eps = self.parameters_in_compute_dtype(norm)
+
+        def compute(quantizer: Any | None) -> Any:
+            options = (eps, None, quantizer, tex.DType.kBFloat16, 0, False)
+            if bias is None:
+                return tex.rmsnorm_fwd(x, weight, *options)
+            return tex.layernorm_fwd(x, weight, bias, *options)
+
+        y, mean, rstd = compute(product.quantizer("input"))
+        product.show("input", lambda: compute(None)[0])
+        return y, rstd, mean
+
+    def norm_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        rstd: Tensor,
+        mean: Tensor | None,
+        norm: Any,
+        *,
+        residual: Tensor,
+        summed: bool = False,
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+        if mean is not None:
+            return super().norm_backward(dy, x, rstd, mean, norm, residual=residual, summed=summed)
+        import transformer_engine_torch as tex
+
+        weight = norm.weight.detach().to(self.context.compute_dtype)
+        dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
+        return dx, gradients, _token_sums(dx, residual) if summed else (None, None)
+
+    def rotate_backward(
+        self,
+        gradients: list[Tensor],
+        qkv: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        heads: formulas.Heads,
+        norms: formulas.HeadNorms | None,
+        product: StackedPass,
+    ) -> tuple[Operand, Sequence[Tensor | None], list[Tensor]]:
+        rotary = self.kernels.rotary
+        inputs = (qkv, cos, sin, heads, norms)
+        quantizer = product.quantizer("grad_output")
+        if not rotary.supports(quantizer, gradients[0]):
+            return super().rotate_backward(gradients, *inputs, product)
+        codes, *d_norms, total = rotary.quantized_rotate_backward(
+            quantizer, gradients, *inputs, summed=product.sums_gradient
+        )
+        product.show("grad_output", lambda: rotary.rotate_backward(*gradients, *inputs)[0])
+        gradients.clear()
+        return codes, d_norms, product.stack.bias_gradients(total)
+
+    def activation(
+        self, hidden: Tensor, kind: formulas.Activation, gate_up: StackedPass, down: StackedPass
+    ) -> MLPActivation:
+        kernels = self.kernels.activation
+        if gate_up.gemm.quantizes and kernels.supports(hidden, kind, down.quantizer("input")):
+            return TensorScaledActivation(kernels, kind, gate_up, down)
+        # Transformer Engine sums no gradients of biases.
+        if down.gemm.quantizes and kind == formulas.SWIGLU and not gate_up.sums_gradient:
+            import transformer_engine_torch as tex
+
+            return TransformerEngineSwiGLU(tex, kind, gate_up, down)
+        return super().activation(hidden, kind, gate_up, down)
+
+
+def _token_sums(*gradients: Tensor) -> list[Tensor]:
+    """Return the sum of each tensor [tokens, width] over tokens, FP32 [width]."""
+    return [gradient.sum(dim=0, dtype=torch.float32) for gradient in gradients]
+
+
+@dataclass(eq=False)
+class MLPActivation:
+    """The activation between two products of an MLP, computed in the compute dtype."""
+
+    # The module that computes the activation.
+    kernels: Any
+    kind: formulas.Activation
+    # The product before the activation, and the product after it.
+    gate_up: StackedPass
+    down: StackedPass
+
+    def forward(self, hidden: Tensor) -> tuple[Operand, Any]:
+        """Return the activated values as the input operand of `down`, and a value for backward.
+
+        `hidden` is the output of `gate_up`. The value for backward is None if backward computes the
+        operand again.
+        """
+        operand = self.down.quantize("input", self.kernels.activate(hidden, self.kind))
+        return operand, operand if self.down.gemm.quantizes else None
+
+    def backward(
+        self, d_activated: Tensor, hidden: Tensor, kept: Any
+    ) -> tuple[Operand, Operand, list[Tensor]]:
+        """Return the gradient of `hidden`, the input of `down`, and bias gradients of `gate_up`.
+
+        The first two results are operands. The gradient of `hidden` is the output gradient of
+        `gate_up`. The input of `down` is needed for the weight gradient of `down`. `d_activated` is
+        the gradient of the input of `down`, and `kept` is the second result of `forward`.
+        """
+        d_hidden, activated, total = self.kernels.activate_backward(
+            d_activated, hidden, self.kind, summed=self.gate_up.sums_gradient
+        )
+        if kept is None:
+            kept = self.down.quantize("input", activated)
+        d_hidden = self.gate_up.quantize("grad_output", d_hidden)
+        return d_hidden, kept, self.gate_up.stack.bias_gradients(total)
+
+
+class TensorScaledActivation(MLPActivation):
+    """An activation whose Triton kernels write FP8 codes with one scale per tensor."""
+
+    def forward(self, hidden: Tensor) -> tuple[Operand, Tensor | None]:
+        """Return the operand, and the scale with which backward quantizes it again."""
+        self.down.show("input", lambda: self.kernels.activate(hidden, self.kind))
+        quantizer = self.down.quantizer("input")
+        return self.kernels.quantized_activate(hidden, self.kind, quantizer)
+
+    def backward(
+        self, d_activated: Tensor, hidden: Tensor, kept: Tensor
+    ) -> tuple[Operand, Operand, list[Tensor]]:
+        arguments = (d_activated, hidden, self.kind)
+        self.gate_up.show(
+            "grad_output", lambda: self.kernels.activate_backward(*arguments, summed=False)[0]
+        )
+        activated_quantizer = self.down.quantizer("input")
+        gradient_quantizer = self.gate_up.quantizer("grad_output")
+        *operands, total = self.kernels.quantized_activate_backward(
+            *(*arguments, gradient_quantizer, activated_quantizer, kept),
+            summed=self.gate_up.sums_gradient,
+        )
+        return *operands, self.gate_up.stack.bias_gradients(total)
+
+
+class TransformerEngineSwiGLU(MLPActivation):
+    """SwiGLU by Transformer Engine's extension, which is `kernels`."""
+
+    def forward(self, hidden: Tensor) -> tuple[Operand, Operand]:
+        self.down.show("input", lambda: self.kernels.swiglu(hidden, None))
+        operand = self.kernels.swiglu(hidden, self.down.quantizer("input"))
+        return operand, operand
+
+    def backward(
+        self, d_activated: Tensor, hidden: Tensor, kept: Operand
+    ) -> tuple[Operand, Operand, list[Tensor]]:
+        self.gate_up.show("grad_output", lambda: self.kernels.dswiglu(d_activated, hidden, None))
+        quantizer = self.gate_up.quantizer("grad_output")
+        return self.kernels.dswiglu(d_activated.contiguous(), hidden, quantizer), kept, []

@@ -515,8 +515,9 @@ class OutputAndMLP(torch.autograd.Function):
         normed, *statistics = arithmetic.norm(x, layer.parts.norms[1], gate_up)
         hidden = gate_up.project(normed)
         down = StackedPass(layer.down, hidden)
-        activated, kept = arithmetic.activate(hidden, layer.parts.activation, gate_up, down)
-        ctx.call = (layer, output, gate_up, down)
+        activation = arithmetic.activation(hidden, layer.parts.activation, gate_up, down)
+        activated, kept = activation.forward(hidden)
+        ctx.call = (layer, output, activation)
         y = down.project(activated, x)
         # Save after the products, because saving splits quantized operands into tensors, and
         # products cannot use the split operands.
@@ -526,14 +527,14 @@ class OutputAndMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Gradients:
-        layer, output, gate_up, down = ctx.call
+        layer, output, activation = ctx.call
+        gate_up = activation.gate_up
+        down = activation.down
         arithmetic = layer.arithmetic
         operand, x, normed, hidden, kept, *statistics = arithmetic.saved(ctx)
         quantized = down.quantize("grad_output", dy)
         d_activated = down.input_gradient(quantized)
-        d_hidden, activated, d_biases = arithmetic.activate_backward(
-            d_activated, hidden, layer.parts.activation, kept, gate_up, down
-        )
+        d_hidden, activated, d_biases = activation.backward(d_activated, hidden, kept)
         del d_activated, hidden, kept
         down.add_weight_gradient(quantized, activated)
         del quantized, activated

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pretrain.model.fused import formulas
 from pretrain.model.fused.fp8_tile import (
     TYPES,
     TensorScaled,
@@ -42,6 +43,8 @@ from pretrain.model.fused.fp8_tile import (
 from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.transformer_engine import library
 
+# Head sizes that the kernels support. With other sizes, such as 80, some threads would be idle.
+DIMS = (32, 64, 128)
 # Number of values in a tile of forward, such as 32 heads of 128 values. Each thread loads 32 values
 # in four accesses, which are 16 bytes each in BF16. The speed of memory limits the kernel, so tiles
 # are small enough that five or more programs run on a multiprocessor at the same time.
@@ -460,9 +463,14 @@ def _write_head(
 
 
 def rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: Heads, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `pretrain.model.fused.formulas.rotate` for BF16 and heads of 32, 64 or 128 values."""
+    """Compute `pretrain.model.fused.formulas.rotate` for BF16.
+
+    The formulas are used without a rotation, and for heads that the kernel does not support.
+    """
+    if cos is None or sin is None or heads.dim not in DIMS:
+        return formulas.rotate(qkv, cos, sin, heads, norms)
     tokens = len(qkv)
     rows = _TILE // heads.dim
     q = qkv.new_empty(tokens, heads.query, heads.dim)
@@ -497,10 +505,12 @@ def rotate_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Compute `pretrain.model.fused.formulas.rotate_backward` for BF16.
 
-    Heads have 32, 64 or 128 values. If `written` is given, the gradient of `qkv` is rounded to BF16
-    and written to the buffers of `written` as FP8 codes, and the first result is None. With
-    `written`, the number of tokens must be a multiple of 32.
+    The formulas are used for heads that the kernel does not support. If `written` is given, the
+    gradient of `qkv` is rounded to BF16 and written to the buffers of `written` as FP8 codes, and
+    the first result is None. With `written`, the number of tokens must be a multiple of 32.
     """
+    if heads.dim not in DIMS:
+        return formulas.rotate_backward(dq, dk, dv, qkv, cos, sin, heads, norms, summed=summed)
     # The kernel requires that the values of a head are contiguous.
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     parts = dk.shape[2] if dk.dim() == 4 else 1
@@ -554,10 +564,11 @@ def supports(quantizer: Any, dq: Tensor) -> bool:
     """Return True if `quantized_rotate_backward` can quantize in place of `quantizer`.
 
     It supports delayed scaling, and BF16 gradients `dq` [tokens, query, dim] with a multiple of 32
-    tokens.
+    tokens and with the head sizes DIMS.
     """
     return (
-        isinstance(quantizer, library().Float8Quantizer)
+        dq.shape[2] in DIMS
+        and isinstance(quantizer, library().Float8Quantizer)
         and dq.dtype == torch.bfloat16
         and len(dq) % _TOKENS == 0
     )

@@ -214,10 +214,8 @@ def attention_scale(run: SmallRun, patch: Patch) -> None:
 
 def in_torch(run: SmallRun) -> bool:
     """Return whether the run has fused layers that use torch operations."""
-    return (
-        run.packed.fused is not None
-        and run.packed.fused.arithmetic.implementation
-        < arithmetic.Implementation.TRANSFORMER_ENGINE
+    return run.packed.fused is not None and not isinstance(
+        run.packed.fused.arithmetic, arithmetic.TransformerEngineArithmetic
     )
 
 

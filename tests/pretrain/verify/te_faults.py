@@ -18,7 +18,7 @@ from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from foundation.overrides import overridden
-from pretrain.model.fused.arithmetic import Arithmetic, StackedPass
+from pretrain.model.fused.arithmetic import StackedPass, TransformerEngineArithmetic
 from pretrain.precision import searched
 from tests.pretrain.verify.faults import Change, Make, Patch, fault
 from tests.pretrain.verify.small_runs import SmallRun
@@ -172,15 +172,15 @@ def te_norm_without_weight(run: SmallRun, patch: Patch) -> None:
             finally:
                 norm.weight.copy_(before)
 
-    real = Arithmetic.norm
-    patch.setattr(Arithmetic, "norm", bare)
+    real = TransformerEngineArithmetic.norm
+    patch.setattr(TransformerEngineArithmetic, "norm", bare)
 
 
 @fault("a fused norm's backward drops the residual's gradient", fused_on_te)
 def te_residual_lost(run: SmallRun, patch: Patch) -> None:
-    real = Arithmetic.norm_backward
+    real = TransformerEngineArithmetic.norm_backward
     patch.setattr(
-        Arithmetic,
+        TransformerEngineArithmetic,
         "norm_backward",
         lambda self, *inputs, residual, **options: real(
             self, *inputs, residual=0 * residual, **options

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model import huggingface as model
-from pretrain.model.fused import activation_kernel, formulas
+from pretrain.model.fused import activation_kernel, formulas, rotary_kernel
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
@@ -51,6 +51,11 @@ ACTIVATION = SimpleNamespace(
     activate=formulas.activate,
     activate_backward=formulas.activate_backward,
     supports=activation_kernel.supports,
+)
+ROTARY = SimpleNamespace(
+    rotate=formulas.rotate,
+    rotate_backward=formulas.rotate_backward,
+    supports=rotary_kernel.supports,
 )
 Trained = tuple[list[float], dict[str, Tensor]]
 
@@ -89,7 +94,7 @@ def assemble(
     if fused:
         assert not_fused_because("auto", actives[0], "cuda", torch.bfloat16) is None
         arithmetic = choose_arithmetic(actives[0], "cuda", context)
-        arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=formulas, activation=ACTIVATION)
+        arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=ROTARY, activation=ACTIVATION)
         packed.fused = fuse(layers, decisions, arithmetic)
         assert not packed.fused.left_out
     for context.engine, engine_decisions in decisions.items():

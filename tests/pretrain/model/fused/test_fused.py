@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.model.fused.arithmetic import Arithmetic, Implementation
+from pretrain.model.fused.arithmetic import Arithmetic, KernelArithmetic
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import choose_arithmetic, fuse, not_fused_because, wrap_layers
 from pretrain.precision.product import PrecisionContext
@@ -55,22 +55,22 @@ def test_a_layer_that_cannot_be_fused_is_unchanged_and_reported(
 @pytest.mark.parametrize(
     ("setting", "device", "dtype", "implementation"),
     [
-        ("auto", "cuda", torch.bfloat16, Implementation.KERNELS),
-        ("on", "cuda", torch.bfloat16, Implementation.KERNELS),
+        ("auto", "cuda", torch.bfloat16, KernelArithmetic),
+        ("on", "cuda", torch.bfloat16, KernelArithmetic),
         ("auto", "cuda", torch.float32, None),
-        ("on", "cuda", torch.float32, Implementation.FORMULAS),
+        ("on", "cuda", torch.float32, Arithmetic),
         ("auto", "cpu", torch.bfloat16, None),
-        ("on", "cpu", torch.bfloat16, Implementation.FORMULAS),
+        ("on", "cpu", torch.bfloat16, Arithmetic),
     ],
 )
 def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
-    setting: Any, device: str, dtype: torch.dtype, implementation: Implementation | None
+    setting: Any, device: str, dtype: torch.dtype, implementation: type[Arithmetic] | None
 ) -> None:
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     active = ActivePrecision(name, PRECISIONS[name].with_options(LowPrecisionSettings()), "torch")
     reason = not_fused_because(setting, active, device, dtype)
     arithmetic = choose_arithmetic(active, device, PrecisionContext(None, dtype))
-    assert (None if reason else arithmetic.implementation) == implementation
+    assert (None if reason else type(arithmetic)) == implementation
 
 
 # ── Losses and gradients ──
