@@ -19,7 +19,7 @@ kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,6 +93,8 @@ class MicrobatchGraphs:
     # Map the key that `_replay` computes for a microbatch to the graph, the loss of the graph, the
     # buffers of the microbatch, and the buffer of the factor of the loss.
     captured: dict[Any, tuple[Any, Tensor, Microbatch, Tensor]] = field(default_factory=dict)
+    # The Gemms of the model, from the first capture on. Their new weights overwrite cached ones.
+    overwriting: Sequence[Gemm] = ()
 
     def compute(
         self, model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float
@@ -124,9 +126,11 @@ class MicrobatchGraphs:
         again and captures new graphs. Before the first capture, this method does nothing, because
         a step takes 0.2 s longer after its memory was returned to the driver.
         """
-        if Gemm.overwrites:
+        if self.captured or self.overwriting:
             self.captured.clear()
-            Gemm.overwrites = False
+            for gemm in self.overwriting:
+                gemm.overwrites = False
+            self.overwriting = ()
             torch.cuda.empty_cache()
 
     def _check_memory(self) -> None:
@@ -153,7 +157,9 @@ class MicrobatchGraphs:
         """Run the graph of a microbatch. Capture it first if it does not exist."""
         key = (model.context.engine, model.context.first_microbatch, batch.cu_seqlens.shape)
         if key not in self.captured:
-            Gemm.overwrites = True
+            self.overwriting = model.gemms
+            for gemm in self.overwriting:
+                gemm.overwrites = True
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
             factor = torch.empty((), device=accelerator.device)
             recorded = self.record(

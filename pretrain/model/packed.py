@@ -19,6 +19,7 @@ from pretrain.model.gradients import RankSums
 from pretrain.model.loss.head import LossHead
 from pretrain.model.routing import Routing
 from pretrain.model.sharding import Sharding
+from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings
 
@@ -72,6 +73,14 @@ class PackedLanguageModel(nn.Module):
         # needs no mask, because it is a document without labels.
         base_model: Any = hf.base_model
         base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
+
+    @property
+    def gemms(self) -> list[Gemm]:
+        """The Gemms of the model that may cache weights, of all engines."""
+        engines = self.context.engines
+        quantized = [gemm for engine in engines for gemm in engine.gemms.values()]
+        products = self.fused.products if self.fused else []
+        return [*quantized, *(product.plain for product in products)]
 
     def forward(
         self,

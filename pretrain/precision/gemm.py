@@ -2,9 +2,29 @@
 
 A linear layer has three products, called its GEMMs:
 
-    forward  y  = x w^T + b     x [tokens, in], w [out, in]
-    dgrad    dx = dy w          dy [tokens, out]
-    wgrad    dw = dy^T x        if the weight has the attribute `main_grad`, dw is added to it
+    forward  y  = x w^T + b     x [tokens, in], w [out, in]    sums along the features of x and w
+    dgrad    dx = dy w          dy [tokens, out]    sums along the features of dy and the rows of w
+    wgrad    dw = dy^T x        dw [out, in]                   sums along the rows of dy and x
+
+A training spends most of its time in these products. Tensor cores multiply FP8 numbers twice as
+fast as BF16 numbers, and FP4 numbers up to four times as fast. So the operands of each product are
+rounded to such a format, while the sums stay in FP32 and the weight itself stays in FP32 or BF16.
+A few bits can represent only values of similar magnitude. So an operand is divided by a scale that
+maps its largest magnitude to the largest number of the format. There is one scale for the tensor
+or for each block of values.
+
+    operand     products         rounded                     number format in FP8
+    x           forward, wgrad   in forward                  E4M3
+    w           forward, dgrad   once a step, then cached    E4M3
+    dy          dgrad, wgrad     in backward                 E5M2 or E4M3
+
+Each operand is used in two products, which sum along different axes. A block must lie along the
+axis of the sum, because the kernel multiplies by the scale once per block. So an operand with
+blocks is quantized twice, along its features and along its rows, unless its blocks are squares.
+Gradients have a wider range of magnitudes than activations, so they may have E5M2, with more bits
+for the exponent. docs/precision.md has a table of all formats.
+
+In wgrad, dw is added to the attribute `main_grad` of the weight, if the weight has it.
 
 A `Gemm` computes the three products of one layer in one precision. A `GemmEngine` creates the Gemms
 of a model and stores the state that they share. Both classes have two implementations, one for
@@ -21,7 +41,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,9 +64,6 @@ class Gemm(ABC):
 
     # False if the operands stay unquantized.
     quantizes: bool = True
-    # True if this process has CUDA graphs, which read quantized weights at fixed addresses. A new
-    # quantized weight then overwrites the cached one.
-    overwrites: ClassVar[bool] = False
     # The number of rows of each expert in a grouped product must be a multiple of this.
     row_multiple: int = grouped.ROW_MULTIPLE
 
@@ -60,6 +77,9 @@ class Gemm(ABC):
         self.members = members or (name,)
         # The quantized weight of the first microbatch, which the next microbatches of the step use.
         self.weight: Operand | None = None
+        # True if CUDA graphs read the cached weight at a fixed address. A newly quantized weight
+        # then overwrites the cached one.
+        self.overwrites = False
 
     def begin(self, x: Tensor) -> None:  # noqa: B027, an optional hook
         """Prepare a forward pass over `x` [tokens, in]. Called before the first `quantize`."""

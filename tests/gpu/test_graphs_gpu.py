@@ -29,7 +29,6 @@ from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.model.packed import PackedLanguageModel, compute_microbatch, forward_backward
 from pretrain.optimizer import adamw
 from pretrain.precision import transformer_engine
-from pretrain.precision.gemm import Gemm
 from pretrain.settings.recipe import OptimizerSettings
 from tests.golden.runs import tensors_of
 from tests.gpu.conftest import needs
@@ -49,13 +48,6 @@ PRECISIONS = {
     "current": ("current", "linear"),
     "block": ("block", "linear"),
 }
-
-
-@pytest.fixture(autouse=True)
-def overwriting() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gemm, "overwrites", False)
-        yield
 
 
 def step_of(number: int, length: int) -> StepBatches:

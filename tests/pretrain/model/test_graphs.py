@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from pretrain.model.graphs import SPARE, MicrobatchGraphs
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, compute_microbatch, forward_backward
 from pretrain.model.wrapping import convert, fuse, wrap_layers
-from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, VOCABULARY, build
@@ -92,13 +91,6 @@ def make_graphs(
 ) -> MicrobatchGraphs:
     """Return graphs of a device with 80 GiB, of which `free` bytes are free."""
     return MicrobatchGraphs(status, report, later_bytes, record, lambda: (free, 80 * GIB))
-
-
-@pytest.fixture(autouse=True)
-def overwriting() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gemm, "overwrites", False)
-        yield
 
 
 def assemble(kind: str, penalty: str | None = None) -> PackedLanguageModel:
@@ -251,11 +243,12 @@ def test_without_a_capture_auto_continues_and_on_stops(accelerator: Accelerator)
     expected = forward_backward(assemble("gpt2"), step, accelerator)
     reports: list[str] = []
     graphs = make_graphs("auto", reports.append, fail)
-    actual = forward_backward(assemble("gpt2"), step, accelerator, compute=graphs.compute)
+    packed = assemble("gpt2")
+    actual = forward_backward(packed, step, accelerator, compute=graphs.compute)
     assert actual == expected
     assert [report[:5] for report in reports] == ["on: 7", "off: "]
     assert graphs.status == reports[-1] == "off: operation not permitted when stream is capturing"
-    assert not Gemm.overwrites
+    assert packed.gemms and not any(gemm.overwrites for gemm in packed.gemms)
     required = make_graphs("on", pytest.fail, fail)
     with pytest.raises(InputError, match=r"`model\.cuda_graphs: on` is impossible.* not permitted"):
         forward_backward(assemble("gpt2"), step, accelerator, compute=required.compute)
