@@ -258,9 +258,9 @@ def train(run: Run) -> int:
         # `train_on` returns after each rollback. The loop then opens the batches again, because a
         # rollback changes the packs of the following steps.
         while not run.state.finished:
-            with run.job.batches(run.accelerator, run.state.shift).steps(
-                *run.state.data_steps
-            ) as steps:
+            steps_left = run.state.steps - run.state.step
+            batches = run.job.batches(run.accelerator)
+            with batches.steps(run.state.place, steps_left) as steps:
                 stopped_by = train_on(run, steps, stop)
             if stopped_by:
                 return stopped_by

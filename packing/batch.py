@@ -76,7 +76,7 @@ class StepBatches:
     sum_squared_lengths: int
     # Metrics after this step (`Order.figures`), such as `epoch`.
     figures: dict[str, float] = field(default_factory=dict)
-    # Indices of the step's packs in the endless stream of packs (see `Order`), over all ranks.
+    # Places of the step's packs in the endless stream of packs (see `Order`), over all ranks.
     places: range = range(0)
 
 
@@ -283,9 +283,9 @@ class Batching:
 
 @dataclass(frozen=True)
 class BatchStream(Batching):
-    """The batches of one rank, accessed by the number of the step.
+    """The batches of one rank, accessed by the place of a step's first pack.
 
-    `step(n)` is a pure function, so a run that resumes at step n gets the same tensors as an
+    `step(place)` is a pure function, so a run that resumes at a place gets the same tensors as an
     uninterrupted run. If the packs of a step do not fill the microbatches of all ranks, blank packs
     are added. Blank packs have no labels, so they change neither losses nor gradients. A step has
     at least as many packs as there are ranks, so the first microbatch of every rank has a pack that
@@ -294,10 +294,12 @@ class BatchStream(Batching):
 
     packs: Packs
     order: Order
+    packs_per_step: int
 
-    def step(self, number: int) -> StepBatches:
-        """Return the batches of step `number`, counted from 0."""
-        indices = self.order.packs_of_step(number).tolist()
+    def step(self, place: int) -> StepBatches:
+        """Return the batches of the step whose first pack is at `place`."""
+        places = range(place, place + self.packs_per_step)
+        indices = self.order.packs_at(places).tolist()
         packs = [self.packs[index] for index in indices]
         squares = [sum_of_squares(pack.lengths) for pack in packs]
         microbatches = -(-len(indices) // (self.world_size * self.microbatch))
@@ -316,17 +318,18 @@ class BatchStream(Batching):
                 for pack in packs
             ),
             sum_squared_lengths=sum(squares),
-            figures=self.order.figures(number + 1),
-            places=self.order.places_of_step(number),
+            figures=self.order.figures(places.stop),
+            places=places,
         )
 
-    def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
-        """Return an iterator over the batches of steps `start` to `stop` (exclusive).
+    def steps(self, place: int, count: int) -> Prefetch[StepBatches]:
+        """Return an iterator over the batches of `count` steps. The first pack is at `place`.
 
         A thread builds the batches in advance. Use the iterator in a `with` statement, so that the
         thread ends.
         """
-        return Prefetch(self.step, range(start, stop), self.pin_memory, self.order.stop_waiting)
+        places = range(place, place + count * self.packs_per_step, self.packs_per_step)
+        return Prefetch(self.step, places, self.pin_memory, self.order.stop_waiting)
 
 
 def read_pack(

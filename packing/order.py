@@ -1,11 +1,12 @@
-"""Select the packs of each step, and the packs of each rank in a step, by pure functions.
+"""Select the pack at each place of the data, and the packs of each rank, by pure functions.
 
 The packs of a training form an endless stream. A place is an index in this stream. Each place
 belongs to one source, so that every source gets its share of the tokens. A source repeats its packs
 epoch after epoch, in another order each time. The order of an epoch is a permutation that directly
-gives the pack at any place. So a run can resume from the number of its step alone, and the packs of
-a step do not depend on the number of processes. Pseudo-random numbers are computed here by integer
-arithmetic, because the random generator of a library may change between versions.
+gives the pack at any place. So the position of a run in its data is one number: the place of the
+next pack. The packs of a step do not depend on the number of processes. Pseudo-random numbers are
+computed here by integer arithmetic, because the random generator of a library may change between
+versions.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Order:
-    """The endless stream of packs, divided into steps.
+    """The order of the packs in the endless stream.
 
     Packs are numbered source by source: first all packs of the first source, then all packs of the
     second source, and so on. Within an epoch of a source, no pack is dropped or repeated. A step
@@ -114,24 +115,14 @@ class Order:
     """
 
     mixture: Mixture
-    packs_per_step: int
     seed: int
-    # Place of step 0 in the stream if all steps had `packs_per_step` packs. It is 0, unless the
-    # number of packs per step has changed during the training. It is negative if earlier steps had
-    # fewer packs.
-    shift: int = 0
 
-    def places_of_step(self, step: int) -> range:
-        """Return the places of a step in the stream. Steps count from 0."""
-        first = step * self.packs_per_step + self.shift
-        return range(first, first + self.packs_per_step)
-
-    def packs_of_step(self, step: int) -> np.ndarray:
-        """Return the indices of a step's packs, in stream order: [packs_per_step] int64."""
-        places = np.array(self.places_of_step(step), np.int64)
-        before = self.mixture.packs_before(places)
-        after = self.mixture.packs_before(places + 1)
-        packs = np.empty_like(places)
+    def packs_at(self, places: range) -> np.ndarray:
+        """Return the index of the pack at each of `places`, as an int64 array."""
+        ordered = np.array(places, np.int64)
+        before = self.mixture.packs_before(ordered)
+        after = self.mixture.packs_before(ordered + 1)
+        packs = np.empty_like(ordered)
         for number in range(len(before)):
             # Indices in `places` of the places that belong to this source.
             indices = np.flatnonzero(after[number] > before[number])
@@ -159,22 +150,21 @@ class Order:
     def stop_waiting(self) -> None:
         """Do nothing, because all packs exist and no thread waits. `StreamOrder` overrides this."""
 
-    def epochs(self, step: int) -> dict[str, float]:
-        """Map the name of each source to the number of its epochs before `step`."""
-        return self.mixture.epochs(self.places_of_step(step).start)
+    def epochs(self, place: int) -> dict[str, float]:
+        """Map the name of each source to the number of its epochs before `place`."""
+        return self.mixture.epochs(place)
 
-    def figures(self, step: int) -> dict[str, float]:
-        """Return the metrics of the order after `step` steps, by name.
+    def figures(self, place: int) -> dict[str, float]:
+        """Return the metrics of a run that has read all packs before `place`, by name.
 
-        The metric `epoch` is the number of packs before `step`, divided by the number of packs in
-        all sources. If there are several sources, the dict also has the number of epochs and the
-        share of tokens of each source.
+        The metric `epoch` is `place` divided by the number of packs in all sources. If there are
+        several sources, the dict also has the number of epochs and the share of tokens of each
+        source.
         """
-        place = self.places_of_step(step).start
         figures = {"epoch": place / sum(self.mixture.counts)}
         if self.mixture.names != ("",):
             shares = self.mixture.shares(place)
-            figures |= {f"epoch/{name}": epoch for name, epoch in self.epochs(step).items()}
+            figures |= {f"epoch/{name}": epoch for name, epoch in self.epochs(place).items()}
             figures |= {f"share/{name}": share for name, share in shares.items()}
         return figures
 

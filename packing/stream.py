@@ -302,8 +302,8 @@ class StreamedPacks(Packs):
     """The packs of one or several streamed sources.
 
     Pack n of source s has the index n * S + s, where S is the number of sources. Before the packs
-    of a step are read, call `packs_of_step` of the `StreamOrder` that `order_of` returns. This
-    call waits until the packs exist.
+    of a step are read, call `packs_at` of the `StreamOrder` that `order_of` returns. This call
+    waits until the packs exist.
     """
 
     def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
@@ -389,10 +389,10 @@ class StreamedPacks(Packs):
 
 @dataclass(frozen=True)
 class StreamOrder(Order):
-    """Order of packs that are made while the run trains. `packs_of_step` waits for the packs."""
+    """Order of packs that are made while the run trains. `packs_at` waits for the packs."""
 
-    packs: StreamedPacks = field(kw_only=True)
-    _stopped: threading.Event = field(default_factory=threading.Event, kw_only=True)
+    packs: StreamedPacks
+    _stopped: threading.Event = field(default_factory=threading.Event)
 
     def stop_waiting(self) -> None:
         """Make a thread that waits for a part raise InputError."""
@@ -431,36 +431,36 @@ class StreamOrder(Order):
             done += len(within)
         return packs * len(self.packs.sources) + number
 
-    def epochs(self, step: int) -> dict[str, float]:
-        """Map each source's name to the number of times that the source has ended before `step`."""
-        return {name: float(part.after.epoch) for name, part in self._parts_before(step).items()}
+    def epochs(self, place: int) -> dict[str, float]:
+        """Map each source's name to the number of times that it has ended before `place`."""
+        return {name: float(part.after.epoch) for name, part in self._parts_before(place).items()}
 
-    def figures(self, step: int) -> dict[str, float]:
-        """Return the metrics of the order after `step` steps, by name.
+    def figures(self, place: int) -> dict[str, float]:
+        """Return the metrics of a run that has read all packs before `place`, by name.
 
         The metric `epoch` is the smallest number of completed epochs of a source. The dict also has
         the number of each source's current part.
         """
-        figures = super().figures(step) | {"epoch": min(self.epochs(step).values())}
-        for name, part in self._parts_before(step).items():
+        figures = super().figures(place) | {"epoch": min(self.epochs(place).values())}
+        for name, part in self._parts_before(place).items():
             figures[f"part/{name}" if name else "part"] = part.start.number
         return figures
 
-    def _parts_before(self, step: int) -> dict[str, Part]:
-        """Map each source's name to the part that has the source's last pack before `step`.
+    def _parts_before(self, place: int) -> dict[str, Part]:
+        """Map each source's name to the part that has the source's last pack before `place`.
 
         Before the source's first pack, this is its first part.
         """
-        counts = self.mixture.packs_before(self.places_of_step(step).start)
+        counts = self.mixture.packs_before(place)
         return {
             name: source.part_of(max(int(count) - 1, 0), self._wait)
             for (name, source), count in zip(self.packs.sources.items(), counts, strict=True)
         }
 
 
-def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
-    """Return the reading order of `packs`. Arguments are as in `Order`."""
+def order_of(packs: Packs, seed: int) -> Order:
+    """Return the reading order of `packs`."""
     if isinstance(packs, StreamedPacks):
-        return StreamOrder(packs.mixture, packs_per_step, seed, shift, packs=packs)
+        return StreamOrder(packs.mixture, seed, packs)
     mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
-    return Order(mixture, packs_per_step, seed, shift)
+    return Order(mixture, seed)

@@ -86,7 +86,8 @@ class Task:
         packs = open_packs(data, "train")
         return BatchStream(
             packs,
-            order_of(packs, self.recipe.batch.tokens // data.length, self.recipe.seed),
+            order_of(packs, self.recipe.seed),
+            self.recipe.batch.tokens // data.length,
             microbatch=microbatch,
             rank=rank,
             world_size=world_size,

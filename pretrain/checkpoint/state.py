@@ -15,7 +15,7 @@ class TrainState:
     """Counters of a run between two optimizer steps.
 
     The learning rate and the random numbers of a step depend on `step` alone. The packs of a step
-    depend on `step`, `left_out` and `shift`.
+    depend on `place` alone.
     """
 
     # Horizon: the run is finished when `step` reaches this number.
@@ -30,25 +30,14 @@ class TrainState:
     skipped_steps: int = 0
     # Number of steps that rollbacks have discarded. The packs of these steps are not used again.
     left_out: int = 0
-    # Offset of the data in packs, relative to step * packs_per_step. It is not zero if the number
-    # of packs per step has changed in the history of the run. It may be negative.
-    shift: int = 0
-    # Place of the next step's first pack in the endless stream of packs (see `packing.order`).
+    # Position in the data: the place of the next step's first pack in the endless stream of packs
+    # (see `packing.order`). A pack has `data.length` tokens.
     place: int = 0
 
     @property
     def finished(self) -> bool:
         """Return True if the run has reached its horizon."""
         return self.step >= self.steps
-
-    @property
-    def data_steps(self) -> tuple[int, int]:
-        """Return the range (first, end) of the steps that are still to be trained, without `end`.
-
-        The steps are counted in the stream of packs. So both numbers include `left_out`, because
-        the packs of discarded steps are not used again.
-        """
-        return self.step + self.left_out, self.steps + self.left_out
 
     def advance(self, *, tokens: int, valid_tokens: int, place: int, skipped: bool = False) -> None:
         """Add one step to the counters.

@@ -390,7 +390,7 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
     packs = cast(Packs, open_packs(recipe.data, "train"))
     # Check that the held-out packs can be used.
     open_packs(recipe.data, "held_out")
-    mixture = order_of(packs, 1, recipe.seed).mixture
+    mixture = order_of(packs, recipe.seed).mixture
     # Number of packs, counted over all sources, until one source has no unused pack left.
     sources = zip(mixture.counts, mixture.share_of_packs, strict=True)
     used_up = min(number / share for number, share in sources)

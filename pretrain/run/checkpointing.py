@@ -209,8 +209,7 @@ def restore(
     Returns the counters of the run, and notes for the user. All ranks must call this function. The
     caller must call `Checkpoints.abandon_newer` afterwards.
     """
-    data_position = {"shift": source.shift(job), "place": source.place(job)}
-    state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | data_position)
+    state = source.state(job)
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
@@ -393,7 +392,6 @@ def roll_back(run: Run, reason: str | None) -> None:
     run.state = replace(
         run.state,
         left_out=judged.left_out + judged.step - step,
-        shift=judged.shift,
         place=judged.place,
     )
     resume_precision(run, source)

@@ -135,17 +135,16 @@ class Job:
             | self.source_config
         )
 
-    def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
+    def batches(self, accelerator: Accelerator) -> BatchStream:
         """Return the training batches of this rank. Any step can be read.
 
-        shift: `TrainState.shift`.
-
-        The batches depend only on the recipe, the packs, the launch's ranks, and `shift`.
+        The batches depend only on the recipe, the packs, and the launch's ranks.
         """
         packs = self.data.train
         return BatchStream(
             packs=packs,
-            order=order_of(packs, self.plan.packs_per_step, self.recipe.seed, shift),
+            order=order_of(packs, self.recipe.seed),
+            packs_per_step=self.plan.packs_per_step,
             **self.batching(accelerator),
         )
 

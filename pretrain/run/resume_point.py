@@ -21,7 +21,7 @@ from foundation.reading import load_object
 from foundation.settings import parse
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import MANIFEST, STATE, newest_in, step_folders
-from pretrain.checkpoint.state import NO_PAST, changed_keys
+from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_run
@@ -67,7 +67,7 @@ class ResumePoint:
         A branch starts with all counters at zero. It only takes over the recent losses, which are
         needed to find spikes.
         """
-        saved = dict(self.record["health"])
+        saved = self.record["health"]
         if self.is_branch:
             return HealthState(losses=saved["losses"])
         # Earlier checkpoints have this key: the step of a switch to BF16, or null.
@@ -97,24 +97,16 @@ class ResumePoint:
         """
         if self.is_of_another_stream(job):
             return 0
-        identity = self.record["identity"]
-        progress = self.record["progress"]
-        place = progress.get("place")
-        if place is None:
-            # Checkpoints of earlier versions store only the counters of steps.
-            packs_per_step = identity["batch.tokens"] // identity["data.length"]
-            place = self._data_steps * packs_per_step + progress["shift"]
+        tokens = self.record["progress"]["place"] * self.record["identity"]["data.length"]
         # Round up, so that no token is read twice.
-        return -(-(place * identity["data.length"]) // job.recipe.data.length)
+        return -(-tokens // job.recipe.data.length)
 
-    def shift(self, job: Job) -> int:
-        """Return the value of `TrainState.shift` that lets the next step start at `place`."""
-        return self.place(job) - self._data_steps * job.plan.packs_per_step
-
-    @property
-    def _data_steps(self) -> int:
-        """Return the number of steps whose packs were trained on or were skipped by rollbacks."""
-        return self.record["progress"]["step"] + self.record["progress"]["left_out"]
+    def state(self, job: Job) -> TrainState:
+        """Return the counters with which the run continues."""
+        progress = dict(self.record["progress"])
+        # Earlier checkpoints have this key. `place` contains its value.
+        progress.pop("shift", None)
+        return TrainState(**progress | {"steps": job.plan.steps, "place": self.place(job)})
 
 
 def where_to_resume(

@@ -363,11 +363,12 @@ def _compare_first_step(run: Run) -> Parity | str:
             "batch", microbatch=math.gcd(job.plan.expected_microbatch, PARITY_MICROBATCH)
         )
     batches = job.batches(accelerator)
+    first_step = batches.step(0)
     return check_parity(
         model,
         run.assembly.optimizer,
-        batches.step(0),
-        [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()],
+        first_step,
+        [batches.packs[index] for index in batches.order.packs_at(first_step.places).tolist()],
         run.precision.current.active,
         accelerator,
         held_out_loss=lambda microbatches: figures_of(

@@ -77,8 +77,8 @@ def wait_for_packs(run: Run, steps: Prefetch[StepBatches], stop_code: Callable[[
     stream = run.job.data.stream
     if stream is None:
         return 0
-    order = run.job.batches(run.accelerator, run.state.shift).order
-    stream.advance_to(order.places_of_step(run.state.data_steps[0]))
+    place = run.state.place
+    stream.advance_to(range(place, place + run.job.plan.packs_per_step))
     with run.console.progress("waiting for packs"):
         # `steps.ready` is also true if the packs cannot be made. Then `stop_code()` is above 0.
         while largest_over_ranks(

@@ -5,8 +5,6 @@ benchmarks/kill_resume.py kills runs under `accelerate launch` at random moments
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -17,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from foundation.files import hash_of
-from pretrain.checkpoint.state import TrainState
+from packing.batch import BatchStream
 from pretrain.run import checkpointing
 from pretrain.run.assembly import Assembly
-from pretrain.run.resume_point import ResumePoint
 from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
@@ -304,15 +300,14 @@ def flip_a_bit(assembly: Assembly) -> None:
     assembly.tensors["transformer.ln_f.bias"].data.view(torch.int16)[0] ^= 1
 
 
-def repeat_a_pack(patch: pytest.MonkeyPatch) -> None:
-    shift = ResumePoint.shift
-    patch.setattr(ResumePoint, "shift", lambda source, job: shift(source, job) - 1)
+def begin_later(packs: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Make a fault that reads packs `packs` places after the run's place, or before it."""
+    steps = BatchStream.steps
 
+    def moved(batches: BatchStream, place: int, count: int) -> Any:
+        return steps(batches, place + packs, count)
 
-def skip_a_step(patch: pytest.MonkeyPatch) -> None:
-    steps = TrainState.data_steps.fget
-    later = property(lambda state: tuple(step + 1 for step in steps(state)))
-    patch.setattr(TrainState, "data_steps", later)
+    return lambda patch: patch.setattr(BatchStream, "steps", moved)
 
 
 FAULTS = {
@@ -324,11 +319,11 @@ FAULTS = {
         "amax_history",
     ),
     "a pack is repeated": (
-        repeat_a_pack,
+        begin_later(-1),
         "packs begin at position 15 in the order of packs, not at 16",
     ),
     "a step is skipped": (
-        skip_a_step,
+        begin_later(8),
         "packs begin at position 24 in the order of packs, not at 16",
     ),
 }
@@ -366,27 +361,3 @@ def test_a_resume_from_anything_but_what_was_saved_stops(
     resumed = run(*LOW, "--resume", str(low / "checkpoints/step-00000002"))
     assert resumed.status == 3, resumed.output
     assert re.search(line, resumed.err), resumed.output
-
-
-def test_a_checkpoint_without_checksums_is_resumed(
-    alone: Finished,
-    copied: Callable,
-    run: Callable,
-) -> None:
-    folder = copied(8, STEPS) / "checkpoints/step-00000004"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    state = json.loads((folder / "state.json").read_text())
-    for kind in ("model", "optimizer"):
-        assert all(entry.pop("weighted_sum") for entry in manifest[kind].values())
-    assert state["progress"].pop("place") == 4 * 8
-    (folder / "state.json").write_text(json.dumps(state))
-    for record in manifest["files"]:
-        content = (folder / record["name"]).read_bytes()
-        record["size"] = len(content)
-        record["hashes"] = {"sha256": hashlib.sha256(content).hexdigest()}
-    del manifest["sha256"]
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
-    finished = run()
-    assert finished.status == 0, finished.output
-    assert "at step 4" in finished.output, finished.output
-    assert outcome(finished) == outcome(alone)

@@ -96,10 +96,10 @@ def stream(
     world_size: int = 1,
     **options,
 ) -> BatchStream:
-    order = Order(Mixture.alone(len(packs)), per_step, seed=11)
     return BatchStream(
         packs,
-        order,
+        Order(Mixture.alone(len(packs)), seed=11),
+        per_step,
         microbatch=microbatch,
         rank=rank,
         world_size=world_size,
@@ -198,9 +198,10 @@ def test_any_number_of_ranks_trains_on_the_same_packs(per_step, mask_boundaries)
     No rank starts with blanks, because the first microbatch is observed.
     """
     packs = packs_of_text()
-    order = Order(Mixture.alone(len(packs)), per_step, seed=11)
-    for number, world_size in itertools.product((0, 5), (1, 2, 3, 5, 8)):
-        expected = Counter(order.packs_of_step(number).tolist())
+    order = Order(Mixture.alone(len(packs)), seed=11)
+    for place, world_size in itertools.product((0, 81), (1, 2, 3, 5, 8)):
+        places = range(place, place + per_step)
+        expected = Counter(order.packs_at(places).tolist())
         squares = sum(
             size**2 for index in expected.elements() for size in packs.packs[index].lengths.tolist()
         )
@@ -211,7 +212,7 @@ def test_any_number_of_ranks_trains_on_the_same_packs(per_step, mask_boundaries)
                 "world_size": world_size,
                 "mask_boundaries": mask_boundaries,
             }
-            steps = [stream(packs, rank=rank, **options).step(number) for rank in range(world_size)]
+            steps = [stream(packs, rank=rank, **options).step(place) for rank in range(world_size)]
             assert {len(step.microbatches) for step in steps} == {
                 -(-per_step // (world_size * microbatch))
             }
@@ -230,8 +231,8 @@ def test_any_number_of_ranks_trains_on_the_same_packs(per_step, mask_boundaries)
             for step in steps:
                 assert (step.tokens, step.sum_squared_lengths) == (per_step * LENGTH, squares)
                 assert step.valid_tokens == sum(part.valid_tokens for part in parts)
-                assert step.figures["epoch"] == per_step * (number + 1) / len(packs)
-                assert step.places == range(per_step * number, per_step * (number + 1))
+                assert step.figures["epoch"] == places.stop / len(packs)
+                assert step.places == places
 
 
 def test_prefetched_and_resumed_steps_have_identical_tensors():
@@ -239,15 +240,17 @@ def test_prefetched_and_resumed_steps_have_identical_tensors():
     with batches.steps(0, 9) as steps:
         prefetched = list(steps)
     assert len(prefetched) == 9
-    assert all(same_step(step, batches.step(number)) for number, step in enumerate(prefetched))
-    with stream(packs_of_text(), rank=1, world_size=2).steps(4, 9) as resumed:
+    assert all(same_step(step, batches.step(8 * number)) for number, step in enumerate(prefetched))
+    with stream(packs_of_text(), rank=1, world_size=2).steps(4 * 8, 5) as resumed:
         assert all(same_step(a, b) for a, b in zip(resumed, prefetched[4:], strict=True))
 
 
 def test_an_exception_of_the_thread_is_raised_in_its_step():
     packs = packs_of_text()
     bad_step = 2
-    bad = int(Order(Mixture.alone(len(packs)), 8, 11).packs_of_step(bad_step)[3])
+    bad = int(
+        Order(Mixture.alone(len(packs)), 11).packs_at(range(8 * bad_step, 8 * bad_step + 8))[3]
+    )
     packs.packs = [
         Pack(np.full(LENGTH, 10**6, np.uint32), p.lengths) if i == bad else p
         for i, p in enumerate(packs.packs)
@@ -334,4 +337,4 @@ def test_tokens_and_positions_beyond_the_model_are_rejected():
         with pytest.raises(InputError, match=message):
             evaluated(beyond, **options, **limits)
         with pytest.raises(InputError, match=message):
-            BatchStream(beyond, Order(Mixture.alone(1), 1, 0), **options, **limits).step(0)
+            BatchStream(beyond, Order(Mixture.alone(1), 0), 1, **options, **limits).step(0)

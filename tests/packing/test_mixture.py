@@ -71,15 +71,15 @@ def test_sources_are_prepared_separately_and_mixed_by_weight(
     )
     assert read_manifest(data.packs / "web")["settings"]["source"] == values["sources"][0]["source"]
 
-    order = order_of(packs, 10, seed=3)
-    steps = 3 * len(packs) // 10
+    order = order_of(packs, seed=3)
+    count = 3 * len(packs)
     tokens = {name: 0 for name in packs.by_source}
-    for index in np.concatenate([order.packs_of_step(step) for step in range(steps)]).tolist():
+    for index in order.packs_at(range(count)).tolist():
         tokens["web" if index < len(packs.by_source["web"]) else "short"] += int(
             packs[index].lengths.sum()
         )
     assert tokens["web"] / sum(tokens.values()) == pytest.approx(0.7, abs=0.01)
-    figures = order.figures(steps)
+    figures = order.figures(count)
     assert (
         figures["share/web"] == pytest.approx(0.7, abs=0.005)
         and figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]

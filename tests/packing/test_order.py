@@ -55,33 +55,17 @@ def test_the_order_never_changes_between_versions():
     # Recorded values. Other values would make every saved run resume with other data.
     assert permute(np.arange(10), 10, 42).tolist() == [0, 2, 7, 3, 9, 4, 6, 5, 1, 8]
     assert permute(np.arange(6), 5000, 2**63).tolist() == [77, 1511, 4776, 2595, 1733, 3500]
-    assert Order(Mixture.alone(1000), 6, seed=42).packs_of_step(0).tolist() == [
-        290,
-        894,
-        144,
-        929,
-        126,
-        638,
-    ]
-    assert Order(Mixture.alone(1000), 6, seed=42).packs_of_step(166).tolist() == [
-        242,
-        149,
-        344,
-        546,
-        852,
-        210,
-    ]
-    mixture = Mixture(("a", "b"), (10, 4), (0.7, 0.3), (64.0, 64.0))
-    assert Order(mixture, 6, 42).packs_of_step(0).tolist() == [10, 0, 8, 13, 4, 5]
-    assert Order(mixture, 6, 42).packs_of_step(50).tolist() == [1, 3, 7, 11, 2, 4]
+    alone = Order(Mixture.alone(1000), seed=42)
+    assert alone.packs_at(range(6)).tolist() == [290, 894, 144, 929, 126, 638]
+    assert alone.packs_at(range(996, 1002)).tolist() == [242, 149, 344, 546, 852, 210]
+    mixed = Order(Mixture(("a", "b"), (10, 4), (0.7, 0.3), (64.0, 64.0)), seed=42)
+    assert mixed.packs_at(range(6)).tolist() == [10, 0, 8, 13, 4, 5]
+    assert mixed.packs_at(range(300, 306)).tolist() == [1, 3, 7, 11, 2, 4]
 
 
-@given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 2**63), st.integers(1, 4))
-def test_an_epoch_has_every_pack_once(packs, per_step, seed, epochs):
-    order = Order(Mixture.alone(packs), per_step, seed)
-    stream = np.concatenate(
-        [order.packs_of_step(n) for n in range(math.ceil(epochs * packs / per_step))]
-    )
+@given(st.integers(1, 60), st.integers(0, 2**63), st.integers(1, 4))
+def test_an_epoch_has_every_pack_once(packs, seed, epochs):
+    stream = Order(Mixture.alone(packs), seed).packs_at(range(epochs * packs))
     for epoch in range(epochs):
         np.testing.assert_array_equal(
             np.sort(stream[epoch * packs : (epoch + 1) * packs]), np.arange(packs)
@@ -134,35 +118,6 @@ def test_spread_is_near_the_best_of_all_assignments(shape, data):
     assert max(totals(costs, spread(costs, 1, bins))) <= 4 / 3 * best
 
 
-@given(
-    counts=st.lists(st.integers(1, 50), min_size=1, max_size=3),
-    before=st.integers(1, 20),
-    now=st.integers(1, 20),
-    steps=st.integers(0, 9),
-    seed=st.integers(0, 2**64 - 1),
-)
-def test_steps_of_another_size_continue_at_the_same_place(counts, before, now, steps, seed):
-    """The packs are the same as with one pack per step, without repetition or omission."""
-    mixture = Mixture.alone(counts[0])
-    if len(counts) > 1:
-        names = tuple("abc"[: len(counts)])
-        shares = tuple(1 / len(counts) for _ in counts)
-        mixture = Mixture(names, tuple(counts), shares, (1.0,) * len(counts))
-    one = Order(mixture, 1, seed)
-    shift = steps * (before - now)
-    shifted = Order(mixture, now, seed, shift)
-    packs = [
-        pack for step in range(steps, steps + 3) for pack in shifted.packs_of_step(step).tolist()
-    ]
-    first = steps * before
-    assert packs == [one.packs_of_step(place)[0] for place in range(first, first + 3 * now)]
-    assert (
-        shifted.figures(steps)["epoch"]
-        == Order(mixture, before, seed).figures(steps)["epoch"]
-        == first / sum(counts)
-    )
-
-
 @st.composite
 def mixtures(draw: st.DrawFn) -> Mixture:
     count = draw(st.integers(1, 4))
@@ -175,13 +130,21 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     )
 
 
-@given(mixtures(), st.integers(1, 9), st.integers(0, 5))
-def test_sources_have_their_shares_and_epochs_have_all_packs(
-    mixture: Mixture, per_step: int, seed: int
+@given(mixtures(), st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(0, 40))
+def test_the_pack_at_a_place_does_not_depend_on_the_step(
+    mixture: Mixture, seed: int, first: int, count: int
 ) -> None:
-    stream = Order(mixture, 300, seed).packs_of_step(0)
-    steps = [Order(mixture, per_step, seed).packs_of_step(step) for step in range(3)]
-    assert np.concatenate(steps).tolist() == stream[: 3 * per_step].tolist()
+    order = Order(mixture, seed)
+    places = range(first, first + count)
+    assert order.packs_at(places).tolist() == [
+        int(order.packs_at(range(place, place + 1))[0]) for place in places
+    ]
+    assert order.figures(first)["epoch"] == first / sum(mixture.counts)
+
+
+@given(mixtures(), st.integers(0, 5))
+def test_sources_have_their_shares_and_epochs_have_all_packs(mixture: Mixture, seed: int) -> None:
+    stream = Order(mixture, seed).packs_at(range(300))
     firsts = np.cumsum([0, *mixture.counts])
     source = np.searchsorted(firsts, stream, "right") - 1
     tokens = np.cumsum(np.eye(len(mixture.names))[source] * mixture.tokens_per_pack, axis=0)

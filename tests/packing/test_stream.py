@@ -143,14 +143,19 @@ def steps(
     packs: StreamedPacks, first: int, last: int, *, ahead: InProcessPacker | None = None
 ) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
     """Yield the packs of each step, and the record of a checkpoint after it."""
-    order = order_of(packs, STEP, seed=3)
+    order = order_of(packs, seed=3)
     for number in range(first, last):
-        packs.advance_to(order.places_of_step(number))
+        packs.advance_to(places_of(number))
         if ahead:
             ahead.run_ahead()
-        read = [packs[index].input_ids.tobytes() for index in order.packs_of_step(number).tolist()]
-        packs.advance_to(order.places_of_step(number + 1))
+        read = [packs[i].input_ids.tobytes() for i in order.packs_at(places_of(number)).tolist()]
+        packs.advance_to(places_of(number + 1))
         yield read, json.loads(json.dumps(packs.record))
+
+
+def places_of(step: int) -> range:
+    """Return the places of the packs of a step of STEP packs."""
+    return range(step * STEP, (step + 1) * STEP)
 
 
 def part_folders(packs: Path) -> list[Path]:
@@ -208,11 +213,11 @@ def test_held_out_documents_are_not_trained_on_in_later_epochs(
     trained: set[tuple[int, ...]] = set()
     with InProcessPacker(data) as packer:
         packs = packed_by(packer, data)
-        order = order_of(packs, 1, seed=1)
-        for step in itertools.count():
-            packs.advance_to(order.places_of_step(step))
-            pack = packs[int(order.packs_of_step(step)[0])]
-            epoch = int(order.figures(step + 1)["epoch"])
+        order = order_of(packs, seed=1)
+        for place in itertools.count():
+            packs.advance_to(range(place, place + 1))
+            pack = packs[int(order.packs_at(range(place, place + 1))[0])]
+            epoch = int(order.figures(place + 1)["epoch"])
             if epoch == len(epochs):
                 break
             epochs[epoch].append(pack.input_ids.tobytes())
@@ -322,15 +327,16 @@ def test_a_packer_process_makes_parts_and_reports_its_end(
         with pytest.raises(InputError, match=r"another run, process \d+"):
             PackerProcess(streamed_settings, packs.position)
         packs.packer = packer
-        order = order_of(packs, STEP, 3)
-        packs.advance_to(order.places_of_step(0))
-        assert len(order.packs_of_step(30)) == STEP
-        assert order.figures(30)["share/web"] == pytest.approx(0.7, abs=0.05)
-        assert "part/web" in order.figures(30)
+        order = order_of(packs, 3)
+        packs.advance_to(places_of(0))
+        assert len(order.packs_at(places_of(30))) == STEP
+        figures = order.figures(places_of(30).start)
+        assert figures["share/web"] == pytest.approx(0.7, abs=0.05)
+        assert "part/web" in figures
         packer.process.kill()
         packer.process.wait()
         with pytest.raises(InputError, match="the packer of the stream has ended with signal 9"):
-            order.packs_of_step(10**4)
+            order.packs_at(places_of(10**4))
 
 
 def test_a_packers_error_is_the_runs_error(values: dict[str, Any], tmp_path: Path) -> None:
@@ -339,17 +345,17 @@ def test_a_packers_error_is_the_runs_error(values: dict[str, Any], tmp_path: Pat
     data = streamed(values | {"source": str(bad)}, tmp_path / "packs")
     packs = open_packs(data, "train")
     with PackerProcess(data, packs.position) as packs.packer:
-        order = order_of(packs, STEP, 3)
+        order = order_of(packs, 3)
         with pytest.raises(InputError, match=r"^\S+bad\.jsonl:\d+: no column `text`"):
-            order.packs_of_step(10**4)
+            order.packs_at(places_of(10**4))
 
 
 def test_a_thread_that_waits_for_a_part_can_be_stopped(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
-    order = order_of(open_packs(streamed(values, tmp_path / "packs"), "train"), STEP, 3)
+    order = order_of(open_packs(streamed(values, tmp_path / "packs"), "train"), 3)
     with ThreadPoolExecutor(1) as thread:
-        packs = thread.submit(order.packs_of_step, 10**4)
+        packs = thread.submit(order.packs_at, places_of(10**4))
         order.stop_waiting()
         with pytest.raises(InputError, match="has stopped waiting for packs"):
             packs.result()

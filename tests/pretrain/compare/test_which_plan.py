@@ -138,7 +138,7 @@ def test_an_epoch_ends_when_one_source_is_used_up(
     small_recipe["data"] |= {"packs": str(tmp_path / "mixed"), "sources": sources}
     recipe = load_recipe(write_recipe(small_recipe, tmp_path))
     steps = which.steps_in_an_epoch(recipe)
-    order = order_of(open_packs(recipe.data, "train"), 1, recipe.seed)
+    order = order_of(open_packs(recipe.data, "train"), recipe.seed)
     assert steps == 160 and order.figures(steps)["epoch/code"] == 1
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.state import TrainState
 from pretrain.optimizer.schedule import learning_rate
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.run.resume_point import (
@@ -48,7 +49,7 @@ def record_of(
     step: int, steps: int = 12, schedule: ScheduleSettings = CONSTANT, **identity: Any
 ) -> dict[str, Any]:
     """Return the content of state.json after `step` of `steps` steps of 1,024 tokens."""
-    progress = {"step": step, "steps": steps, "tokens": 1024 * step, "left_out": 0, "shift": 0}
+    progress = {"step": step, "steps": steps, "tokens": 1024 * step, "left_out": 0}
     return {
         "progress": progress | {"place": 4 * step},
         "health": {"losses": [2.0], "rollbacks": 1},
@@ -340,7 +341,7 @@ def test_another_stream_is_refused_unless_a_branch_starts_it() -> None:
         require_same_stream(resumed, job)
     branch = ResumePoint(Path("step"), record, is_branch=True)
     require_same_stream(branch, job)
-    assert branch.place(job) == 0 and branch.shift(job) == -4 * 4
+    assert branch.state(job).place == 0
 
 
 @pytest.mark.parametrize("file", ["summary.json", "final"])
@@ -446,23 +447,16 @@ def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
     assert point.step == 4 and "seed" in point.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "length", "packs_per_step", "shift"),
-    [(1024, 256, 4, 0), (1024, 256, 8, -24), (2048, 256, 4, 24), (1024, 512, 4, -12)],
-    ids=["the same steps", "larger steps", "smaller steps", "shorter packs now"],
-)
-def test_packs_continue_where_the_checkpoints_ended(
-    tokens: int, length: int, packs_per_step: int, shift: int
-) -> None:
-    job = job_of()
-    job.recipe.data.length = length
-    job.plan.packs_per_step = packs_per_step
-    # Checkpoints of earlier versions lack `place`.
-    for place in ({"place": 6 * tokens // length}, {}):
-        progress = {"step": 5, "left_out": 1, "shift": 0, **place}
-        record = {"progress": progress, "identity": {"batch.tokens": tokens, "data.length": length}}
-        source = ResumePoint(Path("step-00000005"), record)
-        assert source.shift(job) == shift and source.place(job) == 6 * packs_per_step + shift
+@pytest.mark.parametrize("tokens", [1024, 2048], ids=["the same steps", "larger steps"])
+def test_a_resumed_run_continues_at_the_place_of_the_checkpoint(tokens: int) -> None:
+    source = checkpoint_at(5)
+    source.record["progress"] |= {"left_out": 1, "place": 24}
+    source.record["identity"]["batch.tokens"] = tokens
+    # Checkpoints of earlier versions have this key.
+    source.record["progress"]["shift"] = 7
+    assert source.state(job_of(16)) == TrainState(
+        steps=16, step=5, tokens=5 * 1024, left_out=1, place=24
+    )
 
 
 @given(place=st.integers(0, 10**6), before=st.integers(1, 9000), after=st.integers(1, 9000))
@@ -475,5 +469,5 @@ def test_another_pack_length_repeats_no_token_and_skips_less_than_a_pack(
     job = job_of()
     job.recipe.data.length = after
     tokens_read = place * before
-    first_token = checkpoint.place(job) * after
+    first_token = checkpoint.state(job).place * after
     assert tokens_read <= first_token < tokens_read + after
