@@ -210,9 +210,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     # Disjoint blocks that together are the full tensor.
     pieces: tuple[Piece, ...]
-    # Checksum of the tensor in memory (see `pretrain.checkpoint.checkpoint.checksums`). It is None
-    # in checkpoints of earlier versions, which had a checksum that ignored positions.
-    weighted_sum: int | None = None
+    # Checksum of the tensor in memory (see `pretrain.checkpoint.checkpoint.checksums`).
+    weighted_sum: int
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint at `folder`.
 
-    Raises InputError if the manifest is missing or damaged.
+    Raises InputError if the manifest is missing, damaged, or of an earlier version of the format.
     """
     path = folder / MANIFEST
     content = load_object(
@@ -249,7 +248,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: the file is damaged, because its content does not match its SHA-256"
         )
-    return TypeAdapter(Manifest).validate_python(content)
+    remedy = "start a new run in another `run_dir`"
+    with as_input_error((ValueError,), f"{path}: the format of this checkpoint is too old", remedy):
+        return TypeAdapter(Manifest).validate_python(content)
 
 
 # ── The assignment of blocks to ranks ──
@@ -299,7 +300,7 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
 def lay_out(
     kind: str,
     offers: list[dict[str, ShardBlock]],
-    checksums: Mapping[str, int | None],
+    checksums: Mapping[str, int],
 ) -> dict[str, TensorEntry]:
     """Assign the blocks of all tensors to ranks and files.
 

@@ -62,41 +62,20 @@ class TrainState:
 NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 
 
-# Settings that checkpoints of earlier versions lack. Map the key of each setting to the value with
-# which the runs of these versions were trained.
-ADDED_SETTINGS = {"schedule.decay_shape": "linear"}
-
-
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ between two identities.
 
     An identity is a dict that maps dotted keys to settings and fingerprints. A missing key has the
-    value in ADDED_SETTINGS, or None if ADDED_SETTINGS lacks the key. In a list of mappings, such as
-    the phases of `precision`, a missing key of a mapping has the value None.
+    value None.
 
     Args:
         saved: Identity in a checkpoint.
         current: Identity of the run.
     """
     # Convert `current` to JSON and back, like `saved`. JSON turns tuples into lists.
-    current = ADDED_SETTINGS | json.loads(json.dumps(current))
-    saved = {**ADDED_SETTINGS, **saved}
+    current = json.loads(json.dumps(current))
     return [
-        key
-        for key in sorted(saved.keys() | current.keys())
-        if _without_nulls(saved.get(key)) != _without_nulls(current.get(key))
-    ]
-
-
-def _without_nulls(setting: Any) -> Any:
-    """Return `setting`. If it is a list, its mappings are copied without the keys that are None."""
-    if not isinstance(setting, list):
-        return setting
-    return [
-        {key: value for key, value in item.items() if value is not None}
-        if isinstance(item, dict)
-        else item
-        for item in setting
+        key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
     ]
 
 

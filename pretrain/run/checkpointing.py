@@ -272,8 +272,7 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
     """Raise TrainingHalted if tensors of the run differ from the checkpoint.
 
     All ranks must call this function. The checksums of weights, moments, remainders and histories
-    are compared. Tensors that were converted to another dtype are not compared. Checkpoints of
-    earlier versions have no checksums and are not compared.
+    are compared. Tensors that were converted to another dtype are not compared.
     """
     saved = read_manifest(source.path).tensors
     live = {
@@ -287,7 +286,7 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
         if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]
     }
     present = checksums(comparable)
-    wrong = [name for name in present if saved[name].weighted_sum not in (None, present[name])]
+    wrong = [name for name in present if saved[name].weighted_sum != present[name]]
     if wrong:
         raise TrainingHalted(
             source.step,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.reading import load_object
+from foundation.reading import as_input_error, load_object
 from foundation.settings import parse
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import MANIFEST, STATE, newest_in, step_folders
@@ -70,14 +70,12 @@ class ResumePoint:
         saved = self.record["health"]
         if self.is_branch:
             return HealthState(losses=saved["losses"])
-        # Earlier checkpoints have this key: the step of a switch to BF16, or null.
-        if saved.pop("switched_after", None) is not None:
-            raise InputError(
-                f"{self.path}: `health.on_gap: switch`, which is not supported any more, has "
-                "switched this run to BF16; in a new run, set `precision: bf16`, and "
-                "`train.begin_with` to this checkpoint"
-            )
-        return HealthState(**saved)
+        with as_input_error(
+            (TypeError,),
+            f"{self.path}: the checkpoint was saved by an earlier version",
+            "in a new run, set `train.begin_with` to this checkpoint",
+        ):
+            return HealthState(**saved)
 
     def is_of_another_stream(self, job: Job) -> bool:
         """Return True if the run streams its packs and the checkpoint belongs to other packs.
