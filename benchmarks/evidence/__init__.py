@@ -1,1 +1,1 @@
-"""The evidence: recipes, matrices and design of the experiments, and the tables of results."""
+"""Recipes of the measured losses, and their dataset of Python sources."""

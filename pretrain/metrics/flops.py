@@ -5,8 +5,8 @@ and experts are computed from the number of their weights. The FLOPs of attentio
 the lengths of the documents in each step. A product that gradient checkpointing computes twice is
 counted once.
 
-nanoGPT's formula treats each sequence as one document of T tokens. docs/planning.md derives both
-formulas, and lists the formulas of other projects.
+nanoGPT's formula treats each sequence as one document of T tokens. docs/developers/flops.md
+derives both formulas, and lists the formulas of other projects.
 """
 
 from __future__ import annotations

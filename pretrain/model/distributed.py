@@ -63,8 +63,8 @@ def compute_in_a_fixed_order() -> None:
     Call this function before the GPU is used, because cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it
     starts. This function turns on torch's deterministic mode. Four computations of this project
     read this mode: the gradients of embedding tables, the backward of FlashAttention-4, the search
-    for the fastest algorithm of a matrix product, and compiled reductions. docs/training.md lists
-    everything that reproducible runs need.
+    for the fastest algorithm of a matrix product, and compiled reductions.
+    docs/developers/distributed.md lists everything that reproducible runs need.
     """
     # The value is the workspace size that torch uses on Hopper.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

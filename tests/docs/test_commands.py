@@ -30,7 +30,7 @@ from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 COMMENTED = sorted([*ROOT.glob("recipes/**/*.yaml"), *ROOT.glob("accelerate_configs/*.yaml")])
 SETTING = rf"(?:{'|'.join(Recipe.model_fields)})[\w.]*=[^\s`]+"
 FILE = r"(?:recipes|accelerate_configs|benchmarks)/[\w/]+\.yaml"

@@ -1,8 +1,8 @@
 """The definition of a precision: a class with all properties of a precision and their defaults.
 
 The other files in this folder define the precisions. `pretrain.precision.settings` lists all of
-them. This file imports torch only when a quantizer is created. docs/precision.md ("How a linear
-computes") has a table of the axis along which each operand is quantized.
+them. This file imports torch only when a quantizer is created. docs/developers/quantization.md has
+a table of the axis along which each operand is quantized.
 """
 
 from __future__ import annotations

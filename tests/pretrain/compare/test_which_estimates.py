@@ -9,13 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.evidence.tables import Scale
 from benchmarks.which_estimates import SCHEDULES, seeds_enough, share_of_extra_tokens
 from pretrain.compare.differences import (
-    BEYOND_MARGIN,
-    CANNOT_TELL,
-    EQUIVALENT,
-    WORSE,
     LossDifference,
     fewest_seeds,
 )
@@ -95,24 +90,9 @@ def test_recorded_shares_of_extra_tokens_are_reproduced() -> None:
         assert share == pytest.approx(recorded[schedule]["0.3"]["0.28"], abs=0.08)
 
 
-def test_recorded_seeds_have_the_expected_verdicts() -> None:
-    """Uses the recorded losses at 14 million parameters, as one of two candidates."""
-    recorded = Scale.read("14m")
-
-    def verdict(cell: str, seeds: int) -> str:
-        difference = recorded.difference(cell)
-        by_seed = dict(list(difference.by_seed.items())[:seeds])
-        return LossDifference(by_seed, difference.baseline).verdict(0.003, 0.025)
-
-    beyond = WORSE + BEYOND_MARGIN
-    assert [verdict("nvfp4_branch", seeds) for seeds in (3, 4, 5)] == [CANNOT_TELL, WORSE, beyond]
-    assert [verdict("block_branch", seeds) for seeds in (3, 4)] == [CANNOT_TELL, EQUIVALENT]
-    assert verdict("delayed_branch", 5) == CANNOT_TELL
-
-
 def test_the_estimates_in_the_docs_are_those_of_the_result_file() -> None:
     content = json.loads(ESTIMATES.read_text())
-    page = " ".join((ROOT / "docs/which.md").read_text().split())
+    page = " ".join((ROOT / "docs/developers/statistics.md").read_text().split())
 
     def span(values: Iterable[float], digits: int) -> str:
         listed = list(values)

@@ -105,7 +105,7 @@ def test_counts_equal_the_products_that_torch_counts(
     assert counted["Global"][aten.bmm] - angles == 2 * flops.per_squared_length * tokens**2
 
 
-# Both definitions compared with values derived by hand. docs/planning.md shows the arithmetic.
+# Both definitions compared with values derived by hand, as in docs/developers/flops.md.
 
 MODELS = {
     "GPT-2 124M": {"model_type": "gpt2"},
@@ -158,8 +158,8 @@ def test_each_definition_gives_the_value_derived_by_hand(
     assert computed == expected
 
 
-def test_planning_md_shows_the_values_of_the_code(counts: dict[str, ModelFlops]) -> None:
-    page = (Path(__file__).parents[3] / "docs/planning.md").read_text(encoding="utf-8")
+def test_flops_md_shows_the_values_of_the_code(counts: dict[str, ModelFlops]) -> None:
+    page = (Path(__file__).parents[3] / "docs/developers/flops.md").read_text(encoding="utf-8")
     for key, per_token in FORMULAS.items():
         (row,) = re.findall(rf"^\| `{key}` \|(.*)\|$", page, re.MULTILINE)
         shown = [float(cell) for cell in re.findall(r"[\d.]+(?= )", row)]

@@ -1,7 +1,7 @@
 """The audit accepts models that compute as requested and rejects models that silently do not.
 
 The tests break models on purpose: modules compute in another precision or not at all, and operands
-have the format of another precision. Faults of rounding and of scales are in docs/developers/faults.md.
+have the format of another precision. docs/developers/faults.md has faults of rounding.
 """
 
 from __future__ import annotations

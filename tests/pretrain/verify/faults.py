@@ -43,7 +43,7 @@ Change = Callable[[Tensor], Tensor]
 class Fault:
     """A deliberate fault, with the options of the run that it is made in.
 
-    `what` is the fault's row in the table of docs/developers/faults.md. `make` introduces the fault.
+    `what` is the row of the fault in docs/developers/faults.md. `make` introduces the fault.
     `recompute` enables activation checkpointing. `weights` lists the ways of storing weights to
     try. `kind` is the model's architecture and `loss` the loss settings.
     """

@@ -1,6 +1,6 @@
 """Write a dataset of the Python sources that are installed on this machine.
 
-    python -m benchmarks.evidence.served_corpus work/served
+    python -m benchmarks.evidence.python_corpus work/served
 
 Reads the Python files of site-packages and of the standard library. Files with equal content are
 read once. Whole packages are held out, so the held-out data has no file of a package that the model
