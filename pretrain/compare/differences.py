@@ -182,10 +182,13 @@ class LossDifference(Sample):
         series were followed by a final verdict within the returned number of seeds in about
         PROBABLY_ENOUGH of the series, or more (benchmarks/which_estimates.py).
 
-        The number includes the seeds so far, which must be FEWEST_SEEDS or more. Return None if
-        the number is larger than MOST_ESTIMATED_SEEDS. `margin` and `error` are those of `verdict`.
+        The number includes the seeds so far. With fewer than FEWEST_SEEDS seeds, it is the number
+        without which no verdict is possible. Return None if the number is larger than
+        MOST_ESTIMATED_SEEDS. `margin` and `error` are those of `verdict`.
         """
         number = len(self.by_seed)
+        if number < FEWEST_SEEDS:
+            return fewest_seeds(error)
         variance = self.variance * (number + 1) / (number - 2)
         for seeds in range(number + 1, MOST_ESTIMATED_SEEDS + 1):
             if self._verdict_after(seeds, variance, margin, error) not in OPEN_VERDICTS:

@@ -258,7 +258,17 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     """
     replaced = {key: value for key, value in changes.items() if value is not None}
     content = load_yaml(path)
-    _check_cells(str(path), content)
+    # Earlier versions of the program also read `axes`, `groups` and cells without names.
+    if not isinstance(content.get("cells"), dict):
+        raise InputError(
+            f"{path}: `cells` must map the name of each run to its settings, and `baseline` is one "
+            "of these names (`axes`, `groups` and lists of cells are not supported any more); "
+            "write for example:\n"
+            "  cells:\n"
+            "    bf16-seed=1: {precision: bf16, seed: 1}\n"
+            "    delayed-seed=1: {precision: delayed, seed: 1}\n"
+            "  baseline: bf16-seed=1"
+        )
     settings = parse(MatrixSettings, content | replaced, str(path))
     keys_of_cells = {key for values in settings.cells.values() for key in flatten(values)}
     for key in sorted(keys_of_cells & dict(parse_overrides(overrides)).keys()):
@@ -268,29 +278,6 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
             f"`--only {key}=VALUE`, which may be repeated"
         )
     return make_matrix(str(path), settings, overrides)
-
-
-def _check_cells(path: str, content: Values) -> None:
-    """Raise InputError unless the matrix file lists its cells by name.
-
-    `content` is the content of the file at `path`. Earlier versions of the program also read
-    `axes` and `groups`, and `cells` without names.
-    """
-    wrong: list[str] = [key for key in ("axes", "groups") if key in content]
-    if isinstance(content.get("cells"), list):
-        wrong.append("cells")
-    if isinstance(content.get("baseline"), dict):
-        wrong.append("baseline")
-    if wrong:
-        raise InputError(
-            f"{path}: {', '.join(f'`{key}`' for key in wrong)}: a matrix lists each of its runs by "
-            "name and settings; write `cells` like this, and set `baseline` to the name of a "
-            "cell:\n"
-            "  cells:\n"
-            "    bf16-seed=1: {precision: bf16, seed: 1}\n"
-            "    delayed-seed=1: {precision: delayed, seed: 1}\n"
-            "  baseline: bf16-seed=1"
-        )
 
 
 def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = ()) -> Matrix:

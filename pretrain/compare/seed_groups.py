@@ -6,8 +6,8 @@ that has the same seed.
 
 from __future__ import annotations
 
+import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from pretrain.compare.differences import (
     CONFIDENCE,
     MARGIN,
     LossDifference,
+    Sample,
     error_of,
     fewest_seeds,
 )
@@ -110,11 +111,11 @@ class GroupResult:
         included. Return UNKNOWN if there is no loss.
         """
         seeds = self.difference.by_seed if self.difference else self.losses
-        values = [loss for seed, loss in self.losses.items() if seed in seeds]
-        if not values:
+        sample = Sample({seed: loss for seed, loss in self.losses.items() if seed in seeds})
+        if not sample.by_seed:
             return UNKNOWN
-        deviation = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
-        return f"{statistics.fmean(values):.4f}{deviation}"
+        deviation = f" (sd {math.sqrt(sample.variance):.4f})" if len(sample.by_seed) > 1 else ""
+        return f"{sample.mean:.4f}{deviation}"
 
 
 @dataclass(frozen=True)

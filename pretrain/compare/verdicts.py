@@ -30,7 +30,6 @@ from pretrain.compare.differences import (
     WORSE,
     LossDifference,
     Sample,
-    fewest_seeds,
 )
 from pretrain.compare.fairness import recipe_of
 from pretrain.compare.which_plan import MOST_SEEDS, RoundTimes, WhichPlan
@@ -200,9 +199,7 @@ def verdict_of(plan: WhichPlan, rounds: Sequence[Round], name: str) -> Verdict:
     verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY))
     verdict.word = held_out.verdict(plan.margin, plan.error)
     if verdict.is_open:
-        verdict.enough_seeds = fewest_seeds(plan.error)
-        if len(pairs) >= FEWEST_SEEDS:
-            verdict.enough_seeds = held_out.seeds_for_verdict(plan.margin, plan.error)
+        verdict.enough_seeds = held_out.seeds_for_verdict(plan.margin, plan.error)
     slope = Sample({run.config["seed"]: loss_slope(run) for run, _ in pairs})
     slopes = slope.interval(plan.error)
     clearly_falls = slopes is not None and slopes[1] < 0

@@ -102,6 +102,7 @@ def test_only_selects_cells_that_match_every_key(matrix):
     ("keys", "message"),
     [
         ({"axis": {}}, r"m\.yaml: `axis`: unknown key"),
+        ({"baseline": {"precision": "bf16"}}, r"m\.yaml: `baseline`"),
         ({"cells": {}}, r"m\.yaml: `cells`"),
         ({"cells": {"a/b": {}}}, r"m\.yaml: `cells\.a/b`"),
         ({"baseline": "fp16"}, r"m\.yaml: `baseline: fp16` is none of the cells bf16-fp32, "),
@@ -137,19 +138,11 @@ def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
         matrix("weights=bf16")
 
 
-@pytest.mark.parametrize(
-    ("keys", "wrong"),
-    [
-        ({"groups": [{"axes": {"seed": [1]}, "cells": {"a": {}}}]}, "`groups`"),
-        ({"cells": [{"precision": "bf16"}], "baseline": {"seed": 1}}, "`cells`, `baseline`"),
-    ],
-)
-def test_a_file_of_an_earlier_version_is_told_how_to_list_cells(
-    matrix, keys: dict[str, Any], wrong: str
-):
+@pytest.mark.parametrize("cells", [None, [{"precision": "bf16"}]])
+def test_a_file_with_axes_or_unnamed_cells_is_refused_with_an_example(matrix, cells: Any):
     """The lines of the message are a correct file."""
-    with pytest.raises(InputError, match=f"m\\.yaml: {wrong}: a matrix lists") as refused:
-        matrix(**keys)
+    with pytest.raises(InputError, match=r"m\.yaml: `cells` must map the name of") as refused:
+        matrix(cells=cells, groups=[{"axes": {"seed": [1]}, "cells": {"a": {}}}])
     example = yaml.safe_load(str(refused.value).partition("\n")[2])
     assert matrix(**example).baseline.recipe.seed == 1
 
