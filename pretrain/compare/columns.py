@@ -180,13 +180,6 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             "{:.4f}".format,
             suffix=lambda compared: compared.run.when_evaluated,
         ),
-        Column(
-            "held-out − baseline",
-            "held-out loss minus the baseline's held-out loss, if both runs were last evaluated "
-            "after the same step",
-            lambda compared: compared.held_out_gap,
-            signed,
-        ),
         _summary_column(
             "tok/s",
             "tokens per second, including padding: median over all steps except the first two",

@@ -1,7 +1,4 @@
-"""Comparison of single runs with a baseline run: loss differences, speeds, and notes.
-
-A single pair of runs has no verdict, because another seed could change the sign of its difference.
-"""
+"""Comparison of single runs with a baseline run: loss differences, speeds, and notes."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from foundation.units import signed
 from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, why_not_paired
 from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord
 
@@ -84,28 +80,6 @@ class ComparedRun:
         return float(ends_of(loss_differences(self.base, self.run)).mean())
 
     @property
-    def result(self) -> str:
-        """Return `loss_gap` as text, or the reason why there is no difference."""
-        if self.loss_gap is not None:
-            return signed(self.loss_gap, digits=5)
-        return self.run.broke_off or "not paired"
-
-    @property
-    def held_out_gap(self) -> float | None:
-        """Return the run's last held-out loss minus the baseline's last held-out loss.
-
-        Return None if the run is the baseline, if the two runs cannot be compared, or if their last
-        evaluations were after different steps or on different packs.
-        """
-        if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
-            return None
-        steps, differences = loss_differences(self.base, self.run, "held_out_loss")
-        # Check that `steps` ends with the last evaluation of each run. Otherwise `differences[-1]`
-        # is the difference of two earlier evaluations.
-        last_steps = {run.last_evaluation.get("step") for run in (self.base, self.run)}
-        return float(differences[-1]) if last_steps == set(steps[-1:]) else None
-
-    @property
     def speedup(self) -> float | None:
         """Return the speed of the run divided by the baseline's speed.
 
@@ -137,25 +111,10 @@ def compare(runs: Sequence[RunRecord]) -> list[ComparedRun]:
     ]
 
 
-def answer_of(compared_runs: Sequence[ComparedRun]) -> str:
-    """Return one sentence with the loss difference of each run.
-
-    If there is only one run, return its name.
-    """
-    base, *candidates = compared_runs
-    if not candidates:
-        return base.label
-    results = "; ".join(f"{compared.label} ({compared.result})" for compared in candidates)
-    return (
-        f"Training loss minus {base.label}'s in nats per token (one seed: no verdict): {results}."
-    )
-
-
-def notes_on(compared_runs: Sequence[ComparedRun], *, over_seeds: bool) -> list[str]:
+def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
     """Return notes that explain the tables of the report.
 
-    `over_seeds` is true if the report compares groups of seeds. Such a report does not compare
-    single runs step by step, so it has no notes about runs that cannot be paired.
+    A run with another seed than the baseline has no note about their pairing.
     """
     notes = []
     for compared in compared_runs:
@@ -163,10 +122,10 @@ def notes_on(compared_runs: Sequence[ComparedRun], *, over_seeds: bool) -> list[
         if run.broke_off:
             reason = run.summary.get("halted", "it has no result at the end of training")
             notes.append(f"{compared.label} {run.broke_off}: {reason}")
-        elif compared.not_paired and not over_seeds:
+        elif compared.not_paired and run.config["seed"] == compared.base.config["seed"]:
             notes.append(
-                f"{compared.label} is not paired with {compared_runs[0].label}, so their losses "
-                f"are not compared: {compared.not_paired}."
+                f"{compared.label} is not paired with {compared_runs[0].label}, so their training "
+                f"losses are not compared: {compared.not_paired}."
             )
         if run.changed_settings:
             changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]

@@ -238,15 +238,12 @@ def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
     return skipped
 
 
-def loss_differences(
-    first: RunRecord, second: RunRecord, key: str = "loss"
-) -> tuple[np.ndarray, np.ndarray]:
+def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:
     """Return step numbers (int64) and the second run's losses minus the first run's (float64).
 
-    Only steps at which both runs have a finite loss are included. `key` is "loss" for the training
-    loss or "held_out_loss".
+    Losses are training losses. Only steps at which both runs have a finite loss are included.
     """
-    steps, first_losses, second_losses = _common_steps(first, second, key)
+    steps, first_losses, second_losses = _common_steps(first, second, "loss")
     differences = second_losses - first_losses
     finite = np.isfinite(differences)
     return steps[finite], differences[finite]

@@ -28,10 +28,10 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
 
-    If the report does not compare seeds, its first line names the cell with the lowest held-out
-    loss. The first run in the tables is the baseline. All other finished cells and all halted cells
-    follow, the best cell first. If a halted cell were omitted, the mean over the other seeds with
-    the same settings would look better than it is.
+    If no two cells differ only in their seeds, the first line of the report names the cell with the
+    lowest held-out loss. The first run in the tables is the baseline. All other finished cells and
+    all halted cells follow, the best cell first. If a halted cell were omitted, the mean over the
+    other seeds with the same settings would look better than it is.
     """
     records = [(cell, run) for cell in matrix.cells if (run := cell.record())]
     finished = [cell for cell, run in records if run.is_finished]
@@ -60,7 +60,8 @@ def write_report(matrix: Matrix) -> str:
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
     best = min(runs, key=lambda run: place(run)[1:])
-    if "held_out_loss" in best.summary and not report.seeds:
+    has_one_seed = all(len(group.runs) == 1 for group in report.seeds.results)
+    if "held_out_loss" in best.summary and has_one_seed:
         parts.insert(0, f"Lowest held-out loss: {best.summary['held_out_loss']:.4f}, {best.name}.")
     if baseline.but_for_seed != settings:
         parts.append(

@@ -91,17 +91,14 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
 
 def render(
     compared_runs: Sequence[ComparedRun],
-    seeds: SeedComparison | None,
-    answer: str,
+    seeds: SeedComparison,
     notes: Sequence[str],
 ) -> bytes:
     """Return the HTML page, encoded in UTF-8.
 
     Args:
         compared_runs: The runs, the baseline first.
-        seeds: The comparison of groups of runs that differ only in their seeds. None if only single
-            runs are compared.
-        answer: The sentence at the top of the page.
+        seeds: The comparison of groups of runs that differ only in their seeds.
         notes: The notes below the answer.
     """
     # These imports are slow, and only the page needs them.
@@ -118,7 +115,6 @@ def render(
     html = templates.get_template("page.html").render(
         compared_runs=compared_runs,
         seeds=seeds,
-        answer=answer,
         about=_about(compared_runs[0].run),
         notes=notes,
         written_by=WRITTEN_BY,

@@ -15,7 +15,7 @@ from pathlib import Path
 from foundation.errors import InputError
 from foundation.files import replace_file
 from pretrain.compare.columns import figures_of, meanings, table_of
-from pretrain.compare.comparison import ComparedRun, answer_of, compare, notes_on
+from pretrain.compare.comparison import ComparedRun, compare, notes_on
 from pretrain.compare.differences import MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import check_replaceable, render
@@ -30,9 +30,8 @@ class Report:
 
     # The runs, each compared with the first run, which is the baseline.
     compared_runs: list[ComparedRun]
-    # Comparison of groups of runs. The runs of a group differ only in their seeds. None if the
-    # baseline's group has only one run, or if there is only one group.
-    seeds: SeedComparison | None
+    # Comparison of the groups with the first group. A group may have only one run.
+    seeds: SeedComparison
 
     @classmethod
     def over(
@@ -56,35 +55,24 @@ class Report:
         base_group, *other_groups = grouped(runs).values()
         over_seeds = len(base_group) > 1 and bool(other_groups)
         check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
-        seeds = SeedComparison.over(runs, margin) if over_seeds else None
-        return cls(compare(runs), seeds)
-
-    @property
-    def answer(self) -> str:
-        """Return the result in one sentence. It compares groups if `seeds` is set."""
-        return self.seeds.answer() if self.seeds else answer_of(self.compared_runs)
-
-    @property
-    def notes(self) -> list[str]:
-        """Return notes that explain the tables."""
-        return notes_on(self.compared_runs, over_seeds=bool(self.seeds))
+        return cls(compare(runs), SeedComparison.over(runs, margin))
 
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""
-        parts = [self.answer]
-        if self.seeds:
+        parts = [self.seeds.answer()]
+        if len(self.seeds.results) > 1:
             columns = self.seeds.columns()
             parts += [
                 table_of(columns, self.seeds.results),
                 _bullets([*meanings(columns), *self.seeds.notes]),
             ]
         parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
-        parts.append(_bullets(self.notes))
+        parts.append(_bullets(notes_on(self.compared_runs)))
         return list(filter(None, parts))
 
     def write(self, page: Path) -> None:
         """Write the report as an HTML page to the path `page`."""
-        replace_file(page, render(self.compared_runs, self.seeds, self.answer, self.notes))
+        replace_file(page, render(self.compared_runs, self.seeds, notes_on(self.compared_runs)))
 
 
 def _bullets(notes: Iterable[str]) -> str:

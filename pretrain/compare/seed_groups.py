@@ -1,7 +1,8 @@
 """Comparison over seeds: group runs that differ only in their seeds, and compare the groups.
 
-The first group is the baseline. Each run of another group is compared with the run of the baseline
-that has the same seed.
+A group may have only one run, which has no verdict: another seed could change the sign of its
+difference. The first group is the baseline. Each run of another group is compared with the run of
+the baseline that has the same seed.
 """
 
 from __future__ import annotations
@@ -104,6 +105,13 @@ class GroupResult:
     verdict: str
 
     @property
+    def result(self) -> str:
+        """Return the difference, if there is one, and the verdict, as text."""
+        if self.difference is None:
+            return self.verdict
+        return f"{signed(self.difference.mean)}, {self.verdict}"
+
+    @property
     def loss_text(self) -> str:
         """Return the mean and the standard deviation of the losses over seeds, as text.
 
@@ -147,7 +155,7 @@ class SeedComparison:
             margin: Largest difference that counts as equivalent, as a share of the baseline's loss.
         """
         groups = grouped(runs)
-        error = error_of(len(groups) - 1)
+        error = error_of(max(1, len(groups) - 1))
         base_runs = next(iter(groups.values()))
         finished = [run for run in runs if not run.broke_off and not run.is_unfinished]
         held_out = all("held_out_loss" in run.summary for run in finished)
@@ -232,15 +240,17 @@ class SeedComparison:
         ]
 
     def answer(self) -> str:
-        """Return one sentence that lists the names of the groups by verdict."""
-        seeds = plural(len(self.baseline.losses), "seed")
-        names: dict[str, list[str]] = {}
-        for group in self.results[1:]:
-            names.setdefault(group.verdict, []).append(group.name)
-        verdicts = "; ".join(f"{', '.join(group)} ({verdict})" for verdict, group in names.items())
+        """Return one sentence with the difference and the verdict of each group.
+
+        If there is only one group, return its name.
+        """
+        base, *compared = self.results
+        if not compared:
+            return base.name
+        results = "; ".join(f"{group.name} ({group.result})" for group in compared)
         return (
-            f"Against {self.baseline.name} over {seeds}, margin ± {100 * self.margin:g} %: "
-            f"{verdicts}."
+            f"Against {base.name} over {plural(len(base.losses), 'seed')}, margin ± "
+            f"{100 * self.margin:g} %: {results}."
         )
 
 
@@ -273,7 +283,7 @@ def _compare(
         return None, "baseline"
     difference = LossDifference.of(losses, base.losses)
     if difference is None:
-        return None, "no seed in common"
+        return None, "not compared"
     if not held_out:
         # The loss at the end is a mean over steps. A run that has branched from a checkpoint may
         # have fewer of these steps than the baseline's run. So compute the difference again, only
@@ -281,11 +291,11 @@ def _compare(
         gaps = {seed: loss_differences(base.runs[seed], group[seed]) for seed in difference.by_seed}
         by_seed = {seed: float(ends_of(gap).mean()) for seed, gap in gaps.items() if len(gap[0])}
         if not by_seed:
-            return None, "no step in common"
+            return None, "not compared"
         difference = replace(difference, by_seed=by_seed)
     if difference.half_width(error) is None:
         seeds = plural(len(difference.by_seed), "seed")
-        return difference, f"{seeds}: a verdict needs {fewest_seeds(error)}"
+        return difference, f"{seeds}: no verdict, {fewest_seeds(error)} are needed"
     return difference, difference.verdict(margin, error)
 
 

@@ -94,13 +94,13 @@ def test_the_page_needs_no_network_and_has_all_results_as_text(tmp_path):
     page = page_of(runs, tmp_path)
     assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", page)
     for text in (
-        "one seed: no verdict): b (+0.50000).",
+        "Against a over 1 seed, margin ± 0.3 %: b (+0.0000, 1 seed: no verdict, 3 are needed).",
         "+0.50000",
         "10,240",
         "<code>settings.precision</code>",
     ):
         assert text in page
-    for heading in ("All figures", "Curves", "Audit", "What differed"):
+    for heading in ("Over seeds", "All figures", "Curves", "Audit", "What differed"):
         assert f"<h2>{heading}</h2>" in page
     for step in runs[1].steps[9::10]:
         step |= {"gap/loss": 0.001, "gap/cosine": 0.99}

@@ -18,8 +18,9 @@ def test_tables_show_the_results_and_a_dash_for_unknown_values(tmp_path):
         trained(tmp_path / "b", [4.0, 3.5, 2.5, 2.0], "precision=delayed", held_out=False),
     ]
     rows = rows_of(tables(runs))
-    a = rows["a"][0]
-    b = rows["b"][0]
+    a = rows["a"][1]
+    b = rows["b"][1]
+    assert rows["b"][0][:3] == ["1", "3.0000", "+0.0625"], "training losses"
     assert a[:9] == ["bf16", "fp32", "torch", "4", "16.4k", "2.9375", "–", "2.4000", "10,240"]
     assert b[:9] == ["delayed", "fp32", "torch", "4", "16.4k", "3.0000", "+0.06250", "–", "10,240"]
     assert a[9:14] == ["–", "50.0 %", "512 MiB", "1.2 %", "1.0 %"] and b[9] == "1.00"
@@ -35,8 +36,8 @@ def test_emulated_shared_and_outdated_values_are_marked(tmp_path):
     evaluation = '{"step": 2, "event": "evaluation", "held_out_loss": 2.5}\n'
     (early / "metrics.jsonl").write_text(text.replace('{"step": 4', evaluation + '{"step": 4'))
     rows = rows_of(tables([*runs, read_run(early)]))
-    assert "10,240 (emulated)" in rows["alone"][0] and "10,240" not in rows["shared"][0]
-    assert "2.5000 (step 2)" in rows["early"][0]
+    assert "10,240 (emulated)" in rows["alone"][1] and "10,240" not in rows["shared"][1]
+    assert "2.5000 (step 2)" in rows["early"][1]
     fell_back = trained(
         tmp_path / "fell",
         (4.0, 3.0),

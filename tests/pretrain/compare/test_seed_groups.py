@@ -120,9 +120,10 @@ def test_the_report_shows_the_answer_over_seeds_first(folders: list[Path], tmp_p
     page = tmp_path / "out" / "report.html"
     assert main(["report", *map(str, folders), "--out", str(page)]) == 0
     printed = capsys.readouterr().out
-    verdicts = "delayed (equivalent); nvfp4 (worse by more than the margin); bf16_again (1 seed: "
-    assert printed.startswith(f"Against bf16 over 4 seeds, margin ± 0.3 %: {verdicts}")
-    assert "bf16_again (1 seed: a verdict needs 4)" in printed
+    assert printed.startswith(
+        "Against bf16 over 4 seeds, margin ± 0.3 %: delayed (+0.0015, equivalent); nvfp4 (+0.1015, "
+        "worse by more than the margin); bf16_again (−0.0005, 1 seed: no verdict, 4 are needed)."
+    )
     rows = rows_of(printed)
     # At the ends of the interval, the statistic of the sequential test is 1 / error, with one of
     # three errors that sum up to 5 %.
@@ -152,7 +153,7 @@ def test_runs_without_a_valid_end_do_not_count_and_are_noted(folders: list[Path]
     other = seeded(tmp_path / "other-seed=1", 1, 0.0, "precision=block", "evaluate.packs=3")
     comparison = over([*folders, unfinished, failed, sound, late, other])
     verdicts = {group.name: group.verdict for group in comparison.results}
-    assert verdicts["current"] == verdicts["late"] == verdicts["other"] == "no seed in common"
+    assert verdicts["current"] == verdicts["late"] == verdicts["other"] == "not compared"
     assert verdicts["mxfp8"] == "broke off: 1 run of 2" and verdicts["delayed"] == "equivalent"
     assert comparison.results[5].difference is None, "no mean without the failed run"
 
@@ -199,8 +200,14 @@ def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path:
 
 def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
     runs = [read_run(path) for path in folders]
-    assert Report.over([runs[0], runs[4]]).seeds is None
-    assert Report.over(runs[:4], ["seed"]).seeds is None, "there is no other group"
+    one_seed = Report.over([runs[0], runs[4]]).seeds
+    assert one_seed.answer() == (
+        "Against bf16 over 1 seed, margin ± 0.3 %: delayed (+0.0010, 1 seed: no verdict, 3 are "
+        "needed)."
+    )
+    assert Report.over(runs[:4], ["seed"]).seeds.answer() == "bf16"
+    with pytest.raises(InputError, match="seed"):
+        Report.over(runs[:4])
     folder = folders[0].parent / "rate-seed=1"
     other_rate = read_run(seeded(folder, 1, 0.0, "optimizer.learning_rate=0.5"))
     with pytest.raises(InputError, match=r"optimizer\.learning_rate"):
@@ -220,4 +227,4 @@ def test_a_branch_without_a_step_of_the_baseline_has_no_difference(tmp_path: Pat
         )
         for place, overrides in enumerate(settings)
     ]
-    assert [group.verdict for group in over(runs).results] == ["baseline", "no step in common"]
+    assert [group.verdict for group in over(runs).results] == ["baseline", "not compared"]
