@@ -58,13 +58,6 @@ class RecipeSchema(GenerateJsonSchema):
             return {"anyOf": [values, {"type": "boolean"}]}
         return values
 
-    def tuple_schema(self, schema: Any) -> Schema:
-        values = super().tuple_schema(schema)
-        if "prefixItems" in values:
-            # The elements of optimizer.betas have equal schemas. Draft 7 has no `prefixItems`.
-            values["items"] = values.pop("prefixItems")[0]
-        return values
-
     def model_schema(self, schema: Any) -> Schema:
         section = super().model_schema(schema)
         del section["title"]

@@ -31,6 +31,7 @@ The text of a key is the docstring below its field, in `pretrain/settings/recipe
   `train.steps`. `model.config` is replaced as a whole.
 * `key=value` on the command line overrides the recipe, with dots for nesting:
   `optimizer.learning_rate=1e-4 train.tokens=2e9`. If a key is given twice, the last value counts.
+  `train.steps`, `train.tokens` and `train.epochs` count as one key here.
 * If the default is `null`, the last column explains `null`.
 * YAML reads `on`, `yes`, `off` and `no` as true and false, and `12` as a number. A text that YAML
   would read so needs quotation marks: `name: "no"`. A date, `017` and `1:30` are texts.

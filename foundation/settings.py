@@ -169,7 +169,8 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
             f"must be a section (its keys: {', '.join(sorted(_section(cls, keys).model_fields))})"
         )
     if item["type"] not in ("missing", "value_error"):
-        help_text = getattr(cls, "LIST_HELP", "") if isinstance(item["input"], list) else ""
+        takes_no_list = isinstance(item["input"], list) and not item["type"].startswith("too_")
+        help_text = getattr(cls, "LIST_HELP", "") if takes_no_list else ""
         message += f", but is {item['input']!r:.200}{help_text}"
     if item["type"] == "model_type":
         meant = closest_key(cls, keys[-1], keys[:-1])

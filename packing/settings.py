@@ -31,6 +31,8 @@ SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 MANIFEST = "packs.json"
 # First characters of files and folders that are not read as a part of a source.
 _HIDDEN = (".", "__pycache__", "lost+found")
+# Templates of a prompt and its response.
+TemplatePair = Annotated[tuple[TemplateText, ...], Field(min_length=2, max_length=2)]
 # Keys that determine the kind of a record.
 RECORD = ("messages", "input_ids", "labels", "text")
 
@@ -157,7 +159,7 @@ class SourceSettings(Settings):
     text, such as `<|endoftext|>`, becomes the id of the token, as is the default at Hugging Face.
     """
 
-    messages: TemplateText | tuple[TemplateText, TemplateText] | None = None
+    messages: TemplateText | TemplatePair | None = None
     """Chats instead of `text`: a column with a list of {role, content}, or [prompt, response].
 
     Prompt and response are columns with a text or with messages, or templates with columns. Only

@@ -382,7 +382,8 @@ class TorchUpdate:
         kept = 1 - learning_rate * settings.weight_decay * decays
         weight = nn.Parameter(self._before["weights"] * kept)
         weight.grad = gradient
-        reference = torch.optim.AdamW([weight], learning_rate, settings.betas, settings.eps, 0.0)
+        beta1, beta2 = settings.betas
+        reference = torch.optim.AdamW([weight], learning_rate, (beta1, beta2), settings.eps, 0.0)
         moments = {name: self._before[name].clone() for name in MOMENTS}
         reference.state[weight] = {"step": torch.tensor(float(self._updates)), **moments}
         reference.step()

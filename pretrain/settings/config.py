@@ -10,7 +10,7 @@ The value of a key is taken from the last of these sources that sets the key:
 Overrides are dotted keys with YAML values: `weights=bf16 optimizer.learning_rate=1e-4
 train.tokens=2e9`. If a key is given twice, the last value is used. A recipe sets one of
 train.steps, train.tokens and train.epochs. If one of them is set, the values of the other two in
-earlier sources are removed.
+earlier sources are removed. On the command line, the last of them is used.
 """
 
 from __future__ import annotations

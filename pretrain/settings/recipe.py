@@ -152,7 +152,7 @@ class OptimizerSettings(Settings):
     learning_rate: float = Field(default=3.0e-4, gt=0, le=MOST_FP32)
     """Peak learning rate. The schedule reaches it after the warmup."""
 
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=2)] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment."""
 
     eps: float = Field(default=1.0e-8, gt=0, le=MOST_FP32)
