@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument(
         "--precisions", type=lambda text: text.split(","), metavar="A,B", help="default: all"
     )
-    arguments = parser.parse_args()
+    arguments = parser.read(sys.argv[1:])
     unknown = [name for name in arguments.precisions or () if name not in PRECISIONS]
     if unknown:
         raise InputError(

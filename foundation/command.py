@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from foundation.errors import InputError
 from foundation.settings import local_path
@@ -60,25 +60,17 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed `arguments`. Options and positional arguments may be in any order."""
+        self._check_options(arguments)
         return self.parse_intermixed_args(arguments)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._check_options(args)
-        return super().parse_known_args(args, namespace)
-
-    def _check_options(self, arguments: Sequence[str] | None) -> None:
-        """Raise InputError for an argument that begins with `--` but is not a known option.
-
-        A parser with subcommands checks nothing, because the parser of the subcommand checks the
-        options.
-        """
-        given = sys.argv[1:] if arguments is None else arguments
-        for text in itertools.takewhile("--".__ne__, given):
+    def _check_options(self, arguments: Sequence[str]) -> None:
+        """Raise InputError for an argument that begins with `--` but is not a known option."""
+        for text in itertools.takewhile("--".__ne__, arguments):
             name = text.partition("=")[0]
             # Like argparse, accept an abbreviated option, and treat an argument with a space as a
             # value and not as an option.
             is_known = any(option.startswith(name) for option in self._option_string_actions)
-            if name.startswith("--") and not is_known and " " not in text and not self._subparsers:
+            if name.startswith("--") and not is_known and " " not in text:
                 meant = self.suggest(name.removeprefix("--").replace("-", "_")) or self.remedy
                 hint = meant if " " in meant else f"did you mean {meant}?"
                 raise InputError(f"command line: unknown option {name}; {hint}")

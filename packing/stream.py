@@ -34,9 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, hash_of, locked, write_json
+from foundation.files import free_bytes, hash_of, locked, replace_file, write_json
 from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import MixedPacks, Mixture, Order, permute, splitmix64
@@ -50,7 +51,7 @@ ENDLESS = 2**62
 # Seconds between two checks whether a part exists.
 POLL_SECONDS = 0.05
 LOG = "packer.log"
-_SETTINGS = "packer.json"
+_RECIPE = "packer.yaml"
 # Environment variables that make the processes of a launcher report their exit. The packer must not
 # inherit them.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
@@ -154,7 +155,7 @@ def check_disk(settings: DataSettings) -> None:
 
 
 class PackerProcess(ExitStack):
-    """Process of `packing/packer.py` that makes the parts of a stream for this run.
+    """Process of `python -m pretrain follow` that makes the parts of a stream for this run.
 
     The process ends when the run ends, even if the run is killed. If another packer already makes
     the parts, this packer waits until the other packer ends, and then makes the following parts.
@@ -170,14 +171,16 @@ class PackerProcess(ExitStack):
         self.enter_context(locked(self._packs / RUN_LOCK, self._refuse))
         check_disk(settings)
         self._write(position)
-        write_json(self._packs / _SETTINGS, settings.model_dump(mode="json"))
+        recipe = self._packs / _RECIPE
+        text = yaml.safe_dump({"data": settings.model_dump(mode="json")}, allow_unicode=True)
+        replace_file(recipe, text.encode())
         # With Python's option -P, the packer does not import modules of the current folder.
-        command = [sys.executable, "-P", "-m", "packing.packer", str(self._packs / _SETTINGS)]
+        command = [sys.executable, "-P", "-m", "pretrain", "follow", str(recipe)]
         search_path = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
         with open(self._packs / LOG, "wb") as log:
             self.process = subprocess.Popen(
-                [*command, str(os.getpid())],
+                [*command, "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -27,10 +27,10 @@ COMMANDS = {
     "sample": "pretrain.run.sampling:main",
     "matrix": "pretrain.compare.matrix:main",
     "which": "pretrain.compare.which:main",
-    "tokenizer": "packing.commands:tokenizer_command",
-    "prepare": "packing.commands:prepare_command",
-    "follow": "packing.commands:follow_command",
-    "inspect": "packing.commands:inspect_command",
+    "tokenizer": "pretrain.run.pack_commands:tokenizer_command",
+    "prepare": "pretrain.run.pack_commands:prepare_command",
+    "follow": "pretrain.run.pack_commands:follow_command",
+    "inspect": "pretrain.run.pack_commands:inspect_command",
 }
 
 

@@ -462,6 +462,12 @@ def follow(add: Callable) -> None:
     A run starts a packer itself. This command packs in another process, or on another machine.
     """
     add("recipe", nargs="*", help="recipe and settings, as for prepare")
+    add(
+        "--parent",
+        type=int,
+        metavar="PROCESS",
+        help="exit when the process with this id exits; set by a run that starts the packer",
+    )
 
 
 def inspect(add: Callable) -> None:

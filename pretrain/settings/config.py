@@ -21,12 +21,15 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict
 
 from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.reading import load_with_bases
-from foundation.settings import closest_key, parse, set_value, value_from_text
+from foundation.settings import S, Settings, closest_key, parse, set_value, value_from_text
+from packing.settings import DataSettings
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
@@ -88,8 +91,41 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises InputError if the recipe or an override has a mistake. The message names the file and the
     key of every mistake.
     """
+    return _load(Recipe, path, overrides)
+
+
+def load_data(arguments: Sequence[str]) -> DataSettings:
+    """Load the data section of a recipe, which key=value arguments override.
+
+    The first argument is the path of the recipe, unless it contains "=". Other sections of the
+    recipe are not checked. Raises InputError for an argument with a key of another section.
+    """
+    path = None
+    if arguments and "=" not in arguments[0]:
+        path, *arguments = arguments
+    for key, _ in parse_overrides(arguments):
+        if not key.startswith("data."):
+            raise InputError(
+                f"command line: {key}: this command accepts only keys of the data section, such as "
+                "data.length=1024"
+            )
+    return _load(_DataRecipe, path, arguments).data
+
+
+class _DataRecipe(Settings):
+    """The section of a recipe that `load_data` checks."""
+
+    model_config = ConfigDict(extra="ignore")
+    OTHER_NAMES: ClassVar = Recipe.OTHER_NAMES
+    UNKNOWN_KEY_HELP: ClassVar = Recipe.UNKNOWN_KEY_HELP
+
+    data: DataSettings
+
+
+def _load(cls: type[S], path: str | Path | None, overrides: Sequence[str]) -> S:
+    """Load the recipe at `path` as an object of `cls`. Without a path, load only `overrides`."""
     values: dict[str, Any] = {}
-    for _, file_values in load_with_bases(path):
+    for _, file_values in load_with_bases(path) if path else []:
         for section, new in file_values.items():
             # Merge a section key by key with the same section of the base recipe. A mapping inside
             # of a section, such as `model.config`, is not merged: it replaces the mapping of the
@@ -101,7 +137,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for key, value in parse_overrides(overrides):
         _drop_horizon(values, {key: value})
         set_value(values, key, value)
-    return parse(Recipe, values, f"command line, over {path}" if overrides else str(path))
+    origin = ", over ".join(filter(None, ["command line" if overrides else "", str(path or "")]))
+    return parse(cls, values, origin)
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:

@@ -19,13 +19,12 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from docs.recipes_page import FOLDER
-from packing import commands as packing
 from pretrain.__main__ import main as pretrain
 from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.checks import check_launch
 from pretrain.run.train_command import find_configuration
 from pretrain.settings import commands
-from pretrain.settings.config import TrainingParser, load_recipe
+from pretrain.settings.config import TrainingParser, load_data, load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT
@@ -159,7 +158,7 @@ def check_module(package: str, *arguments: str) -> None:
     elif name:
         options = commands.read(name, arguments[1:])
         if name in ("prepare", "follow"):
-            packing._data_settings(options.recipe)
+            load_data(options.recipe)
         elif name in ("train", "plan"):
             check(options.recipe, options.overrides, getattr(options, "config", None))
         elif name == "evaluate" and options.recipe.suffix == ".yaml":

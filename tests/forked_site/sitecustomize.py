@@ -13,7 +13,6 @@ MODULES = (
     "accelerate.commands.launch",
     "train_accelerate",
     "pretrain",
-    "packing.packer",
 )
 
 

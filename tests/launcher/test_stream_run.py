@@ -91,7 +91,7 @@ def packer_of(run: LauncherProcess) -> psutil.Process:
     return next(
         child
         for child in psutil.Process(run.pid).children()
-        if "packing.packer" in " ".join(child.cmdline())
+        if "pretrain follow" in " ".join(child.cmdline())
     )
 
 

@@ -14,39 +14,28 @@ the options.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 
 from foundation.errors import InputError
 from foundation.progress import Progress, say
-from foundation.reading import load_with_bases
-from foundation.settings import Settings, parse, set_value, value_from_text
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs
 from packing.chunks import Counts, read_chunk, require_documents
-from packing.packer import make_packs
+from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
-from packing.settings import DataSettings
 from packing.sources import open_source, reading_settings
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from pretrain.settings.config import load_data
 
 # Largest number of characters on which a tokenizer is trained. More characters need more memory and
 # do not give better tokens.
 _MOST_TEXT = 10**9
 _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
-
-
-class _Recipe(Settings):
-    """The section of a recipe that these commands read."""
-
-    UNKNOWN_KEY_HELP: ClassVar = "; docs/coming_from.md maps names of other trainers to these keys"
-
-    data: DataSettings
 
 
 # ── tokenizer ─────────────────────────────────────────────────────────────────────────────────────
@@ -55,7 +44,7 @@ class _Recipe(Settings):
 def tokenizer_command(options: argparse.Namespace) -> None:
     """Train a tokenizer on a source and save it in a new folder."""
     out = options.out
-    settings = _data_settings(
+    settings = load_data(
         [
             f"data.source={options.source}",
             f"data.packs={out}",
@@ -107,44 +96,21 @@ def tokenizer_command(options: argparse.Namespace) -> None:
 
 def prepare_command(options: argparse.Namespace) -> None:
     """Prepare packs and print the folder of the packs."""
-    print(prepare(_data_settings(options.recipe)))
+    print(prepare(load_data(options.recipe)))
 
 
 def follow_command(options: argparse.Namespace) -> None:
     """Make the packs of a stream, part by part, until the run that reads them has ended."""
-    settings = _data_settings(options.recipe)
+    settings = load_data(options.recipe)
     if settings.stream is None:
         raise InputError(
             "`data.streaming` is not a mapping, so packs are not made while a run trains; either "
             "set data.streaming.disk_gb, for example to 20, or use `prepare`"
         )
-    make_packs(settings)
-
-
-def _data_settings(arguments: Sequence[str]) -> DataSettings:
-    """Return the settings in the data section of a recipe, overridden by key=value arguments.
-
-    The first argument is the path of the recipe, unless it contains "=". Keys in the recipe's data
-    section override keys in the data sections of its `base` files.
-    """
-    data: dict[str, Any] = {}
-    recipe = None
-    if arguments and "=" not in arguments[0]:
-        recipe, *arguments = arguments
-        for path, content in load_with_bases(recipe):
-            section = content.get("data") or {}
-            if not isinstance(section, dict):
-                raise InputError(f"{path}: `data` must be a section of keys, but is {section!r}")
-            data |= section
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if not key.startswith("data."):
-            raise InputError(
-                f"command line: {key}: this command accepts only keys of the data section, such as "
-                "data.length=1024"
-            )
-        set_value({"data": data}, key, value_from_text(_Recipe, key, value))
-    return parse(_Recipe, {"data": data}, recipe or "command line").data
+    prepare(settings)
+    say(f"{settings.packs}: making parts ahead of the run that reads them")
+    follow(settings, options.parent)
+    say(f"{settings.packs}: the run has ended")
 
 
 # ── inspect ───────────────────────────────────────────────────────────────────────────────────────
@@ -154,7 +120,7 @@ def inspect_command(options: argparse.Namespace) -> None:
     """Describe all packs at or below a path. With --index, also print the text of one pack."""
     path = options.path
     if path.suffix in _RECIPE_SUFFIXES and path.is_file():
-        path = _data_settings([str(path)]).packs
+        path = load_data([str(path)]).packs
     for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
         _describe(folder, options.verify)
     if options.index is not None:
