@@ -282,11 +282,11 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     field = _section(cls, parents).model_fields.get(name)
     members = set(_members(field.annotation)) if field else set()
     lists = {member for member in members if typing.get_origin(member) in (list, tuple)}
-    begins_list = text.lstrip().startswith("[")
-    if lists and members == lists and text != "null" and not begins_list:
-        return [text]
-    if members & {str, Path} and text != "null" and not (lists and begins_list):
-        return text
+    if text != "null" and not (lists and text.lstrip().startswith("[")):
+        if lists and members == lists:
+            return [text]
+        if members & {str, Path}:
+            return text
     with as_input_error(
         (ValueError, TypeError, yaml.YAMLError),
         f"command line: the value of `{key}={text:.200}` is not valid YAML",

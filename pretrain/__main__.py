@@ -6,6 +6,7 @@ import pkgutil
 import signal
 import sys
 from difflib import get_close_matches
+from inspect import getdoc
 
 from foundation.signals import end_on_ctrl_c
 
@@ -14,24 +15,7 @@ if __name__ == "__main__":
 
 from foundation.command import end_process, run_command
 from pretrain import __version__
-from pretrain.settings import commands
-
-# Map each command to its function, which receives the parsed options.
-COMMANDS = {
-    "train": "pretrain.run.train_command:main",
-    "plan": "pretrain.run.plan_command:main",
-    "evaluate": "pretrain.run.evaluate_command:main",
-    "report": "pretrain.compare.report:main",
-    "doctor": "pretrain.run.doctor:main",
-    "export": "pretrain.run.export:main",
-    "sample": "pretrain.run.sampling:main",
-    "matrix": "pretrain.compare.matrix:main",
-    "which": "pretrain.compare.which:main",
-    "tokenizer": "pretrain.run.pack_commands:tokenizer_command",
-    "prepare": "pretrain.run.pack_commands:prepare_command",
-    "follow": "pretrain.run.pack_commands:follow_command",
-    "inspect": "pretrain.run.pack_commands:inspect_command",
-}
+from pretrain.settings.commands import COMMANDS, read
 
 
 def main(arguments: list[str]) -> int:
@@ -64,8 +48,8 @@ def _run(arguments: list[str]) -> int | None:
     import torch. So --help and typos answer at once.
     """
     name, *options = arguments
-    parsed = commands.read(name, options)
-    command = pkgutil.resolve_name(COMMANDS[name])
+    parsed = read(name, options)
+    command = pkgutil.resolve_name(COMMANDS[name][2])
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(parsed)
@@ -73,7 +57,10 @@ def _run(arguments: list[str]) -> int | None:
 
 def usage() -> str:
     """Return the help text of the program, with one line for each command."""
-    lines = [f"  {name:<10} {commands.summary(name)}" for name in COMMANDS]
+    lines = [
+        f"  {name:<10} {str(getdoc(options)).splitlines()[0]}"
+        for name, (_, options, _) in COMMANDS.items()
+    ]
     return "\n".join(
         [
             "usage: python -m pretrain COMMAND ...",

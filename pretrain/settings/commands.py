@@ -33,15 +33,10 @@ def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
     Raises InputError if an argument is invalid. With --help, print the help and end the process.
     """
-    parser_class, add_options = COMMANDS[command]
+    parser_class, add_options, _ = COMMANDS[command]
     parser = parser_class(f"python -m pretrain {command}", getdoc(add_options))
     add_options(parser.add_argument)
     return parser.read(arguments)
-
-
-def summary(command: str) -> str:
-    """Return the first line of the help of `command`."""
-    return str(getdoc(COMMANDS[command][1])).partition("\n")[0]
 
 
 def count(text: str) -> int:
@@ -484,20 +479,21 @@ def inspect(add: Callable) -> None:
     add("--verify", action="store_true", help="compare each file with its recorded hash")
 
 
-# Map the name of each command to the class of its parser and to a function. The function adds the
-# options of the command, and its docstring is the description that --help prints.
-COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
-    "train": (TrainingParser, train),
-    "plan": (LaunchParser, plan),
-    "evaluate": (LaunchParser, evaluate),
-    "doctor": (CommandParser, doctor),
-    "export": (CommandParser, export),
-    "sample": (CommandParser, sample),
-    "matrix": (CommandParser, matrix),
-    "which": (LaunchParser, which),
-    "report": (CommandParser, report),
-    "tokenizer": (PacksParser, tokenizer),
-    "prepare": (PacksParser, prepare),
-    "follow": (PacksParser, follow),
-    "inspect": (CommandParser, inspect),
+# Map the name of each command to three values: the class of its parser, a function that adds the
+# options, and the name of the function that runs the command with the parsed options. The docstring
+# of the second value is the description that --help prints.
+COMMANDS: dict[str, tuple[type[CommandParser], Callable, str]] = {
+    "train": (TrainingParser, train, "pretrain.run.train_command:main"),
+    "plan": (LaunchParser, plan, "pretrain.run.plan_command:main"),
+    "evaluate": (LaunchParser, evaluate, "pretrain.run.evaluate_command:main"),
+    "report": (CommandParser, report, "pretrain.compare.report:main"),
+    "doctor": (CommandParser, doctor, "pretrain.run.doctor:main"),
+    "export": (CommandParser, export, "pretrain.run.export:main"),
+    "sample": (CommandParser, sample, "pretrain.run.sampling:main"),
+    "matrix": (CommandParser, matrix, "pretrain.compare.matrix:main"),
+    "which": (LaunchParser, which, "pretrain.compare.which:main"),
+    "tokenizer": (PacksParser, tokenizer, "pretrain.run.pack_commands:tokenizer_command"),
+    "prepare": (PacksParser, prepare, "pretrain.run.pack_commands:prepare_command"),
+    "follow": (PacksParser, follow, "pretrain.run.pack_commands:follow_command"),
+    "inspect": (CommandParser, inspect, "pretrain.run.pack_commands:inspect_command"),
 }
