@@ -160,19 +160,22 @@ def _surprise(statistic: Tensor) -> float:
 
     Rows are rounded independently. If the run rounds correctly, then in each row, its value is a
     random choice from the values of all draws, because the draws have the same distribution. With
-    s[d, r] for the value of draw d in row r, and any positive rate, Chernoff's inequality bounds
-    the probability of a first sum of this size: it is at most the product over r of the mean over d
-    of exp(rate * (s[d, r] - s[0, r])). So the bound holds for every distribution of the values, and
-    for every number of rows.
+    c[d, r] for the difference of draw d in row r from the mean of the row, t for the first draw's
+    sum of differences, and any positive rate, Chernoff's inequality bounds the probability of a sum
+    of at least t: it is at most exp(-rate * t), times the product over r of the mean over d of
+    exp(rate * c[d, r]). So the bound holds for every distribution of the values, and for every
+    number of rows. The rate used is the best one if the sum is normally distributed: t, divided by
+    the variance of the sum.
 
-    Return the logarithm of the bound with the best rate, divided by the logarithm of FALSE_ALARM.
+    Return the logarithm of the bound, divided by the logarithm of FALSE_ALARM.
 
     statistic: a value for each draw and row, [draws, rows]. Values are of the order of 1.
     """
-    rates = 2 ** torch.arange(-4, 6, 0.5, device=statistic.device)
-    exponents = rates[:, None, None] * (statistic - statistic[0])
-    bounds = (exponents.logsumexp(1) - math.log(len(statistic))).sum(1)
-    return bounds.min().item() / math.log(FALSE_ALARM)
+    centered = statistic - statistic.mean(0)
+    total = centered[0].sum().clamp(min=0)
+    rate = total / centered.square().mean(0).sum().clamp(min=1e-100)
+    bound = (rate * centered).exp().mean(0).log().sum() - rate * total
+    return bound.item() / math.log(FALSE_ALARM)
 
 
 @contextmanager
