@@ -13,8 +13,8 @@ import importlib
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,10 +127,7 @@ def activation(kernel: Any) -> None:
             by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, columns, E5M2), strict=True
         ):
             kernel.write_activated(hidden, kind, activated)
-            recomputed = SimpleNamespace(
-                **vars(activated)
-                | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None}
-            )
+            recomputed = replace(activated, scale=torch.ones(1), amax=None, used=None, rows=None)
             for summed in (False, True):
                 kernel.write_activate_backward(
                     gradient, hidden, kind, d_hidden, recomputed, summed=summed

@@ -18,6 +18,8 @@ heads, KV key heads and D values in a head. The last dimension must be contiguou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -266,12 +268,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tup
         bounds: First token and end of each token's document, int32 [2, T].
         scale: Factor of q k^T.
     """
-    tokens, heads, dim = q.shape
+    tokens, heads, _ = q.shape
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = q.new_empty(heads, tokens, dtype=torch.float32)
     grid = (triton.cdiv(tokens, FORWARD["size"]), heads)
-    sizes = (*_strides(q, k, v), scale, tokens, heads, heads // k.shape[1], dim)
-    _attend[grid](q, k, v, bounds[0], output, log_sums, *sizes, **FORWARD)
+    _attend[grid](
+        starts=bounds[0], output=output, log_sums=log_sums, **_arguments(q, k, v, scale), **FORWARD
+    )
     return output, log_sums
 
 
@@ -290,22 +293,52 @@ def attend_backward(
     `d_output` is the gradient of the output. `output` and `log_sums` are the results of `attend`,
     and all other arguments are its arguments.
     """
-    tokens, heads, dim = q.shape
-    kv = k.shape[1]
+    tokens, heads, _ = q.shape
     d_output = d_output.contiguous()
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     dots = torch.empty_like(log_sums)
     starts, ends = bounds
-    sizes = (*_strides(q, k, v), scale, tokens, heads, heads // kv, dim)
+    arguments = _arguments(q, k, v, scale)
     _differentiate_queries[(triton.cdiv(tokens, QUERY_GRADIENT["size"]), heads)](
-        d_output, q, k, v, output, log_sums, starts, dq, dots, *sizes, **QUERY_GRADIENT
+        d_output=d_output,
+        output=output,
+        log_sums=log_sums,
+        starts=starts,
+        dq=dq,
+        dots=dots,
+        **arguments,
+        **QUERY_GRADIENT,
     )
-    _differentiate_keys_and_values[(triton.cdiv(tokens, KEY_VALUE_GRADIENT["size"]), kv)](
-        *(d_output, q, k, v, log_sums, dots, starts, ends, dk, dv), *sizes, **KEY_VALUE_GRADIENT
+    _differentiate_keys_and_values[(triton.cdiv(tokens, KEY_VALUE_GRADIENT["size"]), k.shape[1])](
+        d_output=d_output,
+        log_sums=log_sums,
+        dots=dots,
+        starts=starts,
+        ends=ends,
+        dk=dk,
+        dv=dv,
+        **arguments,
+        **KEY_VALUE_GRADIENT,
     )
     return dq, dk, dv
 
 
-def _strides(*states: Tensor) -> list[int]:
-    """Return the strides between tokens and between heads of each tensor [T, heads, D]."""
-    return [stride for tensor in states for stride in tensor.stride()[:2]]
+def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Any]:
+    """Return the arguments that all three kernels have."""
+    tokens, heads, dim = q.shape
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "q_token": q.stride(0),
+        "q_head": q.stride(1),
+        "k_token": k.stride(0),
+        "k_head": k.stride(1),
+        "v_token": v.stride(0),
+        "v_head": v.stride(1),
+        "scale": scale,
+        "tokens": tokens,
+        "heads": heads,
+        "group": heads // k.shape[1],
+        "dim": dim,
+    }

@@ -77,8 +77,16 @@ def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) ->
     width = rows.shape[1]
     y = rows.new_empty(tokens, width)
     choices = len(place) // tokens
-    arguments = (rows, place, weights, y, choices, width, triton.next_power_of_2(width))
-    _combine[(tokens,)](*arguments, enable_fp_fusion=False)
+    _combine[(tokens,)](
+        rows=rows,
+        place=place,
+        weights=weights,
+        y=y,
+        choices=choices,
+        width=width,
+        block=triton.next_power_of_2(width),
+        enable_fp_fusion=False,
+    )
     return y
 
 
@@ -94,8 +102,16 @@ def combine_backward(
     tokens, width = dy.shape
     d_rows = torch.empty_like(rows)
     d_weights = torch.empty_like(weights, dtype=torch.float32)
-    choices = weights.shape[1]
-    arguments = (dy, rows, place, weights, d_rows, d_weights, choices, width)
-    block = triton.next_power_of_2(width)
-    _combine_backward[(tokens,)](*arguments, block, enable_fp_fusion=False)
+    _combine_backward[(tokens,)](
+        dy=dy,
+        rows=rows,
+        place=place,
+        weights=weights,
+        d_rows=d_rows,
+        d_weights=d_weights,
+        choices=weights.shape[1],
+        width=width,
+        block=triton.next_power_of_2(width),
+        enable_fp_fusion=False,
+    )
     return d_rows, d_weights

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,6 +37,24 @@ ALIGNMENT = 16
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 # Map torch dtypes to Triton dtypes.
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+class Kind(NamedTuple):
+    """Arguments of the kernel that are equal for all parameters of a launch.
+
+    Attributes:
+        weight_type: Triton dtype of the weights.
+        gradient_type: Triton dtype of the gradients.
+        moment_type: Triton dtype of both moments.
+        exact: True for `weights: bf16_exact`.
+        aligned: True if all tensors are aligned.
+    """
+
+    weight_type: tl.dtype
+    gradient_type: tl.dtype
+    moment_type: tl.dtype
+    exact: bool
+    aligned: bool
 
 
 @triton.jit
@@ -156,12 +174,12 @@ def prepare_update(
         values = tensors.weight.numel()
         # The addresses may be unaligned, because FSDP2 may split a tensor at any position.
         aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))
-        kind = (
-            _TYPES[tensors.weight.dtype],
-            _TYPES[tensors.gradient.dtype],
-            _TYPES[tensors.exp_avg.dtype],
-            tensors.remainder is not None,
-            aligned,
+        kind = Kind(
+            weight_type=_TYPES[tensors.weight.dtype],
+            gradient_type=_TYPES[tensors.gradient.dtype],
+            moment_type=_TYPES[tensors.exp_avg.dtype],
+            exact=tensors.remainder is not None,
+            aligned=aligned,
         )
         by_kind[hyper, kind].append((*addresses, values))
     launches = [
@@ -172,7 +190,7 @@ def prepare_update(
 
 
 def _prepare_launch(
-    parameters: Sequence[Sequence[int]], hyper: Any, kind: Sequence[Any], coefficient: Tensor
+    parameters: Sequence[Sequence[int]], hyper: Any, kind: Kind, coefficient: Tensor
 ) -> Callable[[], Tensor]:
     """Return a function that updates parameters of one kind in one launch.
 
@@ -181,8 +199,7 @@ def _prepare_launch(
     Args:
         parameters: For each parameter, the addresses of its five tensors and its number of values.
         hyper: `Hyperparameters` of all these parameters.
-        kind: Arguments of the kernel: the dtypes of weights, gradients and moments, True for
-            `weights: bf16_exact`, and True if all tensors are aligned.
+        kind: The kind of all these parameters.
         coefficient: FP32 scalar, a factor of the gradients.
     """
     rows = []
@@ -197,30 +214,30 @@ def _prepare_launch(
     ends = torch.cat([table[1:, 6], table.new_full((1,), programs)])
     tensor_of = torch.repeat_interleave(ends - table[:, 6], output_size=programs)
     frozen = torch.empty(programs, dtype=torch.int32, device=device)
-    numbers = (
-        hyper.decay,
-        1 - hyper.beta1,
-        hyper.beta2,
-        1 - hyper.beta2,
-        hyper.bias_correction2_sqrt,
-        hyper.eps,
-        -hyper.step_size,
-        hyper.learning_rate,
-        hyper.weight_decay,
-    )
+    numbers = {
+        "decay": hyper.decay,
+        "one_minus_beta1": 1 - hyper.beta1,
+        "beta2": hyper.beta2,
+        "one_minus_beta2": 1 - hyper.beta2,
+        "bias_correction2_sqrt": hyper.bias_correction2_sqrt,
+        "eps": hyper.eps,
+        "negative_step_size": -hyper.step_size,
+        "learning_rate": hyper.learning_rate,
+        "weight_decay": hyper.weight_decay,
+    }
+    # The numbers are converted to float, because Triton would compile separate kernels for the
+    # integers 0 and 1.
+    arguments = {name: float(number) for name, number in numbers.items()} | kind._asdict()
 
     def launch() -> Tensor:
         with torch.cuda.device_of(frozen):
             _adamw[(programs,)](
-                table,
-                tensor_of,
-                frozen,
-                coefficient,
-                # The numbers are converted to float, because Triton would compile separate kernels
-                # for the integers 0 and 1.
-                *map(float, numbers),
-                *kind,
-                BLOCK,
+                table=table,
+                tensor_of=tensor_of,
+                frozen=frozen,
+                clip_coefficient=coefficient,
+                **arguments,
+                block=BLOCK,
                 num_warps=WARPS,
                 enable_fp_fusion=False,
             )

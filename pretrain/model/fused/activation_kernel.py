@@ -323,14 +323,26 @@ def _activation_backward(
             tl.store(sum_at + F, tl.sum(sum_up, axis=0))
 
 
-def _launch(
-    kernel: Any, tile: Tile, hidden: Tensor, kind: Activation, *arguments: Any, **options: int
-) -> None:
-    """Launch `kernel` with one program for each `tile.tiles` tiles of the activated values."""
-    grid = len(hidden) // (tile.rows * tile.tiles), kind.width(hidden) // tile.columns
-    kernel[grid](
-        *(*arguments, *kind, tile.rows, tile.columns),
-        **options,
+def _grid(tile: Tile, hidden: Tensor, kind: Activation) -> tuple[int, int]:
+    """Return the grid with one program for each `tile.tiles` tiles of the activated values."""
+    return len(hidden) // (tile.rows * tile.tiles), kind.width(hidden) // tile.columns
+
+
+def _launch_forward(tile: Tile, hidden: Tensor, kind: Activation, activated: TensorScaled) -> None:
+    """Launch the forward kernel, which writes the activated values."""
+    _activation_forward[_grid(tile, hidden, kind)](
+        hidden=hidden,
+        rows=activated.rows,
+        scale=activated.scale,
+        amax=activated.amax,
+        used=activated.used,
+        scale_inv=activated.scale_inv,
+        F=kind.width(hidden),
+        fp8=TYPES[activated.dtype],
+        function=kind.function,
+        gated=kind.gated,
+        height=tile.rows,
+        width=tile.columns,
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
@@ -341,21 +353,43 @@ def _launch_backward(
     d_activated: Tensor,
     hidden: Tensor,
     kind: Activation,
-    *arguments: Any,
+    d_hidden: TensorScaled,
+    activated: TensorScaled,
+    *,
     summed: bool,
 ) -> Tensor | None:
-    """Launch the backward kernel, and return the gradient of `hidden`, summed over tokens in FP32.
+    """Launch the backward kernel, which writes the gradient of `hidden` and the activated values.
 
-    The result is None unless `summed` is set. `arguments` are the kernel's arguments from `rows` to
-    `activated_fp8`.
+    Return the gradient of `hidden`, summed over tokens in FP32. It is None unless `summed` is set.
     """
-    sums = None
-    if summed:
-        programs = len(hidden) // (tile.rows * tile.tiles)
-        sums = hidden.new_empty(programs, hidden.shape[1], dtype=torch.float32)
-    inputs = (d_activated, hidden, sums, *d_activated.shape)
-    options = {"tiles": tile.tiles, "stages": tile.stages}
-    _launch(_activation_backward, tile, hidden, kind, *inputs, *arguments, **options)
+    grid = _grid(tile, hidden, kind)
+    sums = hidden.new_empty(grid[0], hidden.shape[1], dtype=torch.float32) if summed else None
+    _activation_backward[grid](
+        d_activated=d_activated,
+        hidden=hidden,
+        sums=sums,
+        T=len(hidden),
+        F=kind.width(hidden),
+        rows=d_hidden.rows,
+        columns=d_hidden.columns,
+        scale=d_hidden.scale,
+        amax=d_hidden.amax,
+        scale_inv=d_hidden.scale_inv,
+        activated_rows=activated.rows,
+        activated_columns=activated.columns,
+        activated_scale=activated.scale,
+        activated_scale_inv=activated.scale_inv,
+        fp8=TYPES[d_hidden.dtype],
+        activated_fp8=TYPES[activated.dtype],
+        function=kind.function,
+        gated=kind.gated,
+        height=tile.rows,
+        width=tile.columns,
+        tiles=tile.tiles,
+        stages=tile.stages,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
     return None if sums is None else sums.sum(0)
 
 
@@ -368,13 +402,9 @@ def activate(hidden: Tensor, kind: Activation) -> Tensor:
     `hidden` is [T, 2 F] if the activation is gated, and [T, F] otherwise. Both tensors are BF16 and
     contiguous. T and F may have any size.
     """
-    F = kind.width(hidden)
-    activated = hidden.new_empty(len(hidden), F)
-    # A BF16 result has no scale and no FP8 format. Therefore the kernel's arguments `scale`,
-    # `amax`, `used`, `scale_inv` and `fp8` are None.
-    unscaled = (None, None, None, None)
-    arguments = (hidden, activated, *unscaled, F, None)
-    _launch(_activation_forward, _along_rows(len(hidden), F), hidden, kind, *arguments)
+    activated = hidden.new_empty(len(hidden), kind.width(hidden))
+    buffers = TensorScaled(torch.bfloat16, activated)
+    _launch_forward(_along_rows(*activated.shape), hidden, kind, buffers)
     return activated
 
 
@@ -395,12 +425,8 @@ def activate_backward(
             math.gcd(*sizes) for sizes in zip(SUMMED_BACKWARD[:2], d_activated.shape, strict=True)
         )
         tile = Tile(rows, columns, SUMMED_BACKWARD.warps)
-    # A BF16 result has no transpose, no scale and no FP8 format. Therefore the kernel's arguments
-    # `columns`, `scale`, `amax`, `scale_inv`, `activated_columns`, `activated_scale`,
-    # `activated_scale_inv`, `fp8` and `activated_fp8` are None.
-    unscaled = (None, None, None)
-    arguments = (d_hidden, None, *unscaled, activated, *unscaled, None, None)
-    total = _launch_backward(tile, d_activated, hidden, kind, *arguments, summed=summed)
+    buffers = (TensorScaled(torch.bfloat16, values) for values in (d_hidden, activated))
+    total = _launch_backward(tile, d_activated, hidden, kind, *buffers, summed=summed)
     return d_hidden, activated, total
 
 
@@ -492,17 +518,7 @@ def write_activated(hidden: Tensor, kind: Activation, activated: TensorScaled) -
     """
     if activated.scale is None:
         _find_amax(None, hidden, kind, activated.amax)
-    arguments = (
-        hidden,
-        activated.rows,
-        activated.scale,
-        activated.amax,
-        activated.used,
-        activated.scale_inv,
-        kind.width(hidden),
-        TYPES[activated.dtype],
-    )
-    _launch(_activation_forward, FORWARD, hidden, kind, *arguments)
+    _launch_forward(FORWARD, hidden, kind, activated)
 
 
 def write_activate_backward(
@@ -523,13 +539,10 @@ def write_activate_backward(
     """
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, kind, d_hidden.amax)
-    gradient = (d_hidden.rows, d_hidden.columns, d_hidden.scale, d_hidden.amax, d_hidden.scale_inv)
-    recomputed = (activated.rows, activated.columns, activated.scale, activated.scale_inv)
-    arguments = (*gradient, *recomputed, TYPES[d_hidden.dtype], TYPES[activated.dtype])
     tile = GATED_BACKWARD if kind.gated else UNGATED_BACKWARD
     # Each program computes the same number of tiles.
     tile = tile._replace(tiles=math.gcd(len(hidden) // tile.rows, tile.tiles))
-    return _launch_backward(tile, d_activated, hidden, kind, *arguments, summed=summed)
+    return _launch_backward(tile, d_activated, hidden, kind, d_hidden, activated, summed=summed)
 
 
 def _find_amax(
@@ -539,5 +552,15 @@ def _find_amax(
 
     If `d_activated` is None, record the amax of the activated values instead.
     """
-    arguments = (d_activated, hidden, amax, kind.width(hidden))
-    _launch(_activation_amax, FORWARD, hidden, kind, *arguments)
+    _activation_amax[_grid(FORWARD, hidden, kind)](
+        d_activated=d_activated,
+        hidden=hidden,
+        amax=amax,
+        F=kind.width(hidden),
+        function=kind.function,
+        gated=kind.gated,
+        height=FORWARD.rows,
+        width=FORWARD.columns,
+        num_warps=FORWARD.warps,
+        enable_fp_fusion=False,
+    )

@@ -29,22 +29,23 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # True if Triton's interpreter runs the kernels on a CPU. The interpreter does not support inline
 # assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Map torch dtypes to Triton dtypes.
-TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+# Map the dtype of a kernel's output to the kernel's argument `fp8`.
+TYPES = {torch.bfloat16: None, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @dataclass(frozen=True)
 class TensorScaled:
-    """Output buffers of a kernel for an FP8 tensor [M, K] with one scale.
+    """Output buffers of a kernel for an FP8 tensor [M, K] with one scale, or for a BF16 tensor.
 
     If `scale` is None, the kernel computes the scale of current scaling from `amax`. The kernel
-    does not write buffers that are None. All tensors are on one device.
+    does not write buffers that are None. A BF16 tensor has only `rows`. All tensors are on one
+    device.
     """
 
-    dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
-    rows: Tensor | None  # uint8 [M, K]
-    columns: Tensor | None  # uint8 [K, M]
-    scale_inv: Tensor  # FP32 [1], written: 1 / scale
+    dtype: torch.dtype  # float8_e4m3fn, float8_e5m2 or bfloat16
+    rows: Tensor | None  # [M, K], uint8 or BF16
+    columns: Tensor | None = None  # uint8 [K, M]
+    scale_inv: Tensor | None = None  # FP32 [1], written: 1 / scale
     scale: Tensor | None = None  # FP32 [1]
     # FP32 [1]. If `scale` is given, the kernel records the amax of the tensor here (`record_amax`).
     amax: Tensor | None = None

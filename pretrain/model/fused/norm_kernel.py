@@ -156,8 +156,21 @@ def norm(
     y = torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     mean = None if bias is None else torch.empty_like(rstd)
-    arguments = (x, weight, bias, y, rstd, mean, tokens, eps, width, height, step)
-    _norm[(triton.cdiv(tokens, height),)](*arguments, num_warps=warps, enable_fp_fusion=False)
+    _norm[(triton.cdiv(tokens, height),)](
+        x=x,
+        weight=weight,
+        bias=bias,
+        y=y,
+        rstd=rstd,
+        mean=mean,
+        tokens=tokens,
+        eps=eps,
+        width=width,
+        height=height,
+        step=step,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
     return y, rstd, mean
 
 
@@ -188,9 +201,22 @@ def norm_backward(
     if mean is not None:
         count = 4 if summed else 2
     sums = torch.empty(programs, count, width, dtype=torch.float32, device=x.device)
-    tensors = (dy, x, rstd, mean, weight, residual, dx, sums)
     _norm_backward[(programs,)](
-        *(*tensors, tokens, rows, width, height, step, count, stages),
+        dy=dy,
+        x=x,
+        rstd=rstd,
+        mean=mean,
+        weight=weight,
+        residual=residual,
+        dx=dx,
+        sums=sums,
+        tokens=tokens,
+        rows=rows,
+        width=width,
+        height=height,
+        step=step,
+        count=count,
+        stages=stages,
         num_warps=warps,
         enable_fp_fusion=False,
     )

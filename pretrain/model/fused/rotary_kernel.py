@@ -482,8 +482,21 @@ def rotate(
     block = min(bits & -bits, MOST_HEADS, rows)
     query_norm, key_norm, eps = _norm_arguments(norms)
     _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
-        *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
-        *(heads.query, heads.kv, heads.dim, block, rows),
+        qkv=qkv,
+        cos=cos.contiguous(),
+        sin=sin.contiguous(),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        q=q,
+        k=k,
+        v=v,
+        tokens=tokens,
+        eps=eps,
+        query=heads.query,
+        kv=heads.kv,
+        dim=heads.dim,
+        heads=block,
+        rows=rows,
         num_warps=_FORWARD_WARPS,
         enable_fp_fusion=True,
     )
@@ -506,33 +519,53 @@ def rotate_backward(
     """Compute `pretrain.model.fused.formulas.rotate_backward` for BF16.
 
     The formulas are used for heads that the kernel does not support. If `written` is given, the
-    gradient of `qkv` is rounded to BF16 and written to the buffers of `written` as FP8 codes, and
-    the first result is None. With `written`, the number of tokens must be a multiple of 32.
+    gradient of `qkv` is rounded to BF16 and written to the buffers of `written` as FP8 codes. The
+    first result is then `written.rows`, and the number of tokens must be a multiple of 32.
     """
     if heads.dim not in DIMS:
         return formulas.rotate_backward(dq, dk, dv, qkv, cos, sin, heads, norms, summed=summed)
     # The kernel requires that the values of a head are contiguous.
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     parts = dk.shape[2] if dk.dim() == 4 else 1
-    strides = (*dq.stride()[:2], *_strides_of(dk), *_strides_of(dv))
     programs = triton.cdiv(len(dq), _TOKENS * (_SUMMED_TILES if summed else 1))
     norm_sums = None
-    fp8 = None
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
         norm_sums = dq.new_empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32)
     sums = dq.new_empty(programs, heads.width, dtype=torch.float32) if summed else None
-    dqkv = dq.new_empty(len(dq), heads.width) if written is None else None
-    outputs: tuple[Tensor | None, ...] = (dqkv, None, None, None, None)
-    if written is not None:
-        outputs = (written.rows, written.columns, written.scale, written.scale_inv, written.amax)
-        fp8 = TYPES[written.dtype]
-    tables = (None if table is None else table.contiguous() for table in (cos, sin))
-    inputs = (None if norms is None else qkv, *tables, *_norm_arguments(norms))
-    stages = 1 if norms is None and not summed else _STAGES
+    if written is None:
+        written = TensorScaled(torch.bfloat16, dq.new_empty(len(dq), heads.width))
+    query_norm, key_norm, eps = _norm_arguments(norms)
     _rotate_backward[(heads.count * programs,)](
-        *(dq, dk, dv, *strides, *inputs[:-1], *outputs, norm_sums, sums, len(dq), inputs[-1]),
-        *(heads.query, heads.kv, heads.dim, _TOKENS, len(dq) % _TOKENS == 0, parts, stages, fp8),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dq_token=dq.stride(0),
+        dq_head=dq.stride(1),
+        **_strides_of("dk", dk),
+        **_strides_of("dv", dv),
+        qkv=None if norms is None else qkv,
+        cos=None if cos is None else cos.contiguous(),
+        sin=None if sin is None else sin.contiguous(),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        dqkv=written.rows,
+        columns=written.columns,
+        scale=written.scale,
+        scale_inv=written.scale_inv,
+        amax=written.amax,
+        norm_sums=norm_sums,
+        sums=sums,
+        tokens=len(dq),
+        eps=eps,
+        query=heads.query,
+        kv=heads.kv,
+        dim=heads.dim,
+        height=_TOKENS,
+        full=len(dq) % _TOKENS == 0,
+        parts=parts,
+        stages=1 if norms is None and not summed else _STAGES,
+        fp8=TYPES[written.dtype],
         num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
         maxnreg=_REGISTERS,
         enable_fp_fusion=False,
@@ -540,9 +573,9 @@ def rotate_backward(
     # The order of these sums depends on shapes only.
     total = None if sums is None else sums.sum(0)
     if norm_sums is None:
-        return dqkv, None, None, total
+        return written.rows, None, None, total
     query_sums, key_sums = norm_sums.split((heads.query, heads.kv), dim=1)
-    return dqkv, query_sums.sum(dim=(0, 1)), key_sums.sum(dim=(0, 1)), total
+    return written.rows, query_sums.sum(dim=(0, 1)), key_sums.sum(dim=(0, 1)), total
 
 
 def _norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -550,14 +583,14 @@ def _norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | No
     return (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
 
 
-def _strides_of(gradient: Tensor) -> tuple[int, int, int]:
-    """Return the strides of tokens, heads and parts of a gradient.
+def _strides_of(name: str, gradient: Tensor) -> dict[str, int]:
+    """Return the strides of tokens, heads and parts of a gradient, as arguments of the kernel.
 
-    The gradient is [T, kv, parts, dim], or [T, kv, dim] without parts. The stride of missing parts
-    is 0.
+    The gradient is the argument `name` of the kernel, [T, kv, parts, dim], or [T, kv, dim] without
+    parts. The stride of missing parts is 0.
     """
     token, head, *part, _ = gradient.stride()
-    return token, head, part[0] if part else 0
+    return {f"{name}_token": token, f"{name}_head": head, f"{name}_part": part[0] if part else 0}
 
 
 def supports(quantizer: Any, dq: Tensor) -> bool:

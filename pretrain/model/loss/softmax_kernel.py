@@ -179,9 +179,22 @@ def softmax_loss(
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
     # If the vocabulary were no multiple of the group, a group would be loaded by several threads.
     group = math.gcd(vocabulary, GROUP)
+    maxima, reciprocals, scales, scales_inv, amax = statistics or [None] * 5
     _softmax_loss[(n,)](
-        *(logits, labels.contiguous(), losses, *(statistics or [None] * 5)),
-        *(ignore, vocabulary, block, group, with_gradient, fp8),
+        logits=logits,
+        labels=labels.contiguous(),
+        losses=losses,
+        maxima=maxima,
+        reciprocals=reciprocals,
+        scales=scales,
+        scales_inv=scales_inv,
+        amax=amax,
+        ignore=ignore,
+        vocabulary=vocabulary,
+        block=block,
+        group=group,
+        with_gradient=with_gradient,
+        fp8=fp8,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
@@ -269,9 +282,22 @@ def quantized_softmax_gradient(
     statistics = (maxima, reciprocals, rows_scale, rows_scale_inv, amax)
     losses = softmax_loss(logits, labels, ignore, *statistics, fp8=TYPES[fp8])
     _softmax_quantized_gradient[(n // tile_tokens, vocabulary // tile_words)](
-        *(logits, labels, maxima, reciprocals, rows_scale, amax, scale),
-        *(rows, columns, scale_inv, n, vocabulary),
-        *(ignore, TYPES[fp8], tile_tokens, tile_words),
+        logits=logits,
+        labels=labels,
+        maxima=maxima,
+        reciprocals=reciprocals,
+        rows_scale=rows_scale,
+        amax=amax,
+        scale=scale,
+        rows=rows,
+        columns=columns,
+        scale_inv=scale_inv,
+        n=n,
+        vocabulary=vocabulary,
+        ignore=ignore,
+        fp8=TYPES[fp8],
+        tokens_of_tile=tile_tokens,
+        words_of_tile=tile_words,
         num_warps=FP8_WARPS,
         enable_fp_fusion=False,
     )
