@@ -8,7 +8,9 @@ explains the order.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -38,17 +40,23 @@ from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Switch
 
 Forward = Callable[..., Any]
+# Maps a module and its forward to the forward that replaces it.
+Wrapper = Callable[[nn.Module, Forward], Forward]
 
 
 def choose_arithmetic(
-    active: ActivePrecision, device_type: str, context: PrecisionContext
+    active: ActivePrecision,
+    device_type: str,
+    context: PrecisionContext,
+    *,
+    keeps_rotated: bool = False,
 ) -> Arithmetic:
     """Return the arithmetic of the model's fused layers, if `not_fused_because` returns None."""
     if active.engine != "torch":
-        return TransformerEngineArithmetic(context)
+        return TransformerEngineArithmetic(context, keeps_rotated=keeps_rotated)
     if _is_faster(device_type, context.compute_dtype):
-        return KernelArithmetic(context)
-    return Arithmetic(context)
+        return KernelArithmetic(context, keeps_rotated=keeps_rotated)
+    return Arithmetic(context, keeps_rotated=keeps_rotated)
 
 
 def not_fused_because(
@@ -161,49 +169,69 @@ def wrap_layers(
     cast_to: torch.dtype | None,
     compile_layers: bool,
 ) -> None:
-    """Wrap the forward of each unit to cast parameters, to compile, and to recompute layers.
+    """Wrap the forwards of a model's modules in place. The arguments are those of `wrappers_of`."""
+    wrappers = wrappers_of(packed, settings, cast_to=cast_to, compile_layers=compile_layers)
+    for module, module_wrappers in wrappers.items():
+        for wrapper in module_wrappers:
+            module.forward = wrapper(module, module.forward)
+
+
+def wrappers_of(
+    packed: PackedLanguageModel,
+    settings: ModelSettings,
+    *,
+    cast_to: torch.dtype | None,
+    compile_layers: bool,
+) -> dict[nn.Module, list[Wrapper]]:
+    """Map modules to the wrappers of their forward, from the innermost to the outermost.
 
     A unit is an embedding, a decoder layer, or another module with parameters, such as the final
-    norm. The LM head is not wrapped, because it casts its own parameters.
+    norm. Wrappers of a unit cast its parameters, compile it, and recompute it in backward. The LM
+    head is not wrapped, because it casts its own parameters. The model is not changed.
 
     Gradient checkpointing is the outermost wrapper. A layer that is recomputed in backward
     therefore uses working copies as in forward. The gradient checkpointing of transformers is not
     used.
 
     Args:
-        packed: The model, changed in place.
+        packed: The model.
         settings: Settings that determine which layers are recomputed in backward.
         cast_to: Dtype of the working copies. None if the parameters have the compute dtype already.
         compile_layers: True if torch.compile compiles the forwards that are not fused.
     """
+    wrappers: dict[nn.Module, list[Wrapper]] = defaultdict(list)
+    for module in packed.hf.modules():
+        if isinstance(module, nn.LayerNorm):
+            wrappers[module].append(partial(replaced, function=_layer_norm))
     # If all layers are fused, only the final norm could be compiled. torch has a fused kernel for
     # this norm, so nothing is compiled, and torch's compiler is not imported.
     replaces_norms = compile_layers and packed.fused is not None and not packed.fused.left_out
-    for norm in packed.hf.modules():
-        if isinstance(norm, nn.LayerNorm):
-            # A method is the same function in all layers, so torch.compile compiles it only once.
-            norm.forward = MethodType(_layer_norm, norm)  # type: ignore[method-assign]
+    compiles = compile_layers and not replaces_norms
     for unit in _units(packed.hf.base_model):
-        if isinstance(unit, nn.Embedding):
-            if cast_to is not None:
-                unit.forward = casting_output(unit.forward, cast_to)  # type: ignore[method-assign]
-        elif isinstance(unit.forward, FusedLayer):
-            # The fused forward casts the parameters itself, so it needs no working copies. It calls
-            # kernels that torch.compile cannot compile, so it is not compiled. For some inputs it
-            # calls the layer's original forward, and this forward needs working copies.
-            if cast_to is not None:
-                unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
-        else:
-            if replaces_norms and not isinstance(unit, nn.LayerNorm):
-                unit.forward = MethodType(_rms_norm, unit)  # type: ignore[method-assign]
-            _wrap_unit(unit, cast_to, compile_layers=compile_layers and not replaces_norms)
+        is_norm = not isinstance(unit, nn.Embedding | nn.LayerNorm | GradientCheckpointingLayer)
+        if replaces_norms and is_norm:
+            wrappers[unit].append(partial(replaced, function=_rms_norm))
+        wrappers[unit] += _wrappers_of_unit(unit, cast_to, compiles=compiles)
     for index, layer in enumerate(decoder_layers(packed.hf).values()):
         if settings.recomputes(index):
-            layer.forward = _recomputed_in_backward(layer, packed.context)
+            wrappers[layer].append(partial(recomputed_in_backward, context=packed.context))
+    return wrappers
 
 
-def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: bool) -> None:
-    """Wrap the forward of a unit that is not fused: compile it, and cast its parameters."""
+def _wrappers_of_unit(
+    unit: nn.Module, cast_to: torch.dtype | None, *, compiles: bool
+) -> list[Wrapper]:
+    """Return the wrappers that cast the parameters of a unit, and that compile the unit."""
+    casting: Callable[..., Forward] = casting_parameters
+    if isinstance(unit, nn.Embedding):
+        casting = casting_output
+    elif isinstance(unit.forward, FusedLayer):
+        casting = casting_unfused
+    casts: list[Wrapper] = [] if cast_to is None else [partial(casting, dtype=cast_to)]
+    # An embedding is not compiled. A fused forward is not compiled either, because it calls kernels
+    # that torch.compile cannot compile.
+    if not compiles or casting is not casting_parameters:
+        return casts
     # A compiled graph ends before each low-precision product, and the next graph begins after the
     # product. The casts of a unit with such products are not compiled, because a graph cannot end
     # inside of the context manager that replaces the parameters by working copies.
@@ -213,32 +241,40 @@ def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: 
     # The casts of a norm outside of the decoder layers are not compiled either, because the
     # compiled graph would skip the rounding of the norm's weight.
     outside_layers = not isinstance(unit, GradientCheckpointingLayer)
-    casts_outside = has_breaks or outside_layers
-    if compile_layers and casts_outside:
+    if has_breaks or outside_layers:
         # A dynamic graph of a norm works for any number of tokens. But the number of tokens of the
         # first call determines the order of the graph's sums, and this number may differ in a
         # resumed run. If runs must be reproducible bit for bit, compile a graph for each number of
         # tokens.
         dynamic = outside_layers and not torch.are_deterministic_algorithms_enabled()
-        unit.forward = torch.compile(unit.forward, dynamic=dynamic, fullgraph=not has_breaks)
-    if cast_to is not None:
-        unit.forward = casting_parameters(unit, unit.forward, cast_to)
-    if compile_layers and not casts_outside:
-        # All shapes are static, except for the number of documents, which `inputs_of` marks as
-        # dynamic. Therefore one graph is used for all steps and layers. On a CPU, the graph ends at
-        # attention, which is not compiled.
-        unit.forward = torch.compile(
-            unit.forward, fullgraph=torch.accelerator.is_available(), dynamic=False
-        )
+        return [partial(compiled, dynamic=dynamic, fullgraph=not has_breaks), *casts]
+    # All shapes are static, except for the number of documents, which `inputs_of` marks as dynamic.
+    # Therefore one graph is used for all steps and layers. On a CPU, the graph ends at attention,
+    # which is not compiled.
+    fullgraph = torch.accelerator.is_available()
+    return [*casts, partial(compiled, dynamic=False, fullgraph=fullgraph)]
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the units of `module`. See `wrap_layers` for the definition of a unit."""
+    """Yield the units of `module`. See `wrappers_of` for the definition of a unit."""
     if isinstance(module, GradientCheckpointingLayer | nn.Embedding) or module._parameters:
         yield module
     else:
         for child in module.children():
             yield from _units(child)
+
+
+def replaced(module: nn.Module, forward: Forward, *, function: Forward) -> Forward:
+    """Return `function` as a method of `module`, in place of `forward`.
+
+    A method is the same function in all layers, so torch.compile compiles it only once.
+    """
+    return MethodType(function, module)
+
+
+def compiled(module: nn.Module, forward: Forward, *, dynamic: bool, fullgraph: bool) -> Forward:
+    """Return `forward`, compiled by torch.compile."""
+    return torch.compile(forward, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -259,9 +295,10 @@ def _rms_norm(norm: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
-def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forward:
+def recomputed_in_backward(
+    layer: nn.Module, forward: Forward, *, context: PrecisionContext
+) -> Forward:
     """Return a function that computes the layer's forward, and computes it again in backward."""
-    forward = layer.forward
 
     def forward_recomputed_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()):
@@ -307,7 +344,16 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
     return forward_with_working_copies
 
 
-def casting_output(forward: Forward, dtype: torch.dtype) -> Forward:
+def casting_unfused(module: nn.Module, forward: FusedLayer, dtype: torch.dtype) -> FusedLayer:
+    """Return the fused forward, which casts its parameters itself and needs no working copies.
+
+    For some inputs it calls the layer's original forward, and this forward gets working copies.
+    """
+    forward.unfused = casting_parameters(module, forward.unfused, dtype)
+    return forward
+
+
+def casting_output(module: nn.Module, forward: Forward, dtype: torch.dtype) -> Forward:
     """Return a function that calls `forward` and casts the output to `dtype`.
 
     It is used for embeddings. An embedding then needs no cast copy of its table, and the gradients
