@@ -39,9 +39,9 @@ class PackedLanguageModel(nn.Module):
         attention: Name of the attention implementation, such as "packed_varlen".
         loss: Settings of the loss, and of the penalty on distributions that are not sharp.
         context: Precision shared by all low-precision modules. By default nothing is quantized.
+        fused: The fused decoder layers, or None if no layer is fused.
 
     Attributes:
-        fused: The fused decoder layers, or None if no layer is fused.
         rank_sums: Sums gradients over ranks that each have the complete model. None under FSDP2 and
             in a run with one process.
         sharding: Gradient accumulation under FSDP2, or None without FSDP2.
@@ -54,12 +54,13 @@ class PackedLanguageModel(nn.Module):
         attention: str,
         loss: LossSettings,
         context: PrecisionContext | None = None,
+        fused: FusedLayers | None = None,
     ) -> None:
         super().__init__()
         self.hf = hf
         self.attention = attention
         self.context = context or PrecisionContext(None, hf.dtype)
-        self.fused: FusedLayers | None = None
+        self.fused = fused
         self.rank_sums: RankSums | None = None
         self.sharding: Sharding | None = None
         self.routing = Routing(hf)

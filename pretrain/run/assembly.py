@@ -65,9 +65,33 @@ REHEARSALS = 8
 UNQUANTIZED_TOKENS = 128
 
 
+@dataclass(frozen=True)
+class Built:
+    """Stage 1: the Hugging Face model, and the values that its parameters do not have yet.
+
+    Under FSDP2, the parameters have no values. `values` of the first rank has the values of all
+    parameters, and `values` of every other rank is empty. Without FSDP2, `values` has the FP32
+    values of the parameters with `weights: bf16_exact`, and is empty otherwise.
+    """
+
+    hf: PreTrainedModel
+    values: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Stage 2: the model in its final form, but not on its devices yet."""
+
+    # The wrapper of the Hugging Face model that maps packed batches to losses.
+    model: PackedLanguageModel
+    precision: ModelPrecision
+    # The part of audit.json that is the same in all precisions.
+    surroundings: dict[str, Any]
+
+
 @dataclass
 class Assembly:
-    """A model that is ready to train, its optimizer and its precision."""
+    """Stage 3: a model that is ready to train, its optimizer and its precision."""
 
     # The Hugging Face model, with its original names of parameters.
     hf: PreTrainedModel
@@ -129,66 +153,32 @@ class Assembly:
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
     """Build the model of `job` and its optimizer, and return both ready to train.
 
-    All ranks must call this function. Each step below needs the result of the previous steps.
+    All ranks must call this function. Each stage needs the result of the previous stage.
     docs/architecture.md explains the order.
     """
-    recipe = job.recipe
-    # `hf` is the Hugging Face model. `values` maps names of parameters to their initial values.
-    hf, values = build_model(job, accelerator)
-    stop_after_answers(hf, job.tokenizer, recipe.data)
-    model, precision, fused = convert_model(job, hf, accelerator.device)
-
-    # Wrap each layer in gradient checkpointing, torch.compile and a cast of FP32 weights to BF16
-    # copies. FSDP2 needs no such cast, because it casts weights when it gathers them.
-    compiles = recipe.model.compile == "layer" or (
-        recipe.model.compile == "auto" and accelerator.device.type == "cuda"
-    )
-    has_copies = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
-    wrap_layers(
-        model,
-        recipe.model,
-        cast_to=job.compute_dtype if has_copies else None,
-        compile_layers=compiles,
-    )
-
-    # Without FSDP2 the model is already on its device.
-    if accelerator.is_fsdp2:
-        model = shard(accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered)
-    optimizer = build_optimizer(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
-    set_weights(hf, values, optimizer)
-    allocate_gradient_sums(job, accelerator, model)
-    optimizer.materialise()
-
-    assembly = Assembly(
-        hf, model, optimizer, precision, describe_surroundings(job, model, fused, compiles=compiles)
-    )
+    built = build_model(job, accelerator)
+    converted = convert_model(job, built, accelerator)
+    assembly = place_model(job, built, converted, accelerator)
     audit_precisions(job, accelerator, assembly, console or Console(0, enabled=False))
     return assembly
 
 
-def build_model(job: Job, accelerator: Accelerator) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Build the Hugging Face model. All ranks must call this function, and get the same weights.
-
-    Returns the model, and a dict from names of parameters to values. `set_weights` loads these
-    values when the model is on its devices. There are three cases:
-
-    * Under FSDP2, the returned model has no values yet. The dict of the first rank has the values
-      of all parameters, and the dict of every other rank is empty.
-    * Without FSDP2 and with `weights: bf16_exact`, the dict has the FP32 values of the parameters.
-    * Otherwise the dict is empty.
-    """
+def build_model(job: Job, accelerator: Accelerator) -> Built:
+    """Build the Hugging Face model. All ranks must call this function, and get the same weights."""
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     if accelerator.is_fsdp2:
-        return build_on_first_rank(
-            recipe.model,
-            job.model_config,
-            accelerator,
-            kept=weights,
-            weights=job.weight_dtype,
-            seed=recipe.seed,
-            backend=job.attention.name,
+        return Built(
+            *build_on_first_rank(
+                recipe.model,
+                job.model_config,
+                accelerator,
+                kept=weights,
+                weights=job.weight_dtype,
+                seed=recipe.seed,
+                backend=job.attention.name,
+            )
         )
     hf = build(
         recipe.model,
@@ -199,17 +189,17 @@ def build_model(job: Job, accelerator: Accelerator) -> tuple[PreTrainedModel, di
         backend=job.attention.name,
     )
     take_from_first_rank(accelerator, [*hf.parameters(), *hf.buffers()])
-    return hf, round_weights(hf, job.weight_dtype) if exact else {}
+    return Built(hf, round_weights(hf, job.weight_dtype) if exact else {})
 
 
-def convert_model(
-    job: Job, hf: PreTrainedModel, device: torch.device
-) -> tuple[PackedLanguageModel, ModelPrecision, str]:
-    """Wrap `hf` for packed batches, fuse its layers, and convert its linears to low precision.
+def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted:
+    """Fuse the layers of the model, convert its linears to low precision, and wrap its layers.
 
-    Layers that do not support fusing are not fused. Returns the wrapped model, its precision, and a
-    text about the fused layers for the audit.
+    Layers that do not support fusing are not fused.
     """
+    hf = built.hf
+    device = accelerator.device
+    stop_after_answers(hf, job.tokenizer, job.recipe.data)
     first = job.plan.schedule.at(1)
     engines = make_engines(job.plan.precisions, device)
     context = PrecisionContext(
@@ -218,7 +208,6 @@ def convert_model(
         evaluates_low=first.settings.use_autocast_during_eval,
         engines=[engine for engine in engines.values() if engine is not None],
     )
-    packed = PackedLanguageModel(hf, job.attention.name, job.plan.loss, context)
     layers = decoder_layers(hf)
     in_model = {}
     for active in job.plan.precisions:
@@ -226,12 +215,20 @@ def convert_model(
         quantizes = active.precision.quantized
         decisions = decide(hf, list(layers.values()), active) if quantizes else {}
         in_model[name] = PrecisionInModel(active, engines[name], decisions, {})
-    packed.fused, fused = _fuse(job, layers, list(in_model.values()), context, device.type)
+    fused, text = _fuse(job, layers, list(in_model.values()), context, device.type)
+    model = PackedLanguageModel(hf, job.attention.name, job.plan.loss, context, fused)
     precision = ModelPrecision(context, in_model, job.plan.schedule)
     for entry in in_model.values():
         with precision.using(entry.name):
-            convert(hf, entry.decisions, context, packed.fused)
-    return packed, precision, fused
+            convert(hf, entry.decisions, context, fused)
+    # Wrap each layer in gradient checkpointing, torch.compile and a cast of FP32 weights to BF16
+    # copies. FSDP2 needs no such cast, because it casts weights when it gathers them.
+    settings = job.recipe.model
+    compiles = settings.compile == "layer" or (settings.compile == "auto" and device.type == "cuda")
+    has_copies = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
+    cast_to = job.compute_dtype if has_copies else None
+    wrap_layers(model, settings, cast_to=cast_to, compile_layers=compiles)
+    return Converted(model, precision, describe_surroundings(job, model, text, compiles=compiles))
 
 
 def _fuse(
@@ -258,10 +255,28 @@ def _fuse(
     for active in quantized_first:
         if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
             return None, reason
-    arithmetic = choose_arithmetic(quantized_first[0], device_type, context)
-    arithmetic.keeps_rotated = job.plan.keeps_rotated
+    arithmetic = choose_arithmetic(
+        quantized_first[0], device_type, context, keeps_rotated=job.plan.keeps_rotated
+    )
     fused = fuse(layers, {entry.engine: entry.decisions for entry in precisions}, arithmetic)
     return fused if fused.layers else None, fused.describe()
+
+
+def place_model(job: Job, built: Built, converted: Converted, accelerator: Accelerator) -> Assembly:
+    """Shard the model under FSDP2, build its optimizer, and allocate memory for gradients.
+
+    The values of `built` are removed from their dict when the parameters have them.
+    """
+    recipe = job.recipe
+    model = converted.model
+    # Without FSDP2 the model is already on its device.
+    if accelerator.is_fsdp2:
+        model = shard(accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered)
+    optimizer = build_optimizer(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
+    set_weights(built.hf, built.values, optimizer)
+    allocate_gradient_sums(job, accelerator, model)
+    optimizer.materialise()
+    return Assembly(built.hf, model, optimizer, converted.precision, converted.surroundings)
 
 
 def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLanguageModel) -> None:
