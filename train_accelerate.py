@@ -84,6 +84,7 @@ from pretrain.run import (
     streaming,
 )
 from pretrain.run.assembly import assemble
+from pretrain.run.data import open_data, open_prepared
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
@@ -128,7 +129,7 @@ def launch(arguments: argparse.Namespace) -> int:
     if not arguments.plan:
         distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
     job = prepare_job(
-        recipe, accelerator, arguments.overrides, purpose="plan" if arguments.plan else "run"
+        recipe, accelerator, arguments.overrides, open_prepared if arguments.plan else open_data
     )
     check_step(job.recipe, job.plan.packs)
     console = introduce_job(job, accelerator, notices)

@@ -59,7 +59,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_a
 # Backends from the fastest to the slowest, if documents are long. In recipes, `fa4` is called
 # `flash_attn`. This name is not used here, because transformers loads its own kernels for names
 # that contain "flash". `varlen` is torch's version of FlashAttention-2.
-FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
+FASTEST_FIRST: tuple[str, ...] = ("fa4", "varlen", "documents", "sdpa")
 # Head sizes of our Triton kernels.
 TRITON_HEAD_DIMS = (16, 32, 64)
 # With `auto`, our kernels are used on Hopper, for heads of 64 values, if the mean document length
@@ -101,6 +101,17 @@ class Choice(NamedTuple):
     reason: str
 
 
+def require(requested: Attention, device_type: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise InputError if the requested attention backend cannot run. "auto" can always run."""
+    if requested == "auto":
+        return
+    if obstacle := _obstacle(_kind_of(requested), device_type, head_dim, dtype):
+        raise InputError(
+            f"model.attention: {requested} cannot be used here: {requested} {obstacle}; "
+            "set model.attention: auto"
+        )
+
+
 def choose(
     requested: Attention,
     device_type: str,
@@ -110,29 +121,30 @@ def choose(
 ) -> Choice:
     """Return the attention backend for a device, a head size, a compute dtype and documents.
 
-    If `requested` is "auto", return the fastest backend that can run. Otherwise return the
-    requested backend, or raise InputError if this backend cannot run. The parity check at the start
-    of a run tests the results of the backend.
+    Return the requested backend, which `require` has checked. If `requested` is "auto", return the
+    fastest backend that can run. The parity check at the start of a run tests the results of the
+    backend.
 
     mean_length: mean over all tokens of the length of the token's document.
     """
-    kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
-    reasons = ["requested"]
-    if requested == "auto":
-        kinds = FASTEST_FIRST
-        reasons = ["fastest that runs here"]
-        if _is_triton_fastest(device_type, head_dim, mean_length):
-            kinds = ("triton", *FASTEST_FIRST)
-            reasons = ["fastest that runs here for short documents"]
+    if requested != "auto":
+        return Choice(f"packed_{_kind_of(requested)}", "requested")
+    kinds = FASTEST_FIRST
+    reasons = ["fastest that runs here"]
+    if _is_triton_fastest(device_type, head_dim, mean_length):
+        kinds = ("triton", *FASTEST_FIRST)
+        reasons = ["fastest that runs here for short documents"]
     for kind in kinds:
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
         if obstacle is None:
-            return Choice(f"packed_{kind}", "; ".join(reasons))
+            break
         reasons.append(f"{'flash_attn' if kind == 'fa4' else kind} {obstacle}")
-    raise InputError(
-        f"model.attention: {requested} cannot be used here: {'; '.join(reasons[1:])}; "
-        "set model.attention: auto"
-    )
+    return Choice(f"packed_{kind}", "; ".join(reasons))
+
+
+def _kind_of(requested: Attention) -> str:
+    """Return the kind of the backend that a recipe requests."""
+    return "fa4" if requested == "flash_attn" else requested
 
 
 def _is_triton_fastest(device_type: str, head_dim: int, mean_length: float) -> bool:

@@ -87,7 +87,7 @@ def check(settings: ScheduleSettings, total_steps: int) -> None:
 
 
 def fit_to_command_line(
-    recipe: Recipe, overrides: Sequence[str], steps: int | None = None
+    recipe: Recipe, overrides: Sequence[str], steps: int
 ) -> tuple[Recipe, list[str]]:
     """Shorten a schedule that is longer than the run, if `overrides` set the length of the run.
 
@@ -96,9 +96,8 @@ def fit_to_command_line(
     `overrides` do not set the length, the recipe is returned unchanged, and `check` rejects a
     schedule that is too long.
 
-    steps: number of steps, required if the recipe gives the length in epochs.
+    steps: number of steps of the run.
     """
-    steps = steps or recipe.train.steps or -(-(recipe.train.tokens or 0) // recipe.batch.tokens)
     given = {key for key, _ in parse_overrides(overrides)}
     fitted = shorten(recipe.schedule, steps, keep_warmup="schedule.warmup" in given)
     if not given & _LENGTH or fitted == recipe.schedule:

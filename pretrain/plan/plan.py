@@ -60,6 +60,8 @@ class Plan:
     chunk: int | None = None
     # True if layers keep queries, keys and values both before and after rotation.
     keeps_rotated: bool = False
+    # Lines about a schedule that was shortened to the length on the command line.
+    notices: Sequence[str] = ()
 
     @property
     def loss(self) -> LossSettings:

@@ -23,7 +23,7 @@ from packing.batch import (
 from packing.order import MixedPacks, evenly
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from packing.store import open_packs
+from packing.store import open_packs, unprepared
 from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
@@ -136,6 +136,17 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     if settings.prepares:
         prepare(settings, progress=is_main_process)
     return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
+
+
+def open_prepared(settings: DataSettings, *, is_main_process: bool) -> Data:
+    """Open the packs like `open_data`, but raise InputError if they are missing."""
+    missing = unprepared(settings)
+    if missing and settings.prepares:
+        raise InputError(
+            f"`data.packs`: {missing[0]} is not prepared; either run `python -m pretrain prepare`, "
+            "or use `python -m pretrain plan`, which needs no packs"
+        )
+    return open_data(settings, is_main_process=is_main_process)
 
 
 def document_limit(config: PretrainedConfig) -> int | None:

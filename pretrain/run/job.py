@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -49,40 +49,70 @@ from pretrain.plan.checks import (
 )
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
-from pretrain.precision.formats.definition import Precision
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
-from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
-from pretrain.run.data import Data, check_labels, check_tokens, document_limit, open_data
-from pretrain.run.tokenizer import encoded_prompt, fingerprint_at, load_tokenizer, with_tokens
+from pretrain.precision.selection import select_phases
+from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
+from pretrain.run.data import (
+    Data,
+    check_labels,
+    check_tokens,
+    document_limit,
+    open_data,
+)
+from pretrain.run.tokenizer import fingerprint_at, tokenizer_for, with_tokens
 from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of
 from pretrain.settings.recipe import Recipe
 
-# The purpose of a job. `run`: train on this machine, and prepare missing packs. `plan`: print the
-# plan of a run on this machine; missing packs are an error. `elsewhere`: print a plan for other
-# machines; the packs may be missing.
-Purpose = Literal["run", "plan", "elsewhere"]
+
+@dataclass(frozen=True)
+class CheckedRecipe:
+    """Stage 1: a recipe whose settings fit together, with the precisions that this machine has."""
+
+    recipe: Recipe
+    run_dir: Path
+    # The phases with supported precisions.
+    phases: list[Phase]
+    # The unquantized precision of the run, or None if no phase is quantized.
+    unquantized: ActivePrecision | None
+    # Lines about a shortened schedule.
+    notices: list[str]
+    # The values in the config.json of `model.source`, by dotted key. They are part of the identity.
+    source_config: dict[str, Any]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype of activations, which is the same in all precisions of a run."""
+        _, first = self.phases[0]
+        return getattr(torch, first.precision.compute_dtype)
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """Stage 2: the model of a checked recipe, which can be trained in all phases."""
+
+    # The checked recipe, with the vocabulary of the tokenizer.
+    checked: CheckedRecipe
+    config: PretrainedConfig
+    # The model on the meta device, with modules but without weights.
+    shapes: PreTrainedModel
+    flops: ModelFlops
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked recipe, with its plan, the shapes of its model, and its packs on this machine."""
+    """Stage 3: a plan for this machine, with the shapes of the model and the packs."""
 
     plan: Plan
     run_dir: Path
     model_config: PretrainedConfig
     # The model on the meta device, with modules but without weights.
     shapes: PreTrainedModel
-    # The packs. The value is None only in a plan for other machines without prepared packs. Such a
-    # plan does not use this attribute.
     data: Data
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
     # The values in the config.json of `model.source`, by dotted key. They are part of the identity.
     source_config: dict[str, Any]
-    # Lines about a shortened schedule.
-    notices: list[str]
 
     @property
     def recipe(self) -> Recipe:
@@ -165,177 +195,132 @@ def prepare_job(
     recipe: Recipe,
     accelerator: Accelerator,
     overrides: Sequence[str],
-    *,
-    purpose: Purpose = "run",
+    opener: Callable[..., Data] = open_data,
 ) -> Job:
-    """Check the recipe and return its job. Fast checks run before slow ones.
+    """Check the recipe and return its job on this machine. Fast checks run before slow ones.
 
     overrides: the key=value overrides on the command line. If they set the length of the training,
         the schedule is shortened to this length.
+    opener: function that opens the packs, `open_data` or `open_prepared`.
 
     Raises InputError if the recipe, the model, the packs and the machine do not fit together.
     """
-    is_elsewhere = purpose == "elsewhere"
-    run_dir = run_dir_of(recipe)
-    branch_checkpoint(recipe)
-    check_ours(run_dir)
-    check_trackers(recipe.log)
-    recipe, notices = schedule.fit_to_command_line(recipe, overrides)
-    phases, unquantized = resolve_precisions(recipe, accelerator.device.type)
-    first = phases[0][1].precision
-    check_settings(recipe, first.name, None if is_elsewhere else accelerator.num_processes)
-    check_gap(recipe, replicas=replicas_of(accelerator))
-    if recipe.model.source:
-        # Load the configuration before the tokenizer, so that a missing network is reported early.
-        # Without a network, each request to the hub fails only after half a minute.
-        load_config(recipe.model)
-
-    # Open existing packs before the other checks, because the packs may record the tokenizer.
-    # Prepare missing packs after all other checks, because this may take hours.
-    opens_last = purpose == "run" and recipe.data.prepares
-    data = None if opens_last else _open_existing(recipe, accelerator, purpose)
-    recipe = recipe.model_copy(
-        update={"model": with_tokens(recipe.model, recipe.data, data, needed=not is_elsewhere)}
+    checked = check_recipe(recipe, overrides, accelerator, accelerator.num_processes)
+    is_main_process = accelerator.is_main_process
+    if recipe.data.prepares:
+        # Open the packs after all other checks, because preparing them may take hours. Their
+        # tokenizer is `data.tokenizer`.
+        model, tokenizer = _check_model_here(checked, None, accelerator)
+        data = opener(recipe.data, is_main_process=is_main_process)
+    else:
+        # Open the packs before the other checks, because the packs may record their tokenizer.
+        data = opener(recipe.data, is_main_process=is_main_process)
+        model, tokenizer = _check_model_here(checked, data, accelerator)
+    _check_data(model, data)
+    plan = _plan_of(model, data, accelerator, overrides)
+    plan, chosen = _fit_to_machine(plan, model, accelerator)
+    return Job(
+        plan,
+        checked.run_dir,
+        model.config,
+        model.shapes,
+        data,
+        tokenizer,
+        chosen,
+        checked.source_config,
     )
-    model_config = load_config(recipe.model)
-    check_sizes(recipe, model_config)
-    shapes = build_on_meta(model_config)
-    flops = _check_model(recipe, shapes, phases)
-    # Before packs are prepared, report an attention that cannot run here. The lengths of documents
-    # do not matter for this.
-    _choose_attention(recipe, accelerator, flops, first, mean_length=0, is_elsewhere=is_elsewhere)
-    tokenizer = None if is_elsewhere else _load_tokenizer(recipe, data, model_config)
-    if opens_last:
+
+
+def plan_elsewhere(
+    recipe: Recipe, accelerator: Accelerator, overrides: Sequence[str]
+) -> tuple[Plan, PreTrainedModel]:
+    """Check a recipe that other machines will train. The packs may be missing on this machine.
+
+    Returns two values: the plan without its `layers`, which `plan_on` assesses for each device, and
+    the model on the meta device. The arguments and errors are those of `prepare_job`.
+    """
+    checked = check_recipe(recipe, overrides, accelerator, None)
+    data = None
+    if not unprepared(recipe.data):
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
+    model = check_model(checked, data, needs_tokenizer=False)
     if data is not None:
-        _check_data(recipe, data, model_config)
+        _check_data(model, data)
     elif recipe.train.epochs is not None:
         raise InputError(
             f"`train.epochs` needs the number of packs, but {recipe.data.packs} has none yet; to "
             "plan without packs, set train.steps=N or train.tokens=N instead"
         )
+    return _plan_of(model, data, accelerator, overrides), model.shapes
 
-    packs = len(data.train) if data and not data.stream else None
-    steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
-    # If the length is not given in epochs, `check_settings` has already checked the schedule.
-    if recipe.train.epochs is not None:
+
+# ── 1: the recipe ─────────────────────────────────────────────────────────────────────────────────
+
+
+def check_recipe(
+    recipe: Recipe, overrides: Sequence[str], accelerator: Accelerator, processes: int | None
+) -> CheckedRecipe:
+    """Check what needs neither the model nor the packs: the settings, files and precisions.
+
+    processes: the number of processes that will train, or None if it is not known.
+    """
+    run_dir = run_dir_of(recipe)
+    branch_checkpoint(recipe)
+    check_ours(run_dir)
+    check_trackers(recipe.log)
+    notices: list[str] = []
+    if recipe.train.epochs is None:
+        steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
         recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
-        schedule.check(recipe.schedule, steps)
-    plan = Plan(
-        recipe,
-        PrecisionSchedule(phases, steps, unquantized),
-        _devices_of(accelerator, phases),
-        flops,
-        # Without packs, assume that every pack contains one document.
-        data.mean_squared if data else float(recipe.data.length),
-        packs=packs,
-        mixture=data.train.mixture if data and isinstance(data.train, MixedPacks) else None,
+    phases, unquantized = select_phases(
+        recipe.precision, recipe.fp8_config, accelerator.device.type
     )
-    chosen = _choose_attention(
-        recipe, accelerator, flops, first, plan.mean_squared, is_elsewhere=is_elsewhere
-    )
-    layers = {
-        active.precision.name: layers_of(
-            shapes,
-            flops,
-            recipe,
-            active,
-            accelerator.device.type,
-            chosen.name,
-            plan.devices.capability,
-        )
-        for active in plan.precisions
-    }
-    plan = spend_spare_memory(replace(plan, layers=layers))
-    if not is_elsewhere:
-        _check_hardware(plan, shapes, accelerator)
-    return Job(
-        plan,
-        run_dir,
-        model_config,
-        shapes,
-        cast(Data, data),
-        tokenizer,
-        chosen,
-        source_config(recipe.model),
-        notices,
-    )
-
-
-def resolve_precisions(
-    recipe: Recipe, device_type: str
-) -> tuple[list[Phase], ActivePrecision | None]:
-    """Replace the precisions of the recipe that the machine does not support.
-
-    Returns two values: the phases of the recipe with supported precisions, and the unquantized
-    precision of the run. `log.gap` compares low precision with the unquantized precision, and the
-    health check may switch to it. The second value is None if no phase is quantized.
-
-    Raises InputError if the machine lacks a precision and the recipe does not allow a replacement.
-    """
-    missing = missing_on(device_type)
-    phases = [
-        (until, select_precision(use, recipe.fp8_config, missing))
-        for until, use in phases_of(recipe.precision)
-    ]
-    if not any(active.precision.quantized for _, active in phases):
-        return phases, None
     _, first = phases[0]
-    return phases, select_precision(
-        UNQUANTIZED[first.precision.compute_dtype].name, recipe.fp8_config, missing
-    )
+    check_settings(recipe, first.precision.name, processes)
+    check_gap(recipe, replicas=replicas_of(accelerator))
+    if recipe.model.source:
+        # Load the configuration before the tokenizer, so that a missing network is reported early.
+        # Without a network, each request to the hub fails only after half a minute.
+        load_config(recipe.model)
+    return CheckedRecipe(recipe, run_dir, phases, unquantized, notices, source_config(recipe.model))
 
 
-def _choose_attention(
-    recipe: Recipe,
-    accelerator: Accelerator,
-    flops: ModelFlops,
-    precision: Precision,
-    mean_length: float,
-    *,
-    is_elsewhere: bool,
-) -> attention.Choice:
-    """Return the attention of the run, see `attention.choose`.
+# ── 2: the model and the packs ────────────────────────────────────────────────────────────────────
 
-    If the run is planned for other devices (`is_elsewhere`), it may request an attention that this
-    device cannot run.
+
+def check_model(
+    checked: CheckedRecipe, data: Data | None, *, needs_tokenizer: bool
+) -> CheckedModel:
+    """Raise InputError if the model cannot be trained in one of the phases.
+
+    data: the open packs, or None.
+    needs_tokenizer: True to load and check the tokenizer even if the model does not need it.
     """
-    return attention.choose(
-        "auto" if is_elsewhere else recipe.model.attention,
-        accelerator.device.type,
-        flops.shape.head_dim,
-        getattr(torch, precision.compute_dtype),
-        mean_length,
-    )
-
-
-def _open_existing(recipe: Recipe, accelerator: Accelerator, purpose: Purpose) -> Data | None:
-    """Open the packs of the recipe.
-
-    If the packs are missing, return None if `purpose` is "elsewhere", and raise InputError if
-    `purpose` is "plan".
-    """
-    missing = unprepared(recipe.data)
-    if missing and purpose == "plan" and recipe.data.prepares:
-        raise InputError(
-            f"`data.packs`: {missing[0]} is not prepared; either run `python -m pretrain prepare`, "
-            "or use `python -m pretrain plan`, which needs no packs"
-        )
-    if missing and purpose == "elsewhere":
-        return None
-    return open_data(recipe.data, is_main_process=accelerator.is_main_process)
-
-
-def _check_model(recipe: Recipe, shapes: PreTrainedModel, phases: Sequence[Phase]) -> ModelFlops:
-    """Raise InputError if the model cannot be trained in one of the phases. Return its FLOPs.
-
-    shapes: the model on the meta device.
-    """
+    recipe = checked.recipe
+    settings = with_tokens(recipe.model, recipe.data, data, needed=needs_tokenizer)
+    recipe = recipe.model_copy(update={"model": settings})
+    config = load_config(settings)
+    check_sizes(recipe, config)
+    shapes = build_on_meta(config)
     check_architecture(shapes, recipe.data.length, recipe.loss)
     flops = ModelFlops.of(shapes)
-    for _, active in phases:
+    for _, active in checked.phases:
         check_precision(active, recipe, shapes)
-    return flops
+    return CheckedModel(replace(checked, recipe=recipe), config, shapes, flops)
+
+
+def _check_model_here(
+    checked: CheckedRecipe, data: Data | None, accelerator: Accelerator
+) -> tuple[CheckedModel, PreTrainedTokenizerBase | None]:
+    """Check that this machine can train the model. Return the model and its tokenizer."""
+    model = check_model(checked, data, needs_tokenizer=True)
+    attention.require(
+        model.checked.recipe.model.attention,
+        accelerator.device.type,
+        model.flops.shape.head_dim,
+        checked.compute_dtype,
+    )
+    return model, tokenizer_for(model.checked.recipe, data, model.config)
 
 
 def check_precision(active: ActivePrecision, recipe: Recipe, shapes: PreTrainedModel) -> None:
@@ -349,39 +334,82 @@ def check_precision(active: ActivePrecision, recipe: Recipe, shapes: PreTrainedM
         check_scope(shapes, layers, active)
 
 
-def _load_tokenizer(
-    recipe: Recipe, data: Data | None, model_config: PretrainedConfig
-) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer. Return None if there is no tokenizer and the recipe needs none.
-
-    The recipe needs a tokenizer if it has prompts (`evaluate.samples`). Raises InputError if a
-    needed tokenizer is missing, and if a prompt leaves no position for new tokens.
-    """
-    samples = recipe.evaluate.samples
-    tokenizer: Any = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
-    for prompt in samples:
-        encoded_prompt(tokenizer, prompt, model_config)
-    return tokenizer
-
-
-def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> None:
+def _check_data(model: CheckedModel, data: Data) -> None:
     """Raise InputError if the packs do not fit the model or the recipe."""
+    recipe = model.checked.recipe
+    check_held_out(recipe, len(data.held_out or ()))
     has_fingerprint = bool(data.tokenizer.get("fingerprint"))
     fingerprint = fingerprint_at(recipe.model.weights_source) if has_fingerprint else None
-    check_tokens(data, model_config.vocab_size, fingerprint, document_limit(model_config))
-    check_held_out(recipe, len(data.held_out or ()))
+    check_tokens(data, model.config.vocab_size, fingerprint, document_limit(model.config))
     check_labels(data, recipe.data, recipe.evaluate.packs)
 
 
-def _check_hardware(plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator) -> None:
-    """Check the settings that depend on this machine's hardware.
+# ── 3: the plan ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _plan_of(
+    model: CheckedModel, data: Data | None, accelerator: Accelerator, overrides: Sequence[str]
+) -> Plan:
+    """Return the plan of the run, without its `layers`.
+
+    data: the packs, or None if they do not exist.
+    overrides: the key=value overrides on the command line.
+    """
+    checked = model.checked
+    recipe = checked.recipe
+    notices = checked.notices
+    packs = None if data is None or data.stream else len(data.train)
+    steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
+    # If the length is not given in epochs, `check_recipe` has fitted and checked the schedule.
+    if recipe.train.epochs is not None:
+        recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
+        schedule.check(recipe.schedule, steps)
+    return Plan(
+        recipe,
+        PrecisionSchedule(checked.phases, steps, checked.unquantized),
+        _devices_of(accelerator, checked.phases),
+        model.flops,
+        # Without packs, assume that every pack contains one document.
+        data.mean_squared if data else float(recipe.data.length),
+        packs=packs,
+        mixture=data.train.mixture if data and isinstance(data.train, MixedPacks) else None,
+        notices=notices,
+    )
+
+
+def _fit_to_machine(
+    plan: Plan, model: CheckedModel, accelerator: Accelerator
+) -> tuple[Plan, attention.Choice]:
+    """Assess the layers of the plan for this machine, and choose the attention.
 
     All ranks must call this function. Raises InputError if the host has too little free memory for
     the state of all its processes, or if `model.cuda_graphs: on` is impossible.
     """
-    cuda_graphs(plan, shapes, accelerator.device.type)
-    if plan.recipe.optimizer.offload != "none" and accelerator.device.type == "cuda":
+    device_type = accelerator.device.type
+    chosen = attention.choose(
+        plan.recipe.model.attention,
+        device_type,
+        model.flops.shape.head_dim,
+        model.checked.compute_dtype,
+        plan.mean_squared,
+    )
+    layers = {
+        active.precision.name: layers_of(
+            model.shapes,
+            model.flops,
+            plan.recipe,
+            active,
+            device_type,
+            chosen.name,
+            plan.devices.capability,
+        )
+        for active in plan.precisions
+    }
+    plan = spend_spare_memory(replace(plan, layers=layers))
+    cuda_graphs(plan, model.shapes, device_type)
+    if plan.recipe.optimizer.offload != "none" and device_type == "cuda":
         refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
+    return plan, chosen
 
 
 def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:

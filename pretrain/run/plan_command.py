@@ -26,7 +26,7 @@ from pretrain.plan.rendering import (
     width,
 )
 from pretrain.plan.targets import devices_called, obstacle, plan_on
-from pretrain.run.job import Job, prepare_job
+from pretrain.run.job import Job, plan_elsewhere
 from pretrain.run.resume_point import where_to_resume
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
@@ -57,9 +57,8 @@ def main(options: argparse.Namespace) -> int:
     loaded = load_recipe(options.recipe, options.overrides)
     recipe = _for_other_machines(loaded)
     accelerator, notices = as_launched(recipe)
-    job = prepare_job(recipe, accelerator, options.overrides, purpose="elsewhere")
-    plan = job.plan
-    plans = [plan_on(devices, plan, job.shapes) for devices in targets]
+    plan, shapes = plan_elsewhere(recipe, accelerator, options.overrides)
+    plans = [plan_on(devices, plan, shapes) for devices in targets]
 
     print(
         f"{plan.recipe.name}: {plan.schedule.label} compute, {plan.recipe.weights} weights\n"
@@ -83,7 +82,7 @@ def main(options: argparse.Namespace) -> int:
         *_notes(plan, shares, is_mfu_stated=bool(options.mfu)),
         *_reasons(plans),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
-        *job.notices,
+        *plan.notices,
         *notices,
     ]
     print("\n".join(textwrap.fill(f"* {text}", width(), subsequent_indent="  ") for text in notes))

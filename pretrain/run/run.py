@@ -251,13 +251,13 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
     """Create and return the console of the run, and print notices to the console.
 
-    There are three kinds of notices: `Job.notices`, `notices`, and a warning for each precision of
+    There are three kinds of notices: `Plan.notices`, `notices`, and a warning for each precision of
     the recipe that is replaced by another precision.
 
     notices: lines about settings that `as_launched` has corrected in the Accelerate configuration.
     """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-    for text in [*job.notices, *notices]:
+    for text in [*job.plan.notices, *notices]:
         console.notice(text)
     # Several phases may have the same notice. `dict.fromkeys` removes duplicates and keeps the
     # order.

@@ -30,7 +30,7 @@ from packing.store import folder_of, training_parts
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config, save_tokenizer
 from pretrain.run.data import Data
-from pretrain.settings.recipe import ModelSettings
+from pretrain.settings.recipe import ModelSettings, Recipe
 
 # The vocabulary size of a model from scratch is rounded up to a multiple of this number. Every
 # precision supports an LM head of such a size, and its matrix products are fastest.
@@ -145,6 +145,21 @@ def fingerprint_at(location: str | None) -> str | None:
     with contextlib.suppress(InputError):
         return location and load_text_tokenizer(location).fingerprint
     return None
+
+
+def tokenizer_for(
+    recipe: Recipe, data: Data | None, model_config: PretrainedConfig
+) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer. Return None if there is no tokenizer and the recipe needs none.
+
+    The recipe needs a tokenizer if it has prompts (`evaluate.samples`). Raises InputError if a
+    needed tokenizer is missing, and if a prompt leaves no position for new tokens.
+    """
+    samples = recipe.evaluate.samples
+    tokenizer: Any = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
+    for prompt in samples:
+        encoded_prompt(tokenizer, prompt, model_config)
+    return tokenizer
 
 
 def load_tokenizer(

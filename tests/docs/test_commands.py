@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 from docs.recipes_page import FOLDER
 from pretrain.__main__ import main as pretrain
 from pretrain.optimizer.schedule import fit_to_command_line
-from pretrain.plan.checks import check_launch
+from pretrain.plan.checks import check_launch, steps_of
 from pretrain.run.train_command import find_configuration
 from pretrain.settings import commands
 from pretrain.settings.config import TrainingParser, load_data, load_recipe
@@ -95,7 +95,10 @@ def check(
     processes: int | None = None,
 ) -> None:
     """Check a recipe as the launcher does before it looks at the device, the model and the data."""
-    loaded, _ = fit_to_command_line(load_recipe(recipe, overrides), overrides)
+    loaded = load_recipe(recipe, overrides)
+    if loaded.train.epochs is None:
+        steps = steps_of(loaded.train, loaded.batch.tokens, 0, loaded.data.length)
+        loaded, _ = fit_to_command_line(loaded, overrides, steps)
     environment = environment_of(configuration, overrides)
     check_launch(with_precision(loaded, environment), processes)
 

@@ -233,7 +233,8 @@ def chosen(
     dtype: torch.dtype = torch.bfloat16,
     mean_length: float = 4096.0,
 ) -> str:
-    """Return the name of the chosen backend without its prefix."""
+    """Check and choose a backend as a run does. Return the name without its prefix."""
+    attention.require(requested, "cuda", dim, dtype)
     choice = attention.choose(requested, "cuda", dim, dtype, mean_length)
     return choice.name.removeprefix("packed_")
 

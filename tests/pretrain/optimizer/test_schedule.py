@@ -135,7 +135,7 @@ def test_a_schedule_fits_every_length_on_the_command_line(
 ) -> None:
     given = [f"schedule={{kind: {kind}, warmup: {warmup}, decay: {decay}}}", f"train.steps={steps}"]
     recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
-    fitted, notices = schedule.fit_to_command_line(recipe, given)
+    fitted, notices = schedule.fit_to_command_line(recipe, given, steps)
     schedule.check(fitted.schedule, steps)
     before = schedule.decay_steps(recipe.schedule, steps)
     after_warmup = max(before, 1)
@@ -154,7 +154,7 @@ def test_a_schedule_fits_every_length_on_the_command_line(
 def test_a_warmup_on_the_command_line_stays_if_it_fits(warmup: int, kept: bool, kind: str) -> None:
     given = ["train.steps=5", f"schedule.warmup={warmup}", f"schedule.kind={kind}"]
     recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
-    fitted, _ = schedule.fit_to_command_line(recipe, given)
+    fitted, _ = schedule.fit_to_command_line(recipe, given, 5)
     schedule.check(fitted.schedule, 5)
     assert (fitted.schedule.warmup == warmup) == kept
     assert 0 < fitted.schedule.warmup < 5
@@ -171,10 +171,10 @@ def test_a_schedule_fits_a_length_in_epochs() -> None:
 def test_a_schedule_that_does_not_fit_its_file_stays() -> None:
     given = ["schedule.warmup=701"]
     recipe = load_recipe(ROOT / "recipes/smoke.yaml", given)
-    assert schedule.fit_to_command_line(recipe, given) == (recipe, [])
+    assert schedule.fit_to_command_line(recipe, given, recipe.train.steps) == (recipe, [])
     tokens = [*given, f"train.tokens={3 * recipe.batch.tokens}"]
     fitted, notices = schedule.fit_to_command_line(
-        load_recipe(ROOT / "recipes/smoke.yaml", tokens), tokens
+        load_recipe(ROOT / "recipes/smoke.yaml", tokens), tokens, 3
     )
     assert fitted.schedule.warmup <= 3
     assert "3 steps" in notices[0]
