@@ -14,7 +14,14 @@ from transformers import GPT2Config, LlamaConfig
 from foundation.errors import InputError
 from packing.arrow import Pack, write_packs
 from packing.settings import DataSettings
-from pretrain.run.data import Data, check_labels, check_tokens, document_limit, open_data
+from pretrain.run.data import (
+    Data,
+    check_labels,
+    check_tokens,
+    document_limit,
+    open_data,
+    open_prepared,
+)
 from pretrain.run.tokenizer import fingerprint_at, with_tokens
 from pretrain.settings.recipe import ModelSettings
 
@@ -42,6 +49,14 @@ def settings(words: Path, tmp_path: Path) -> DataSettings:
 @pytest.fixture
 def data(settings: DataSettings) -> Data:
     return open_data(settings, is_main_process=False)
+
+
+def test_a_plan_of_this_machine_prepares_no_packs(settings: DataSettings) -> None:
+    with pytest.raises(InputError, match=r"`data\.packs`.*is not prepared.*`python -m packing"):
+        open_prepared(settings, is_main_process=False)
+    assert not settings.packs.exists()
+    prepared = open_data(settings, is_main_process=False).train.fingerprint
+    assert open_prepared(settings, is_main_process=False).train.fingerprint == prepared
 
 
 def test_mean_squared_equals_a_plain_sum(data: Data) -> None:
