@@ -58,7 +58,7 @@ from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from packing.batch import Prefetch, StepBatches
-from pretrain.checkpoint.checkpoint import require_shared
+from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
 from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.console import Console
@@ -84,8 +84,10 @@ from pretrain.run import (
     streaming,
 )
 from pretrain.run.assembly import assemble
+from pretrain.run.checkpointing import RollbackPoint
 from pretrain.run.data import open_data, open_prepared
 from pretrain.run.job import Job, prepare_job
+from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
@@ -144,30 +146,55 @@ def launch(arguments: argparse.Namespace) -> int:
     return 128 + stopped_by if stopped_by else 0
 
 
-def carry_out(job: Job, *surroundings: Any) -> int:
+def carry_out(
+    job: Job,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    console: Console,
+    arguments: argparse.Namespace,
+) -> int:
     """Build the run, train it, and finish it unless a signal has stopped it.
 
-    surroundings: accelerator, run folder, console and command-line options, see `build`.
-
-    Returns the number of the signal that stopped the run, or 0.
+    A rollback ends the run, and builds it again from an earlier checkpoint. Returns the number of
+    the signal that stopped the run, or 0.
     """
-    with startup.explaining_errors():
-        run = build(job, *surroundings)
-        if run is None:
-            return 0
-        with closing(run.checkpoints):
-            if run.is_new and job.recipe.model.weights_source is not None:
-                # Compute the held-out loss before the first step.
-                evaluate.evaluate_once(run)
-                # Forget this result. Otherwise step 0 could become the best checkpoint, although
-                # this run has not trained it.
-                run.best = None
-            stopped_by = train(run)
-            if not stopped_by:
-                finish(run)
-            run.trackers.finish()
-            run.observers.finish()
-            return stopped_by
+    require_shared(folder.path)
+    job, checkpoints, source = resume_point.where_to_resume(
+        job, arguments.resume, arguments.accept_changes
+    )
+    first_step = source.step if source else 0
+    if first_step >= job.plan.steps and is_over(job, folder, console):
+        return 0
+    profile = None
+    if arguments.profile:
+        profile = StepProfile(folder.path, accelerator, first_step, job.plan.steps, console)
+    # With `data.streaming` a separate process makes packs while the run trains.
+    streaming.start_stream(job, source, folder, accelerator)
+    surroundings = (checkpoints, accelerator, folder, console, profile)
+    with startup.explaining_errors(), closing(checkpoints):
+        run = build(job, source, *surroundings)
+        if run.is_new and job.recipe.model.weights_source is not None:
+            # Compute the held-out loss before the first step.
+            evaluate.evaluate_once(run)
+            # Forget this result. Otherwise step 0 could become the best checkpoint, although this
+            # run has not trained it.
+            run.best = None
+        with StopRequest(announced=accelerator.is_local_main_process) as stop:
+            while isinstance(ended := train(run, stop), RollbackPoint):
+                job = run.job
+                run.close()
+                # Free the model before it is built again. Under FSDP2, Accelerate refers to it, and
+                # collects garbage before it drops its reference.
+                del run
+                accelerator.free_memory()
+                gc.collect()
+                streaming.continue_stream(job, ended)
+                run = build(job, ended, *surroundings)
+                run.trackers.log(ended.event)
+        if not ended:
+            finish(run)
+        run.close()
+        return ended
 
 
 # ── 2: the model, on its devices, audited, and resumed ────────────────────────────────────────────
@@ -175,24 +202,22 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 
 def build(
     job: Job,
+    source: ResumePoint | None,
+    checkpoints: Checkpoints,
     accelerator: Accelerator,
     folder: RunFolder,
     console: Console,
-    arguments: argparse.Namespace,
-) -> Run | None:
-    """Return the run, ready for its next step. Return None if the run is already finished.
+    profile: StepProfile | None,
+) -> Run:
+    """Return the run, ready for its next step.
+
+    source: the checkpoint that the run continues from, or None.
+    checkpoints: the checkpoints of the run folder.
+    profile: the observer that records one step, or None.
 
     All ranks must call this function. Raises TrainingHalted if the first step differs too much from
     plain transformers (`parity`).
     """
-    require_shared(folder.path)
-    job, checkpoints, source = resume_point.where_to_resume(
-        job, arguments.resume, arguments.accept_changes
-    )
-    if source and source.step >= job.plan.steps and is_over(job, folder, console):
-        return None
-    # With `data.streaming` a separate process makes packs while the run trains.
-    streaming.start_stream(job, source, folder, accelerator)
     assembly = assemble(job, accelerator, console)
     checkpointing.check_disk_space(job, assembly, source)
     health = Health(job.recipe.health)
@@ -224,9 +249,7 @@ def build(
         recorder=recorder_of(job, accelerator),
         trackers=Trackers(job.recipe.log, folder.path, state.step),
         console=console,
-        profile=StepProfile(folder.path, accelerator, state, console)
-        if arguments.profile
-        else None,
+        profile=profile,
     )
     if source:
         checkpoints.abandon_newer(state.step)
@@ -249,30 +272,23 @@ def build(
 # ── 3: the training loop ──────────────────────────────────────────────────────────────────────────
 
 
-def train(run: Run) -> int:
-    """Train until the last step of the run and save it, or until a rank receives a stop signal.
+def train(run: Run, stop: StopRequest) -> int | RollbackPoint:
+    """Train until the last step of the run and save it, or until a rollback or a stop signal.
 
-    Returns the signal's number, or 0 if the last step was reached.
+    Returns the checkpoint to go back to, or the signal's number, or 0 if the last step was reached.
     """
     run.assembly.model.train()
-    with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
-        # `train_on` returns after each rollback. The loop then opens the batches again, because a
-        # rollback changes the packs of the following steps.
-        while not run.state.finished:
-            steps_left = run.state.steps - run.state.step
-            batches = run.job.batches(run.accelerator)
-            with batches.steps(run.state.place, steps_left) as steps:
-                stopped_by = train_on(run, steps, stop)
-            if stopped_by:
-                return stopped_by
-        # Save before the last evaluation, so that the weights are not lost if the evaluation fails.
-        return checkpointing.save_last(run, stop)
+    steps_left = run.state.steps - run.state.step
+    with run.job.batches(run.accelerator).steps(run.state.place, steps_left) as steps:
+        ended = train_on(run, steps, stop)
+    # Save before the last evaluation, so that the weights are not lost if the evaluation fails.
+    return ended or checkpointing.save_last(run, stop)
 
 
-def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
+def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int | RollbackPoint:
     """Train on the batches `steps` until the last step of the run, a rollback or a stop signal.
 
-    Returns the signal's number, or 0 after the last step or a rollback.
+    Returns the checkpoint to go back to, or the signal's number, or 0 after the last step.
     """
     recipe = run.job.recipe
     state = run.state
@@ -297,8 +313,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         if decision.action == "stop":
             raise checkpointing.training_halted(run, decision)
         if decision.action == "rollback":
-            checkpointing.roll_back(run, decision.reason)
-            return 0
+            return checkpointing.roll_back(run, decision.reason)
 
         if is_evaluated:
             evaluate.evaluate(run)

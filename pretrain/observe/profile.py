@@ -11,7 +11,6 @@ from torch.profiler import profile
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
 from pretrain.observe.observers import Observer, Step
 
@@ -28,23 +27,25 @@ class StepProfile(Observer):
     """Record one step of the main process, and write its profile to the run folder."""
 
     def __init__(
-        self, folder: Path, accelerator: Accelerator, state: TrainState, console: Console
+        self, folder: Path, accelerator: Accelerator, step: int, steps: int, console: Console
     ) -> None:
-        """Choose the step to record, which is PROFILED steps after the present step of `state`.
+        """Choose the step to record, which is PROFILED steps after `step`.
 
         folder: the run folder.
+        step: the number of steps before the first step of this process.
+        steps: the number of the run's last step.
 
         Raises InputError if the run ends before the chosen step.
         """
-        self._number = state.step + PROFILED
+        self._number = step + PROFILED
         self._folder = folder
         self._device = accelerator.device
         self._records = accelerator.is_main_process
         self._console = console
-        if self._number > state.steps:
+        if self._number > steps:
             raise InputError(
                 f"`--profile` records step {self._number}, but the run ends with step "
-                f"{state.steps}; raise `train.steps`, `train.tokens` or `train.epochs`"
+                f"{steps}; raise `train.steps`, `train.tokens` or `train.epochs`"
             )
 
     def due(self, step: Step) -> bool:

@@ -1,12 +1,12 @@
-"""Save the state of a run. Restore it when the run resumes and when a bad step is rolled back."""
+"""Save the state of a run. Restore it when the run resumes, or goes back after a bad step."""
 
 from __future__ import annotations
 
 import math
 import signal
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +19,15 @@ from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space, checksums
 from pretrain.checkpoint.format import DTYPE_NAMES, read_manifest
 from pretrain.checkpoint.state import TrainState, changed_keys
-from pretrain.metrics.health import MOST_ROLLBACKS, Health, StepDecision, TrainingHalted, some_of
+from pretrain.metrics.health import (
+    MOST_ROLLBACKS,
+    Health,
+    HealthState,
+    StepDecision,
+    TrainingHalted,
+    some_of,
+)
 from pretrain.metrics.run_record import read_metrics
-from pretrain.metrics.trackers import Trackers
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import named_state, set_updates_done
@@ -29,13 +35,9 @@ from pretrain.optimizer.exact_weights import master_of
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly
-from pretrain.run.evaluate import best_so_far
 from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
-from pretrain.run.startup import make_observers
-from pretrain.run.streaming import continue_stream
-from pretrain.settings.config import resolved
 
 # The stop code of a failure. It exceeds every signal number, because all ranks use the largest code
 # of any rank, and a failure has priority over a signal.
@@ -210,6 +212,8 @@ def restore(
     caller must call `Checkpoints.abandon_newer` afterwards.
     """
     state = source.state(job)
+    # Drop the quantized copies of the initial weights, which the audit has made.
+    assembly.context.forget()
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
@@ -359,14 +363,38 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
 # ── After a bad step ──────────────────────────────────────────────────────────────────────────────
 
 
-def roll_back(run: Run, reason: str | None) -> None:
-    """Restore an earlier checkpoint, and continue with the packs that follow the bad step's packs.
+@dataclass(frozen=True, kw_only=True)
+class RollbackPoint(ResumePoint):
+    """The checkpoint that a run goes back to. The run is then built again from this checkpoint."""
+
+    # Counters of the run after the bad step.
+    judged: TrainState
+    # Number of rollbacks of the run, including this one.
+    rollbacks: int
+    # Line with the event `rollback` for metrics.jsonl.
+    event: dict[str, Any]
+
+    @property
+    def health(self) -> HealthState:
+        """Return the state of the health check in the checkpoint, with the number of rollbacks."""
+        return replace(super().health, rollbacks=self.rollbacks)
+
+    def state(self, job: Job) -> TrainState:
+        """Return the counters in the checkpoint, with the position in the data after the bad step.
+
+        So the packs of the discarded steps are not used again.
+        """
+        return replace(super().state(job), place=self.judged.place, left_out=self.event["left_out"])
+
+
+def roll_back(run: Run, reason: str | None) -> RollbackPoint:
+    """Return the checkpoint from which the run is built again, and warn the user.
 
     reason: the reason of the health check, for the message.
 
-    All ranks must call this function after the bad step. The newest intact checkpoint is restored.
-    If the run was already rolled back to this checkpoint and failed again on other packs, the next
-    older checkpoint is restored. If no older checkpoint exists, the newest is restored again.
+    All ranks must call this function after the bad step. The checkpoint is the newest intact one.
+    If the run was already rolled back to this checkpoint and failed again on other packs, it is the
+    next older checkpoint. If no older checkpoint exists, it is the newest again.
 
     The lines of discarded steps in metrics.jsonl are replaced by one line with the event
     `rollback`, which contains the discarded lines. The `step` of this line is the checkpoint's step
@@ -375,41 +403,40 @@ def roll_back(run: Run, reason: str | None) -> None:
     """
     judged = run.state
     rollbacks = run.health.state.rollbacks + 1
-    checkpoints = run.checkpoints
-    checkpoints.wait()
-    source = _rollback_point(checkpoints, judged)
-    run.assembly.context.forget()
-    continue_stream(run.job, source)
-    run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
-    step = run.state.step
-    checkpoints.abandon_newer(step)
-    # This process has trained all steps after `resumed_step`. If the rollback goes back to an
-    # earlier step, this process trains all steps after that step.
-    run.resumed_step = min(run.resumed_step, step)
-    run.health.state.rollbacks = rollbacks
-    # Continue after the packs of the bad step, and not at the checkpoint's position in the packs.
-    run.state = replace(
-        run.state,
-        left_out=judged.left_out + judged.step - step,
-        place=judged.place,
-    )
-    resume_precision(run, source)
-    # The new observers check the next two steps, as at the start of a process.
-    run.observers.finish()
-    run.observers = make_observers(run)
-    run.write_audit()
+    path, record = _checkpoint_before(run.checkpoints, judged)
+    step = record["progress"]["step"]
+    discarded = judged.step - step
+    abandoned = []
     if run.accelerator.is_main_process:
-        _record_rollback(run, f"step {judged.step}: {reason}")
-    run.best = best_so_far(run)
+        abandoned = [line for line in read_metrics(run.folder.path) if line["step"] > step]
+    event = {
+        "step": step + 1,
+        "event": "rollback",
+        "reason": f"step {judged.step}: {reason}",
+        "resumed_from": step,
+        "rollbacks": rollbacks,
+        "left_out": judged.left_out + discarded,
+        "abandoned": abandoned,
+    }
     run.console.warning(
-        f"step {judged.step}: {reason}. Rollback {rollbacks} of at most {MOST_ROLLBACKS}: "
-        f"{notes[0]}; the packs of {plural(judged.step - step, 'step')} after step {step} are "
-        "skipped"
+        f"{event['reason']}. Rollback {rollbacks} of at most {MOST_ROLLBACKS}: the run goes back "
+        f"to {path}; the packs of {plural(discarded, 'step')} after step {step} are skipped"
+    )
+    is_own = run.checkpoints.owns(path)
+    return RollbackPoint(
+        path=path,
+        record=record,
+        is_branch=not is_own,
+        in_run_folder=is_own,
+        past=run.past,
+        judged=judged,
+        rollbacks=rollbacks,
+        event=event,
     )
 
 
-def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint:
-    """Return the checkpoint that a rollback restores.
+def _checkpoint_before(checkpoints: Checkpoints, judged: TrainState) -> tuple[Path, dict[str, Any]]:
+    """Return the path and the state.json of the checkpoint that a rollback restores.
 
     judged: the counters after the bad step.
     """
@@ -421,24 +448,4 @@ def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
-    return ResumePoint(path, record, is_branch=not checkpoints.owns(path))
-
-
-def _record_rollback(run: Run, reason: str) -> None:
-    """Replace the lines of discarded steps in metrics.jsonl by one line with event `rollback`."""
-    step = run.state.step
-    event = {
-        "step": step + 1,
-        "event": "rollback",
-        "reason": reason,
-        "resumed_from": step,
-        "rollbacks": run.health.state.rollbacks,
-        "left_out": run.state.left_out,
-        "abandoned": [line for line in read_metrics(run.folder.path) if line["step"] > step],
-    }
-    # Start new trackers, as when a run is resumed from `step`. The new trackers remove the lines of
-    # later steps from metrics.jsonl. Hosted trackers do not remove the discarded steps.
-    run.trackers.finish()
-    run.trackers = Trackers(run.job.recipe.log, run.folder.path, step)
-    run.trackers.start(resolved(run.job.recipe))
-    run.trackers.log(event)
+    return path, record

@@ -55,8 +55,7 @@ class Run:
     state: TrainState
     # True if the run starts without a checkpoint or branches from another run. False if it resumes.
     is_new: bool
-    # The step of the checkpoint from which this process has resumed, or 0. This process has trained
-    # all later steps. A rollback to an earlier step sets `resumed_step` to that step.
+    # The step of the checkpoint that the run was built from, or 0.
     resumed_step: int
     health: Health
     recorder: Recorder
@@ -79,6 +78,11 @@ class Run:
     def is_best(self) -> bool:
         """Return whether the present step has the best evaluation of the run so far."""
         return self.best is not None and self.best["step"] == self.state.step
+
+    def close(self) -> None:
+        """Finish the trackers, and close the files of the observers."""
+        self.trackers.finish()
+        self.observers.finish()
 
     def write_audit(self) -> None:
         """Write audit.json if this is the main process."""

@@ -4,23 +4,47 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import train_accelerate
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics
+from pretrain.run.assembly import Assembly
 
 pytestmark = pytest.mark.multi
 
 
+SHARDED = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
 DDP = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
 
 
+def main_with_one_model() -> int | None:
+    """Run the launcher. Assert that each model is freed before the next one is built."""
+    models: list[weakref.ref] = []
+    assemble = train_accelerate.assemble
+
+    def assemble_alone(*arguments: Any) -> Assembly:
+        assert all(model() is None for model in models)
+        assembly = assemble(*arguments)
+        models.append(weakref.ref(assembly.hf))
+        return assembly
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_accelerate, "assemble", assemble_alone)
+        return train_accelerate.main()
+
+
+@pytest.mark.parametrize("launch", [DDP, SHARDED], ids=["ddp", "fsdp2"])
 def test_processes_go_back_and_stop_together(
-    start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path
+    launch: list[str],
+    start_as_ranks: Callable,
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """The learning rate makes the weights huge in the first step, so every later step fails."""
     huge_rate = {
@@ -29,7 +53,7 @@ def test_processes_go_back_and_stop_together(
     }
     rollback = {"health": {"on_nan": "rollback"}, "checkpoint": {"every": 1}, "evaluate": {}}
     recipe = small_recipe | huge_rate | rollback
-    run = start_as_ranks(recipe, tmp_path, launch=DDP)
+    run = start_as_ranks(recipe, tmp_path, launch=launch, main=main_with_one_model)
     assert run.status == 3, run.output
     halt = "halted: step 2: the gradient norm is nan, and the run has gone back 3 times already"
     assert run.err.count(halt) == 2
