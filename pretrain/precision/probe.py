@@ -1,7 +1,7 @@
 """The interface through which products show their operands, weights and results.
 
-`PrecisionContext.probe` is the active probe of a model. The passes of
-`pretrain.precision.product` call it. A probe sees the values that a product is meant to compute
+`PrecisionContext.probes` has the active probes of a model. The passes of
+`pretrain.precision.product` call them. A probe sees the values that a product is meant to compute
 with. The operands that the kernels of torch, Transformer Engine and cublasLt really receive are
 observed in another way (`pretrain.precision.observed`).
 """
@@ -9,7 +9,6 @@ observed in another way (`pretrain.precision.observed`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from pretrain.precision.gemm import Gemm, GemmKind, Operand
 class Probe:
     """Observer of the products of one model. A subclass overrides the methods that it needs.
 
-    An argument `values` or `matrix` is a function that returns a detached tensor. Some operands
+    An argument `values` or `matrix` is a function that returns a tensor. Some operands
     exist only in quantized form, and the function then computes the unquantized values again. So a
     probe should call it only if it needs the values.
     """
@@ -54,23 +53,3 @@ class Probe:
 
         `name` and `ends` are the same as in `operand`.
         """
-
-
-class Probes(Probe):
-    """Several probes that are active at the same time."""
-
-    def __init__(self, *probes: Probe) -> None:
-        self._probes = probes
-        self.observes_results = any(probe.observes_results for probe in probes)
-
-    def operand(self, *arguments: Any) -> None:
-        for probe in self._probes:
-            probe.operand(*arguments)
-
-    def weight(self, *arguments: Any) -> None:
-        for probe in self._probes:
-            probe.weight(*arguments)
-
-    def result(self, *arguments: Any) -> None:
-        for probe in self._probes:
-            probe.result(*arguments)

@@ -7,7 +7,7 @@ built. torch.compile ends its graph before each `LowPrecisionLinear`.
 In a forward, the module calls its `LinearState`. The `LinearState` selects the Gemm of the current
 precision and applies `LinearFunction`, an autograd function. `LinearFunction` runs a
 `SingleWeightPass`, which quantizes the operands, multiplies them, and shows operands and results to
-the probe of the model's `PrecisionContext`.
+the probes of the model's `PrecisionContext`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pretrain.precision.gemm import (
     checkpointed,
 )
 from pretrain.precision.observed import watched
-from pretrain.precision.probe import Probe, Probes
+from pretrain.precision.probe import Probe
 
 # Prefix of the names in `GemmEngine.state`. It separates them from the names of the optimizer's
 # tensors in a checkpoint.
@@ -58,8 +58,8 @@ class PrecisionContext:
     low_precision: bool = False
     # True during the first microbatch of a step.
     first_microbatch: bool = True
-    # Observes the products. None in most steps.
-    probe: Probe | None = None
+    # The probes that observe the products. Empty in most steps.
+    probes: tuple[Probe, ...] = ()
     # False while the parity check or the measurement of `log.gap` runs the model without
     # quantization.
     quantizing: bool = True
@@ -80,8 +80,8 @@ class PrecisionContext:
             yield
 
     def probing(self, probe: Probe) -> AbstractContextManager[None]:
-        """Return a context in which `probe` observes the products, beside the present probe."""
-        return overridden(self, probe=Probes(self.probe, probe) if self.probe else probe)
+        """Return a context in which `probe` observes the products, beside other probes."""
+        return overridden(self, probes=(*self.probes, probe))
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return function(*args). Backward recomputes the function in the same precision.
@@ -213,7 +213,7 @@ class LinearPass:
 
     A pass has the steps of a forward and of a backward. Its subclasses combine the steps for a
     layer whose weight is one tensor (`SingleWeightPass`), and for stacked weights. The steps show
-    operands, weights and results to the probe of the context.
+    operands, weights and results to the probes of the context.
     """
 
     def __init__(
@@ -239,22 +239,18 @@ class LinearPass:
         self.ends = ends
 
     @property
-    def probe(self) -> Probe | None:
-        """The probe of operands and results. None if the Gemm does not quantize."""
-        return self.context.probe if self.gemm.quantizes else None
-
-    @property
     def results_are_observed(self) -> bool:
-        """True if a probe observes the results of products."""
-        probe = self.probe
-        return probe is not None and probe.observes_results
+        """True if a probe observes the results of the products of this pass."""
+        probes = self.context.probes
+        return self.gemm.quantizes and any(probe.observes_results for probe in probes)
 
     def quantize(self, role: Role, x: Tensor) -> Operand:
         """Quantize the input [tokens, in] or the output's gradient [tokens, out].
 
         The operand can be used in both of its products if a backward can follow.
         """
-        self.show(role, lambda: x)
+        if self.context.probes:
+            self.show(role, lambda: x)
         return self.gemm.quantize(role, x, both=self.differentiable)
 
     def forward_product(
@@ -271,13 +267,16 @@ class LinearPass:
         matrix: function that returns the unquantized weight [out, in].
         residual: the values that are added, [tokens, out]. They are not modified.
         """
-        if residual is not None and self.results_are_observed:
+        probes = self.context.probes
+        if probes and residual is not None and self.results_are_observed:
             # A probe must observe the product without the residual.
             return self.forward_product(x, weight, matrix, bias).add_(residual)
-        self.show_weight(weight, matrix)
+        if probes:
+            self.show_weight(weight, matrix)
         dtype = self.context.compute_dtype
         y = self.gemm.matmul("forward", x, weight, dtype, bias, residual, ends=self.ends)
-        self.show_result("forward", y, bias)
+        if probes:
+            self.show_result("forward", y, bias)
         self.gemm.end()
         return y
 
@@ -291,7 +290,8 @@ class LinearPass:
         """
         dtype = dtype or self.context.compute_dtype
         gradient = self.gemm.matmul(kind, left, right, dtype, ends=self.ends)
-        self.show_result(kind, gradient)
+        if self.context.probes:
+            self.show_result(kind, gradient)
         return gradient
 
     def weight_gradient(
@@ -304,7 +304,7 @@ class LinearPass:
         """
         if total is None:
             return self.gradient_product("wgrad", dy, x)
-        if self.results_are_observed:
+        if self.context.probes and self.results_are_observed:
             gradient = self.gradient_product("wgrad", dy, x, torch.float32)
             add_to(total, gradient, overwrite=overwrite)
         else:
@@ -312,26 +312,30 @@ class LinearPass:
         return None
 
     def show(self, role: Role, values: Callable[[], Tensor]) -> None:
-        """Show an operand to the probe. `values` returns it unquantized, [..., features]."""
-        if (probe := self.probe) is not None:
+        """Show an operand to the probes. `values` returns it unquantized, [..., features]."""
+        probes = self.context.probes
+        if probes and self.gemm.quantizes:
             # Several probes may need the values, which are computed only once.
             rows = functools.cache(lambda: values().detach().flatten(0, -2))
-            probe.operand(self.gemm.name, role, rows, self.ends)
+            for probe in probes:
+                probe.operand(self.gemm.name, role, rows, self.ends)
 
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
-        """Show the weight of the forward product to the probe, and also its operand if it is new.
+        """Show the weight of the forward product to the probes.
 
-        `matrix` returns the unquantized weight.
+        If the weight was quantized in this pass, also show it as an operand. `matrix` returns the
+        unquantized weight.
         """
-        if (probe := self.context.probe) is not None:
-            if self.refresh:
-                self.show("weight", matrix)
+        if self.refresh:
+            self.show("weight", matrix)
+        for probe in self.context.probes:
             probe.weight(self.gemm, weight, matrix)
 
     def show_result(self, kind: GemmKind, result: Tensor, bias: Tensor | None = None) -> None:
-        """Show the result of a product to the probe."""
-        if (probe := self.probe) is not None:
-            probe.result(self.gemm.name, kind, result.detach(), bias, self.ends)
+        """Show the result of a product to the probes."""
+        if self.gemm.quantizes:
+            for probe in self.context.probes:
+                probe.result(self.gemm.name, kind, result.detach(), bias, self.ends)
 
 
 class SingleWeightPass(LinearPass):

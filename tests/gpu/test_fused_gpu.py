@@ -267,7 +267,7 @@ def test_served_codes_are_those_of_the_forward_products(
         def weight(self, gemm: Gemm, operand: Any, matrix: Callable) -> None:
             operands[gemm.members] = gemm.codes(operand)
 
-    packed.context.probe = Weights()
+    packed.context.probes = (Weights(),)
     with torch.no_grad():
         packed(**inputs(packs=4, device="cuda", length=LENGTH))
     module = "fused Linear" if fused else "LowPrecisionLinear"

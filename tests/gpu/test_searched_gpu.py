@@ -278,7 +278,7 @@ def test_gemms_add_residuals_unless_results_are_observed(
         def result(self, name: str, *_: Any) -> None:
             observed.add(name)
 
-    packed.context.probe = Results()
+    packed.context.probes = (Results(),)
     residuals.clear()
     assert packed(**batch).item() == pytest.approx(loss.item(), rel=2e-3)
     assert not any(residuals)

@@ -5,7 +5,7 @@ of the logits directly as FP8 operands, while te.Linear would quantize and trans
 gradient. The GEMM of the weight gradient adds its result to the FP32 sum over chunks. Each row of
 the logits' gradient has a scale. The GEMM that computes the gradient of the hidden states does not
 use these scales, so its result is multiplied by their reciprocals. The quantizers with their scales
-and histories, the cached weight, the GEMM and the probe are the same as in other layers.
+and histories, the cached weight, the GEMM and the probes are the same as in other layers.
 
 This head supports precisions with one scale for a tensor (delayed and current scaling), on GPUs up
 to Hopper. On these GPUs, both operands of an FP8 product must be contiguous along the dimension
@@ -40,7 +40,7 @@ def fused_head(
     Enter it inside of the engine's `forward` context. The yielded function returns the losses of a
     chunk and writes the gradients. `head._differentiating` describes its arguments. `weight`
     [vocabulary, hidden], FP32 or BF16, is quantized in the first microbatch of a step. The
-    probe of `context` observes each operand, and the results of the products of the first chunk.
+    probes of `context` observe each operand, and the results of the products of the first chunk.
     """
 
     def matrix() -> Tensor:

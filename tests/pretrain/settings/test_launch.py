@@ -190,7 +190,7 @@ def test_unsupported_options_with_their_defaults_are_accepted(environment: Any) 
     without = resolve(environment(recipe="nvfp4"))
     for options in (
         {"disable_2d_quantization": False, "nvfp4_4over6": "none", "nvfp4_4over6_err_mode": "MAE"},
-        {"row_scaled_activation": None, "enable_2d_quantization": None},
+        {"row_scaled_activation": None, "backward_override": None},
     ):
         assert resolve(environment(recipe="nvfp4", **options)) == without
         assert resolve({}, precision="nvfp4", fp8_config=options) == without

@@ -56,9 +56,9 @@ def test_a_gradient_is_compared_although_its_last_tokens_have_no_label() -> None
     gradient[64:96] = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
     context = PrecisionContext(None, torch.bfloat16)
     with watching_quantizers(context, active_in("mxfp8")) as compared:
-        context.probe.operand("linear", "grad_output", lambda: gradient, None)
+        context.probes[0].operand("linear", "grad_output", lambda: gradient, None)
     assert [comparison.excess for comparison in compared] == [0, 0]
     with watching_quantizers(context, active_in("mxfp8")) as compared:
-        context.probe.operand("linear", "grad_output", lambda: gradient, None)
-        context.probe.operand("linear", "grad_output", lambda: gradient / 3, None)
+        context.probes[0].operand("linear", "grad_output", lambda: gradient, None)
+        context.probes[0].operand("linear", "grad_output", lambda: gradient / 3, None)
     assert len(compared) == 2, "one operand of each role and size"

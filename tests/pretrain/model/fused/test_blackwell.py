@@ -195,7 +195,7 @@ def test_served_weights_are_the_operands_of_stacked_products(
         def weight(self, gemm: Gemm, operand: Any, matrix: Callable) -> None:
             operands[gemm.members] = operand
 
-    packed.context.probe = Weights()
+    packed.context.probes = (Weights(),)
     products = audit_products(
         packed,
         lambda: packed(**inputs()),
