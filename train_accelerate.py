@@ -7,8 +7,7 @@ The first argument is the recipe. Arguments of the form `key=value` or `--key=va
 of the recipe, with dots between the names of nested keys (`train.steps=100`). `--plan` checks every
 setting and prints the plan of the run without training. `--profile` records the time of each kernel
 in one step. If you start the same command again, the run resumes from its newest checkpoint.
-With `-` as the last argument, the script forks a training for each request on its stdin. The
-commands `matrix` and `which` use this. `python -m pretrain` lists all other commands.
+`python -m pretrain` lists all other commands.
 """
 
 from __future__ import annotations
@@ -16,44 +15,21 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 from contextlib import closing
 from functools import partial
-from threading import Thread
 from typing import Any
 
-from foundation.command import end_after_error, end_process, run_command
+from foundation.command import run_command
 from foundation.files import replace_file, write_json
-from foundation.fork_server import SERVE, serve
-from foundation.signals import StopRequest, end_on_ctrl_c
+from foundation.signals import StopRequest
+from pretrain.launch import script
 from pretrain.settings import config
 
 if __name__ == "__main__":
-    # The imports below take seconds. Until the training loop can save a checkpoint, Ctrl-C ends the
-    # process without a traceback, and without multiprocessing's warning about semaphores.
-    end_on_ctrl_c()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-    # Turn off garbage collection during the imports. Imports create no garbage, but garbage
-    # collection took a fifth of the time of the imports.
-    gc.disable()
-    # Let torch's allocator use expandable segments, unless the user has set one of the variables
-    # below. torch reads the variables when it first uses a GPU. By default, the allocator keeps
-    # fragments of memory that no other tensor fits into. With Llama-3.1-8B in shards, the fragments
-    # took 67.9 GiB in addition to the 67.2 GiB in use.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # Hide torchao. This project does not use it, but transformers imports it if it is installed.
-    # The import takes a second and uses CUDA, so that CUDA would not work in a fork.
-    sys.modules["torchao"] = None  # type: ignore[assignment]
-    if sys.argv[-1:] == [SERVE]:
-        # Let torch look for GPUs through NVML instead of CUDA. CUDA does not work in a fork of a
-        # process that has used CUDA.
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    else:
-        # Report mistakes on the command line before the slow imports.
-        config.check_arguments(__doc__)
+    script.before_imports()
+    # Report mistakes on the command line before the slow imports.
+    config.check_arguments(__doc__)
 
-import torch
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -61,6 +37,7 @@ from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, require_shared
 from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
 from pretrain.compare.figures import picture_of_run
+from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.run_folder import RunFolder, check_free
@@ -73,7 +50,6 @@ from pretrain.observe.observers import StepWatch, is_due
 from pretrain.observe.profile import StepProfile
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.checks import check_step
-from pretrain.precision import transformer_engine
 from pretrain.run import (
     checkpointing,
     evaluate,
@@ -89,7 +65,6 @@ from pretrain.run.data import open_data, open_prepared
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
-from pretrain.settings.launch import with_precision
 
 
 # `record` makes torchrun print the traceback of an unexpected exception.
@@ -97,18 +72,6 @@ from pretrain.settings.launch import with_precision
 def main() -> int:
     """Train as the command line requests, and return the exit status of the process."""
     return run_command(lambda: launch(config.parse_arguments(__doc__)))
-
-
-def hash_triton() -> None:
-    """Compute the hash of Triton's files, if there is a GPU.
-
-    Triton computes this hash, which takes half a second, before it loads its first kernel, and
-    keeps it for the rest of the process.
-    """
-    if torch.cuda.is_available():
-        from triton.runtime.cache import triton_key
-
-        triton_key()
 
 
 # ── 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────
@@ -411,23 +374,4 @@ def finish(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    # Exclude imported objects from garbage collection, because they live as long as the process.
-    # Otherwise each collection would traverse them, which took a third of a second.
-    gc.freeze()
-    hashing = Thread(target=hash_triton, daemon=True)
-    hashing.start()
-    if sys.argv[-1:] == [SERVE]:
-        # Import Transformer Engine before the fork if there is a GPU.
-        transformer_engine.missing()
-        # A fork while the thread runs could inherit a lock that is never released.
-        hashing.join()
-        serve()
-        if torch.cuda._is_in_bad_fork():
-            # Restart the script in this process. An imported package has used CUDA before the fork,
-            # so CUDA does not work here.
-            os.execv(sys.executable, [sys.executable, *sys.argv])
-    gc.enable()
-    # End with `end_process` instead of Python's usual exit, and do so after an exception too. While
-    # a process group exists, the usual exit sometimes aborts the process.
-    sys.excepthook = end_after_error
-    end_process(main() or 0)
+    script.run_to_end(main)

@@ -11,9 +11,9 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
+from pretrain.launch.environment import with_precision
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
-from pretrain.settings.launch import with_precision
 from tests.conftest import ROOT, Finished
 from tests.ranks import environment_under
 

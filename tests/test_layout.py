@@ -28,6 +28,7 @@ PACKAGES = [
     "packing",
     "pretrain/precision",
     "pretrain/settings",
+    "pretrain/launch",
     "pretrain/model",
     "pretrain/optimizer",
     "pretrain/checkpoint",
@@ -248,9 +249,15 @@ def test_the_product_calls_each_of_its_kernels():
     assert {name for name in MODULES if name.endswith("_kernel")} <= used
 
 
-PACKAGES_WITHOUT_TORCH = ("foundation", "packing", "pretrain/settings", "pretrain/compare")
+PACKAGES_WITHOUT_TORCH = (
+    "foundation",
+    "packing",
+    "pretrain/settings",
+    "pretrain/launch",
+    "pretrain/compare",
+)
 MODULES_WITHOUT_TORCH = {"pretrain.precision.settings", "pretrain.plan.checks"}
-MODULES_WITH_TORCH = {"packing.batch"}
+MODULES_WITH_TORCH = {"packing.batch", "pretrain.launch.preloaded"}
 IMPORT_WITHOUT_TORCH = """
 import importlib, sys
 for name in sys.argv[1:]:

@@ -18,7 +18,7 @@ from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
 from pretrain.compare.matrix_file import Cell, Matrix, key_of, load_matrix
-from pretrain.compare.matrix_run import command_of, report_stop, run_all, say
+from pretrain.compare.matrix_run import launch_of, report_stop, run_all, say
 from pretrain.compare.page import check_replaceable
 from pretrain.compare.report import Report
 from pretrain.metrics.run_folder import RunFolder
@@ -105,7 +105,7 @@ def main(options: argparse.Namespace) -> int:
         return run_cells(matrix, cells, single=options.cell is not None)
     for cell in cells:
         finished = " (finished)" if cell.is_finished() else ""
-        print(f"# {cell.name}{finished}\n{shlex.join(command_of(matrix, cell))}")
+        print(f"# {cell.name}{finished}\n{shlex.join(launch_of(matrix, cell).command)}")
     return 0
 
 

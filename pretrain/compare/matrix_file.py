@@ -29,6 +29,7 @@ from foundation.settings import (
 )
 from pretrain.checkpoint.state import changed_keys
 from pretrain.compare.fairness import in_words
+from pretrain.launch.environment import with_precision
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
@@ -40,7 +41,6 @@ from pretrain.settings.config import (
     parse_overrides,
     settings_without,
 )
-from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
 # Map keys of a recipe, dotted or nested, to values.
@@ -198,9 +198,6 @@ class Matrix:
     processes: int
     # True if the Accelerate configuration sets `use_cpu`.
     on_cpu: bool
-    # True if each cell has one process, for any number of visible GPUs. Then all cells are forked
-    # from one server process (matrix_run.py).
-    is_forked: bool
 
     @property
     def slots(self) -> int | None:
@@ -336,7 +333,6 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         baseline=next(cell for cell in cells.values() if cell.name == baseline),
         processes=processes or 1,
         on_cpu=bool(accelerate.get("use_cpu")),
-        is_forked=processes == 1,
     )
 
 

@@ -1,49 +1,35 @@
 """Run the cells of a matrix, several at a time, until all cells have ended or a signal arrives.
 
-If each cell is trained by one process, all cells are forked from one process that has imported the
-launcher (foundation/fork_server.py). Otherwise `accelerate launch` starts each cell.
-
-The processes of each cell form a separate session, so the terminal delivers Ctrl-C only to the
-matrix process. The matrix process passes the signal on, and each cell receives the signal once. If
-the matrix process is killed, the processes of the cells continue. If the command is run again, it
-first waits until they have ended.
+The processes of each cell form a separate process group, so the terminal delivers Ctrl-C only to
+the matrix process. The matrix process passes the signal on. If the matrix process is killed, the
+processes of the cells continue. If the command is run again, it first waits until they have ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from foundation.errors import InputError
-from foundation.files import is_locked, write_json
-from foundation.fork_server import ForkServer, open_log
+from foundation.files import write_json
 from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.prepare import check_sources
 from pretrain.compare.matrix_file import Cell, Matrix
+from pretrain.launch.configuration import Launch
+from pretrain.launch.processes import POLL_SECONDS, Training, is_training, start_training
 from pretrain.metrics.run_folder import check_ours
 from pretrain.settings.config import branch_checkpoint
 
-# Seconds between two checks of the running cells.
-POLL_SECONDS = 0.2
 # Number of log lines that are printed if a cell has failed.
 SHOWN_LOG_LINES = 12
 # Environment variable that lists the GPUs that a process can use.
 DEVICES = "CUDA_VISIBLE_DEVICES"
-# Script that trains one cell.
-LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
-# Server process from which all cells are forked, if each cell is trained by one process.
-FORK_SERVER = ForkServer()
 
 
 @dataclass
@@ -65,39 +51,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StartedCell:
-    """The processes of a cell, which form one process group and write to the cell's log."""
+    """A cell and its training."""
 
     cell: Cell
-    # ID of the process group.
-    group: int
+    training: Training
     # Index of the group of GPUs that the processes use. None if cells are not distributed over
     # GPUs.
     slot: int | None
     # Value of time.monotonic() when the cell was started.
     started: float
-
-    def signal(self, number: int) -> None:
-        """Send the signal `number` to all processes of the cell.
-
-        The signal is sent to the launcher and to the training processes, because the launcher does
-        not pass signals on if it has started only one process.
-        """
-        # ProcessLookupError means that all processes have just ended.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.group, number)
-
-    def has_ended(self) -> bool:
-        """Return True if no process of the cell is running.
-
-        Both the launcher and the training processes are checked: after a signal, the launcher ends
-        while the training processes still save a checkpoint.
-        """
-        for process in psutil.process_iter():
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                is_of_cell = os.getpgid(process.pid) == self.group
-                if is_of_cell and process.status() != psutil.STATUS_ZOMBIE:
-                    return False
-        return True
 
     def outcome(self, *, stop_requested: bool) -> Outcome:
         """Return the result of the cell, which has ended. Its status is read from the run folder.
@@ -159,7 +121,7 @@ def run_all(
                 say(f"{ready.name}: started; its output goes to {ready.log}")
             _pass_on_signals(running, stop)
             for started in list(running):
-                if started.has_ended():
+                if started.training.has_ended():
                     running.remove(started)
                     outcome = started.outcome(stop_requested=bool(stop.requested))
                     outcomes[started.cell.name] = outcome
@@ -171,7 +133,7 @@ def run_all(
         # If cells are still running at this point, an exception has ended the loop. Stop these
         # cells, because no other code would wait for their end.
         for started in running:
-            started.signal(signal.SIGTERM)
+            started.training.signal(signal.SIGTERM)
     return list(outcomes.values())
 
 
@@ -180,13 +142,10 @@ def wait_for_earlier_start(logs: Sequence[Path], stop: StopRequest | None = None
 
     `logs` are the logs of the cells. Return at once if `stop` records a signal.
     """
-    # A training process locks its log.
-    names = [log.stem for log in logs if is_locked(log, without_locks=False)]
+    names = [log.stem for log in logs if is_training(log)]
     if names:
         say(f"waiting for cells that an earlier command is still training: {', '.join(names)}")
-    while any(is_locked(log, without_locks=False) for log in logs) and not (
-        stop and stop.requested
-    ):
+    while any(map(is_training, logs)) and not (stop and stop.requested):
         time.sleep(POLL_SECONDS)
 
 
@@ -199,7 +158,7 @@ def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
         # Send SIGTERM in place of SIGUSR1, which torchrun does not handle.
         number = signal.SIGTERM if received == signal.SIGUSR1 else received
         for started in running:
-            started.signal(number)
+            started.training.signal(number)
 
 
 def _report_end(started: StartedCell, outcome: Outcome, outcomes: Sequence[Outcome]) -> None:
@@ -273,51 +232,18 @@ def start(
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
-    # Create the log, because the process may be killed before it opens the log.
-    cell.log.touch()
-    if matrix.is_forked:
-        group = FORK_SERVER.fork(
-            launcher_of(matrix), environment_of(matrix), cell.overrides, devices, cell.log, stop
-        )
-    else:
-        with open_log(cell.log) as log:
-            group = subprocess.Popen(
-                command_of(matrix, cell),
-                start_new_session=True,
-                env=environment_of(matrix) | devices,
-                stdout=log,
-                stderr=log,
-            ).pid
-    return StartedCell(cell, group, slot, started)
+    training = start_training(
+        launch_of(matrix, cell), environment_of(matrix) | devices, cell.log, stop
+    )
+    return StartedCell(cell, training, slot, started)
 
 
-def command_of(matrix: Matrix, cell: Cell) -> list[str]:
-    """Return the command that trains the cell, as a list of arguments.
-
-    A user can type the same command.
-    """
-    return [*launcher_of(matrix), *cell.overrides]
-
-
-def launcher_of(matrix: Matrix) -> list[str]:
-    """Return the part of `command_of` that is equal for all cells of the matrix.
-
-    `--quiet` suppresses the traceback that Accelerate prints after the training's own error
-    message.
-    """
+def launch_of(matrix: Matrix, cell: Cell) -> Launch:
+    """Return the launch of the training of the cell."""
+    settings = matrix.settings
     # If the matrix file does not set `processes`, Accelerate determines the number of processes.
-    number = ["--num_processes", str(matrix.processes)] if matrix.settings.processes else []
-    return [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--quiet",
-        "--config_file",
-        str(matrix.settings.accelerate),
-        *number,
-        os.path.relpath(LAUNCHER),
-        str(matrix.settings.recipe),
-    ]
+    arguments = (str(settings.recipe), *cell.overrides)
+    return Launch(settings.accelerate, arguments, settings.processes)
 
 
 def environment_of(matrix: Matrix) -> dict[str, str]:

@@ -51,13 +51,13 @@ from pretrain.compare.which_trainings import (
     seconds_of,
     train,
 )
+from pretrain.launch.configuration import find_configuration
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.commands import ON_CPU, ON_GPU
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
-from pretrain.settings.launch import find_configuration
 from pretrain.settings.recipe import Recipe
 
 # Share of the steps after which candidates branch from the baseline.

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error
-from pretrain.settings.launch import with_topology
+from pretrain.launch.environment import with_topology
 from pretrain.settings.recipe import Recipe
 
 T = TypeVar("T")

@@ -103,8 +103,9 @@ def select_phases(
     """Replace the precisions of a recipe that the device does not support.
 
     `setting` is the recipe's `precision`, and `device_type` is "cpu" or "cuda". Return two values:
-    the phases with supported precisions, and the unquantized precision with which `log.gap` compares
-    low precision, or None if no phase is quantized. Raise InputError as `select_precision` does.
+    the phases with supported precisions, and the unquantized precision with which `log.gap`
+    compares low precision, or None if no phase is quantized. Raise InputError as `select_precision`
+    does.
     """
     missing = missing_on(device_type)
     phases = [

@@ -9,8 +9,9 @@ first step of a trial, the parity check compares the model with plain transforme
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -22,15 +23,17 @@ import torch
 import yaml
 
 from foundation.errors import InputError
+from foundation.signals import StopRequest
 from foundation.units import UNKNOWN, markdown, three_digits
 from packing.arrow import Pack, write_packs
+from pretrain.launch.configuration import Launch, find_configuration
+from pretrain.launch.processes import start_training
 from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import kind, read_metrics
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 
-ROOT = Path(__file__).resolve().parents[2]
 QWEN3_1_7B = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -146,7 +149,7 @@ def row_of(
         # Do not compile: it would take minutes, and the speed of emulation does not matter.
         settings["model"] = recipe["model"] | {"compile": "none"}
     try:
-        milliseconds, rate = try_training({**recipe, **settings}, folder)
+        milliseconds, rate = try_training({**recipe, **settings}, folder, gpu=gpu)
     except InputError as error:
         return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(filter(None, (lacks, str(error))))
     if gpu and lacks:
@@ -154,22 +157,24 @@ def row_of(
     return name, engine, three_digits(milliseconds), f"{rate:,.0f}", lacks or ""
 
 
-def try_training(recipe: Mapping[str, Any], folder: Path) -> tuple[float, float]:
+def try_training(recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple[float, float]:
     """Train `recipe` in a new process. Return the milliseconds of a step and the tokens/s.
 
     Both are medians of the last TIMED steps. Raises InputError if the training fails or takes
     longer than SECONDS.
     """
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe)))
-    command = [sys.executable, str(ROOT / "train_accelerate.py"), str(folder / "recipe.yaml")]
-    try:
-        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
-    except subprocess.TimeoutExpired:
-        raise InputError(f"the trial took longer than {SECONDS} s") from None
-    except subprocess.CalledProcessError as failure:
-        lines = failure.stderr.strip().splitlines() or [f"status {failure.returncode}"]
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(dict(recipe)))
+    log = Path(f"{recipe['run_dir']}.log")
+    launch = Launch(find_configuration("bf16" if gpu else "cpu"), (str(file),))
+    training = start_training(launch, os.environ, log, StopRequest())
+    if not training.wait(SECONDS):
+        training.signal(signal.SIGKILL)
+        raise InputError(f"the trial took longer than {SECONDS} s")
+    if training.status:
+        lines = log.read_text(errors="replace").split("\n")
         errors = [line for line in lines if line.startswith(("error: ", "halted: "))]
-        raise InputError(errors[0] if errors else lines[-1]) from None
+        raise InputError(next(iter(errors), f"the trial ended with status {training.status}"))
     timed = [line for line in read_metrics(Path(recipe["run_dir"])) if kind(line) == "step"][
         -TIMED:
     ]

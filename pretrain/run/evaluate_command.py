@@ -24,6 +24,7 @@ from foundation.errors import InputError
 from foundation.overrides import overridden
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
 from pretrain.model.huggingface import build_on_meta, load_config
@@ -36,7 +37,6 @@ from pretrain.run.resume_point import find_checkpoint
 from pretrain.run.run import introduce_job
 from pretrain.run.startup import explaining_errors
 from pretrain.settings.config import branch_checkpoint, load_recipe
-from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
 

@@ -12,6 +12,7 @@ from typing import cast
 from foundation import units
 from foundation.errors import InputError
 from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
+from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.metrics.peaks import Peak, entry_of
 from pretrain.model.distributed import as_launched
@@ -30,7 +31,6 @@ from pretrain.run.job import Job, plan_elsewhere
 from pretrain.run.resume_point import where_to_resume
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
-from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
 # A model with fewer parameters spends more time on kernel launches than on matrix products.

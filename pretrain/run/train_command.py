@@ -1,56 +1,25 @@
 """`python -m pretrain train`: choose an Accelerate configuration and train with accelerate launch.
 
 This module does not import torch. accelerate's launcher imports torch only after the command line,
-the recipe and the configuration have been checked. A training in one process runs in the process of
-this command, so that torch and accelerate are imported only once.
+the recipe and the configuration have been checked.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import logging
 import os
-import runpy
 import shlex
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
-from typing import Any
-
-import psutil
 
 from foundation.gpus import visible_gpus
-from foundation.overrides import overridden
-from foundation.reading import as_input_error, load_yaml
-from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
+from foundation.reading import load_yaml
 from foundation.units import plural
+from pretrain.launch import launcher
+from pretrain.launch.configuration import CONFIGURATIONS, Launch, find_configuration
+from pretrain.launch.environment import is_true
 from pretrain.settings.config import load_recipe
-from pretrain.settings.launch import CONFIGURATIONS, find_configuration, is_true
 from pretrain.settings.recipe import Recipe
-
-# Script that trains, in the folder of the checkout or of the installed packages.
-LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
-# Signals that are passed on to the training processes.
-PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
-# Beginnings of log lines that are not printed: accelerate's list of default values, and the lines
-# that torchrun logs before its error.
-_OMITTED = ("The following values were not passed", "failed (", "Sending process")
-# Errors that accelerate raises for a mistake in its configuration.
-_REFUSED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    AssertionError,
-    RuntimeError,
-)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -62,23 +31,17 @@ def main(options: argparse.Namespace) -> int:
     configuration, processes, reason = choose_configuration(
         recipe, options.config, options.processes
     )
-    launch = ["--config_file", os.path.relpath(configuration)]
-    if processes is not None:
-        launch += ["--num_processes", str(processes)]
-    content = load_yaml(configuration)
-    if content.get("mixed_precision") is False:
-        # YAML reads `no` without quotation marks as false, which accelerate does not accept.
-        launch += ["--mixed_precision", "no"]
-    launch += [os.path.relpath(LAUNCHER), *training_arguments(options)]
+    launch = Launch(configuration, tuple(training_arguments(options)), processes)
     # Flush, so that the command comes before the output of the processes in a log file.
-    print(f"{reason}{shlex.join(['accelerate', 'launch', *launch])}", flush=True)
+    print(f"{reason}{shlex.join(['accelerate', 'launch', *launch.arguments])}", flush=True)
+    content = load_yaml(configuration)
     if content.get("num_machines") not in (None, 0, 1):
         print(
             f"machine {content.get('machine_rank')} waits for all {content['num_machines']} "
             f"machines at {content.get('main_process_ip')}:{content.get('main_process_port')}",
             flush=True,
         )
-    return run_launcher(launch, configuration)
+    return launcher.run(launch)
 
 
 def choose_configuration(
@@ -129,133 +92,3 @@ def training_arguments(options: argparse.Namespace) -> list[str]:
     if options.resume != "auto":
         arguments += ["--resume", options.resume]
     return [str(options.recipe), *options.overrides, *arguments]
-
-
-def run_launcher(arguments: Sequence[str], configuration: Path) -> int:
-    """Train as `accelerate launch` does with `arguments`, and return the training's status.
-
-    Unlike this function, `accelerate launch` ends with a traceback, and with status 1 for every
-    failure. If torchrun's record of a failure has no traceback, only the message in the record is
-    printed.
-    """
-    end_on_ctrl_c()
-    # Turn off garbage collection during the imports. Imports create no garbage, but garbage
-    # collection took a fifth of the time of the imports.
-    gc.disable()
-    from accelerate.commands import launch
-    from accelerate.utils import launch as launch_environment
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    gc.enable()
-    for name in ("accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.api"):
-        logging.getLogger(name).addFilter(lambda line: not str(line.msg).startswith(_OMITTED))
-    # If accelerate wants to start a single process, its options are stored here. The training then
-    # runs in this process.
-    single: list[argparse.Namespace] = []
-    try:
-        with (
-            _passing_on_signals(),
-            # A missing FP8 library is reported later, with the precision, and not for --plan.
-            overridden(launch_environment, is_fp8_available=lambda: True),
-            overridden(launch, simple_launcher=single.append),
-            as_input_error(
-                _REFUSED,
-                f"{configuration}: accelerate does not accept this configuration",
-                "correct the file, or choose another --config, such as bf16 or cpu",
-            ),
-        ):
-            launch.launch_command(launch.launch_command_parser().parse_args(arguments))
-            started = [launch.prepare_simple_launcher_cmd_env(options) for options in single]
-    except subprocess.CalledProcessError as error:
-        return _status(error.returncode)
-    except SignalException as error:
-        return 128 + error.sigval
-    except ChildFailedError as error:
-        return _report(error)
-    for command, environment in started:
-        _train_here(command, environment)
-    return 0
-
-
-def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
-    """Run a training in this process, and end this process with its exit status.
-
-    command: interpreter, script and arguments. Words before the interpreter are ignored. They would
-        start several processes with mpirun, and the training refuses such a configuration.
-    environment: environment variables of the training.
-    """
-    import torch
-
-    os.environ.update(environment)
-    # Set the number of threads explicitly, because torch has already read OMP_NUM_THREADS.
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    sys.argv = list(command[command.index(sys.executable) + 1 :])
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-@contextmanager
-def _passing_on_signals() -> Iterator[None]:
-    """Pass on signals to the training processes while the caller's `with` block runs."""
-    before = {
-        number: signal.signal(number, _pass_on)
-        for number in PASSED_ON
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Send a signal to the training processes, which save a checkpoint and exit.
-
-    A training process may also receive Ctrl-C from the terminal. It then treats the two signals as
-    one signal.
-    """
-    children = psutil.Process().children()
-    for child in children:
-        child.send_signal(number)
-    if not children:
-        raise SystemExit(128 + number)
-
-
-def _status(returncode: int, process: str = "the training") -> int:
-    """Return the exit status that a shell reports for a `returncode` of subprocess.
-
-    If a signal has ended `process`, print a message.
-    """
-    if returncode < 0:
-        print(
-            f"{process} was ended by {signal.Signals(-returncode).name}; the same command "
-            "continues from the newest checkpoint, if there is one",
-            file=sys.stderr,
-        )
-    return returncode if returncode >= 0 else 128 - returncode
-
-
-def _report(error: Any) -> int:
-    """Print the first failure of several processes, and return its exit status.
-
-    error: torch's ChildFailedError.
-    """
-    for rank, item in error.failures.items():
-        # If SIGINT or SIGKILL has ended a rank, report this rank, because the errors of the other
-        # ranks follow from the signal. Other signals are not reported here, because libraries use
-        # them to end a process after an error of another rank.
-        if item.exitcode in (-signal.SIGINT, -signal.SIGKILL):
-            return _status(item.exitcode, f"rank {rank}")
-    _, failure = error.get_first_failure()
-    record = failure.error_file_data["message"]
-    # Print only the message of a record that `foundation.command.report_error` has written. Only
-    # these records have the key `errorCode`.
-    if "errorCode" in record:
-        print(record["message"], file=sys.stderr)
-        return record["errorCode"]
-    # Print torchrun's table, which has the ranks and their tracebacks. If a signal has stopped the
-    # run, the user needs no table.
-    if failure.exitcode < 128:
-        print(error, file=sys.stderr)
-    return _status(failure.exitcode)

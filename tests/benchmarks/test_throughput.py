@@ -18,9 +18,9 @@ from benchmarks.ways import hf_compiled, hf_eager, worker
 from benchmarks.ways.entries import CPU, MODELS, Entry
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG, judge
 from benchmarks.ways.task import Task
+from pretrain.launch.environment import with_precision
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
-from pretrain.settings.launch import with_precision
 from tests.conftest import ROOT
 from tests.forked_commands import forking
 

@@ -20,12 +20,12 @@ from torch.distributed.run import get_args_parser
 
 from docs.recipes_page import FOLDER
 from pretrain.__main__ import main as pretrain
+from pretrain.launch.configuration import find_configuration
+from pretrain.launch.environment import with_precision
 from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.checks import check_launch, steps_of
-from pretrain.run.train_command import find_configuration
 from pretrain.settings import commands
 from pretrain.settings.config import TrainingParser, load_data, load_recipe
-from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pretrain.compare.matrix_file import load_matrix
-from pretrain.compare.matrix_run import command_of
+from pretrain.compare.matrix_run import launch_of
 from pretrain.metrics.run_record import read_metrics
 from tests.forked_commands import forking
 from tests.golden.runs import steps_saved
@@ -134,7 +134,7 @@ def test_forked_cells_equal_launched_runs(small_recipe: dict[str, Any], tmp_path
     path.write_text(yaml.safe_dump(matrix, sort_keys=False))
     assert start(path, tmp_path).wait() == 0
     for cell in load_matrix(path).cells:
-        command = command_of(load_matrix(path), cell)
+        command = launch_of(load_matrix(path), cell).command
         launched = tmp_path / "launched" / cell.name
         subprocess.run([*command, f"run_dir={launched}"], check=True, env=forking(), cwd=ROOT)
         assert files_of(cell.run_dir) == files_of(launched) | {"matrix.json"}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import time
 from dataclasses import replace
 
 import pytest
 
 from foundation.errors import InputError
-from foundation.fork_server import ForkServer
 from foundation.signals import StopRequest
 from pretrain.__main__ import main
+from pretrain.compare import matrix_run
 from pretrain.compare.matrix import write_report
-from pretrain.compare.matrix_run import StartedCell, command_of, devices_of, mark, next_of, start
+from pretrain.compare.matrix_run import StartedCell, devices_of, launch_of, mark, next_of, start
 from pretrain.settings.commands import ON_GPU
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
@@ -27,22 +24,6 @@ def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
     for side_by_side, marked in ((False, False), (True, True), (False, True)):
         mark(loaded.settings.name, cell, side_by_side=side_by_side)
         assert json.loads((cell.run_dir / "matrix.json").read_text())["side_by_side"] == marked
-
-
-def test_a_cell_has_ended_when_its_process_group_has_ended(matrix):
-    """A signalled `accelerate launch` ends while its trainer is still saving."""
-    [cell] = matrix(axes={"weights": ["fp32"]}).cells
-    cell.log.parent.mkdir()
-    launcher = subprocess.Popen(["sh", "-c", "sleep 600 & exit 0"], start_new_session=True)
-    started = StartedCell(cell, launcher.pid, None, time.monotonic())
-    launcher.wait()
-    assert not started.has_ended()
-    started.signal(signal.SIGTERM)
-    deadline = time.monotonic() + 120
-    while not started.has_ended():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    started.signal(signal.SIGTERM)  # no error, although the group has ended
 
 
 def test_a_cell_sees_the_visible_gpus_of_its_slot(matrix, monkeypatch: pytest.MonkeyPatch):
@@ -65,7 +46,7 @@ def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch
     assert (loaded.slots, loaded.at_once) == (2, 2), "two GPUs remain unused"
     devices = [devices_of(loaded, slot)["CUDA_VISIBLE_DEVICES"] for slot in range(2)]
     assert devices == ["0,1,2", "3,4,5"]
-    command = command_of(loaded, loaded.cells[0])
+    command = launch_of(loaded, loaded.cells[0]).command
     option = command.index("--num_processes")
     assert command[option + 1] == "3" and option < command.index("weights=fp32")
 
@@ -73,11 +54,9 @@ def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch
 def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPatch):
     gpus = []
     monkeypatch.setattr(
-        ForkServer,
-        "fork",
-        lambda server, command, environment, arguments, variables, log, stop: gpus.append(
-            variables
-        ),
+        matrix_run,
+        "start_training",
+        lambda launch, environment, log, stop: gpus.append(environment["CUDA_VISIBLE_DEVICES"]),
     )
     axes = {"seed": [3, 4], "weights": ["fp32", "bf16"]}
     loaded = matrix(axes=axes, accelerate=str(ROOT / ON_GPU), gpus=2)
@@ -87,11 +66,11 @@ def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPat
             *running[-1:],
             start(loaded, cell, running[-1:], StopRequest(), side_by_side=False),
         ]
-    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in gpus] == ["1", "0", "1", "0"]
+    assert gpus == ["1", "0", "1", "0"]
     gpus.clear()
     for cell in loaded.cells:
         start(loaded, cell, [], StopRequest(), side_by_side=False)
-    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in gpus] == ["1", "1", "0", "0"]
+    assert gpus == ["1", "1", "0", "0"]
 
 
 def test_a_branch_waits_for_the_checkpoint_of_another_cell(matrix):

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from foundation.errors import InputError
-from foundation.fork_server import ForkServer
+from foundation.signals import StopRequest
 from foundation.units import duration
-from pretrain.compare import which
+from pretrain.compare import matrix_run, which
 from pretrain.compare.differences import (
     EQUIVALENT,
     WITHIN_MARGIN,
@@ -29,6 +29,8 @@ from pretrain.compare.verdicts import NO_GAIN, USE, Rounds, Verdict, verdict_of
 from pretrain.compare.which_answer import answer
 from pretrain.compare.which_plan import RoundTimes, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings, candidate_of
+from pretrain.launch.configuration import Launch
+from pretrain.launch.processes import Training
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
@@ -134,17 +136,19 @@ def test_a_question_is_answered_and_resumed(
     file = write_recipe(recipe, tmp_path)
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
-    fork = ForkServer.fork
+    start_training = matrix_run.start_training
     to_kill = ["trial/current.log", "trial/current+head.log", "rounds/fp32-seed=42.log"]
 
-    def fork_and_kill_once(server: ForkServer, *arguments: Any) -> int:
-        process = fork(server, *arguments)
-        if to_kill and str(arguments[-2]).endswith(to_kill[0]):
-            os.kill(process, signal.SIGKILL)
+    def start_and_kill_once(
+        launch: Launch, environment: dict[str, str], log: Path, stop: StopRequest
+    ) -> Training:
+        training = start_training(launch, environment, log, stop)
+        if to_kill and str(log).endswith(to_kill[0]):
+            training.signal(signal.SIGKILL)
             del to_kill[0]
-        return process
+        return training
 
-    monkeypatch.setattr(ForkServer, "fork", fork_and_kill_once)
+    monkeypatch.setattr(matrix_run, "start_training", start_and_kill_once)
     command = [
         str(file),
         "--run_dir",

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from pretrain.launch.environment import with_precision
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import (
     is_quantized,
@@ -19,7 +20,6 @@ from pretrain.precision.settings import (
     phases_of,
 )
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
-from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.conftest import active_in
 

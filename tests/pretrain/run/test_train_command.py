@@ -17,6 +17,8 @@ import pytest
 
 from pretrain import __version__
 from pretrain.__main__ import main
+from pretrain.launch import launcher
+from pretrain.launch.configuration import find_configuration
 from pretrain.run import train_command
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
@@ -197,10 +199,10 @@ def test_a_training_that_a_signal_ends_is_one_message(capsys: pytest.CaptureFixt
     code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     preamble = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
     done = subprocess.run([sys.executable, "-c", preamble + code])
-    assert train_command._status(done.returncode) == 130
+    assert launcher.reported_status(done.returncode) == 130
     message = capsys.readouterr().err
     assert message.startswith("the training was ended by SIGINT; the same command continues")
-    assert train_command._status(2) == 2
+    assert launcher.reported_status(2) == 2
     assert not capsys.readouterr().err
 
 
@@ -259,10 +261,10 @@ def test_visible_gpus_are_counted(
 def test_a_configuration_is_named_by_its_path_or_its_name(tmp_path: Path) -> None:
     shipped = ROOT / "accelerate_configs/fp8_delayed.yaml"
     for name in ("fp8_delayed", "fp8_delayed.yaml", str(shipped)):
-        assert train_command.find_configuration(name) == shipped
+        assert find_configuration(name) == shipped
     file = tmp_path / "own.yaml"
     file.write_text("mixed_precision: bf16\n")
-    assert train_command.find_configuration(str(file)) == file
+    assert find_configuration(str(file)) == file
 
 
 def test_a_configuration_that_accelerate_refuses_is_one_message(
@@ -273,7 +275,7 @@ def test_a_configuration_that_accelerate_refuses_is_one_message(
     ddp = (ROOT / "accelerate_configs/ddp.yaml").read_text()
     (tmp_path / "two.yaml").write_text(ddp.replace("num_machines: 1", "num_machines: 2"))
     (tmp_path / "yes.yaml").write_text("distributed_type: 'NO'\nmixed_precision: yes\n")
-    handlers = {number: signal.getsignal(number) for number in train_command.PASSED_ON}
+    handlers = {number: signal.getsignal(number) for number in launcher.PASSED_ON}
     for config, words in {
         "nowhere": "one of these",
         str(tmp_path / "own.yaml"): "`distributed_type` must be specified",
@@ -295,12 +297,12 @@ def test_mixed_precision_no_needs_no_quotation_marks(
     """The training itself is replaced, as it would end this process."""
     started: list[str] = []
     monkeypatch.setattr(
-        train_command,
+        launcher,
         "_train_here",
         lambda command, environment: started.append(environment["ACCELERATE_MIXED_PRECISION"]),
     )
     recipe = str(write_recipe(small_recipe, tmp_path))
-    handlers = {number: signal.getsignal(number) for number in train_command.PASSED_ON}
+    handlers = {number: signal.getsignal(number) for number in launcher.PASSED_ON}
     for value in ("no", "'no'", "bf16"):
         text = f"distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: {value}\n"
         (tmp_path / "own.yaml").write_text(text)

@@ -20,9 +20,9 @@ from accelerate.utils.environment import get_cpu_distributed_information
 
 from foundation.errors import InputError
 from foundation.settings import parse
+from pretrain.launch.environment import take_requested_precision, with_precision, with_topology
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, resolved
-from pretrain.settings.launch import take_requested_precision, with_precision, with_topology
 from pretrain.settings.recipe import Recipe
 from tests.ranks import environment_under
 

@@ -1,4 +1,4 @@
-"""Find an Accelerate configuration, read its precision, and correct its topology settings.
+"""Read the precision of an Accelerate configuration, and correct its topology settings.
 
 `accelerate launch` passes the settings in its YAML file to the processes as environment variables.
 
@@ -29,11 +29,9 @@ import ast
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.reading import load_yaml
 from foundation.settings import Settings, parse, set_value
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.settings import (
@@ -49,33 +47,9 @@ from pretrain.settings.recipe import Recipe
 
 # Beginning of all messages about the Accelerate configuration.
 _ORIGIN = "Accelerate configuration"
-# Folder of the configurations, in the checkout or beside the installed packages.
-CONFIGURATIONS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 # Values of environment variables that Accelerate interprets as true, in lower case.
 _TRUE = ("true", "1", "yes", "y", "t", "on")
 _log = logging.getLogger(__name__)
-
-
-def find_configuration(name: str) -> Path:
-    """Return the path of an Accelerate configuration, which is readable YAML.
-
-    `name` is a path, or the name of a file in accelerate_configs/, with or without `.yaml`. Raises
-    InputError if there is no such file, or if its machines would not find each other.
-    """
-    shipped = CONFIGURATIONS / f"{name.removesuffix('.yaml')}.yaml"
-    path = next(filter(Path.is_file, (Path(name).expanduser(), shipped)), None)
-    if path is None:
-        raise InputError(
-            f"--config {name}: there is no such file; name a path, or one of these configurations: "
-            + ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
-        )
-    settings = load_yaml(path)
-    if settings.get("num_machines") not in (None, 0, 1) and settings.get("main_process_port") == 0:
-        raise InputError(
-            f"{path}: `main_process_port: 0` is another free port on each machine, so the machines "
-            "would not find each other; set the same port in the file of every machine"
-        )
-    return path
 
 
 # ── Precision ─────────────────────────────────────────────────────────────────────────────────────

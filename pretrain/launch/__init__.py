@@ -1,0 +1,1 @@
+"""Start trainings: Accelerate configurations, their environment, and processes."""

@@ -1,0 +1,164 @@
+"""Start trainings in the background, each in a process group of its own that writes to a log.
+
+A program that imports torch starts in 5 to 15 seconds, mostly because of imports. So all trainings
+are forked from one server, a process of multiprocessing that has imported the modules of a training
+(`pretrain.launch.preloaded`). A forked process has the state of a program that has just imported
+its modules, so it computes the same as a training that was launched separately.
+
+If this process is killed, its trainings continue. Each training locks its log until all of its
+processes have ended. So other processes can see that the training is running.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from threading import Thread
+from typing import BinaryIO
+
+from foundation.files import is_locked
+from foundation.signals import StopRequest
+from pretrain.launch import launcher
+from pretrain.launch.configuration import Launch
+
+# Seconds between two checks of a process.
+POLL_SECONDS = 0.2
+# Modules that the server imports. `set_forkserver_preload` sets them when a training is started.
+PRELOADED = ["pretrain.launch.preloaded"]
+_FORKS = multiprocessing.get_context("forkserver")
+# Errors of multiprocessing if the server ends.
+_SERVER_ENDED = (EOFError, OSError)
+
+
+class Training:
+    """A training in the background.
+
+    Args:
+        process: The first process of the training. The ID of the process is also the ID of the
+            training's process group. A process that was not started has ended.
+        log: Log of the training.
+    """
+
+    def __init__(self, process: ForkServerProcess, log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    def signal(self, number: int) -> None:
+        """Send the signal `number` to all processes of the training."""
+        # ProcessLookupError means that all processes have just ended.
+        with suppress(ProcessLookupError):
+            if self._process.pid:
+                os.killpg(self._process.pid, number)
+
+    def has_ended(self) -> bool:
+        """Return True if no process of the training is running.
+
+        If the server is killed, multiprocessing reports that the first process has ended, although
+        it continues. It still locks the log.
+        """
+        return not self._process.is_alive() and not is_training(self._log)
+
+    def wait(self, seconds: float = float("inf")) -> bool:
+        """Wait until the training has ended, at most for `seconds`. Return `has_ended`."""
+        latest = time.monotonic() + seconds
+        while not self.has_ended() and time.monotonic() < latest:
+            time.sleep(POLL_SECONDS)
+        return self.has_ended()
+
+    @property
+    def status(self) -> int:
+        """Return the exit status of the training, which has ended. Return 1 if it is not known."""
+        returncode = self._process.exitcode
+        return 1 if returncode is None else launcher.exit_status(returncode)
+
+
+def start_training(
+    launch: Launch, environment: Mapping[str, str], log: Path, stop: StopRequest
+) -> Training:
+    """Start a training in the background.
+
+    The first call starts the server, and waits until the server has imported its modules. If `stop`
+    records a signal before that, no training is started.
+
+    Args:
+        launch: The training.
+        environment: All environment variables of the training.
+        log: File to which output is appended. The training locks the file.
+        stop: Request to stop, by a signal.
+    """
+    _FORKS.set_forkserver_preload(PRELOADED)
+    # Create the log, because the training may be killed before it opens the log.
+    log.touch()
+    ready, ready_in_training = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(
+        target=_train, args=(launch, dict(environment), log, ready_in_training)
+    )
+    with suppress(*_SERVER_ENDED), ready:
+        if _server_has_imported(stop):
+            process.start()
+            ready_in_training.close()
+            # Wait until the training has its process group and has locked its log.
+            ready.recv()
+    return Training(process, log)
+
+
+def _server_has_imported(stop: StopRequest) -> bool:
+    """Wait until the server has imported its modules. Return False if a signal arrives before.
+
+    After a signal, the server ends together with this process.
+    """
+
+    def start_process() -> None:
+        with suppress(*_SERVER_ENDED):
+            process = _FORKS.Process()
+            process.start()
+            process.join()
+
+    # The server answers after its imports. Python does not interrupt the wait for the answer when a
+    # signal arrives, so wait in a thread.
+    waiting = Thread(target=start_process, daemon=True)
+    waiting.start()
+    while waiting.is_alive() and not stop.requested:
+        waiting.join(POLL_SECONDS)
+    return not waiting.is_alive()
+
+
+def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connection) -> None:
+    """Train in this forked process, and end this process with the exit status of the training."""
+    os.setpgid(0, 0)
+    with open_log(log) as output, open(os.devnull, "rb") as nothing:
+        for descriptor, file in enumerate((nothing, output, output)):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    ready.send(None)
+    ready.close()
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        # An imported package has used CUDA in the server, so CUDA does not work here. Replace this
+        # process by one that imports the modules itself.
+        os.execv(sys.executable, launch.command)
+    sys.exit(launcher.run(launch))
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log file for appending. Lock it until all processes that write to it have ended."""
+    file = path.open("ab")
+    # Leave the log unlocked if the file system has no locks or another process holds the lock.
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def is_training(log: Path) -> bool:
+    """Return True if processes of a training, perhaps of an earlier command, write to `log`."""
+    return is_locked(log, without_locks=False)

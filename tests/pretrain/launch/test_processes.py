@@ -1,0 +1,213 @@
+"""Trainings in the background, with a small program in place of a training, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from foundation.files import is_locked
+from tests.conftest import ROOT
+
+# The module that the server imports in place of `pretrain.launch.preloaded`.
+PRELOADED = """
+import os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from pretrain.launch import launcher
+
+if os.environ.get("BROKEN"):
+    raise RuntimeError("a package is broken")
+if os.environ.get("HANGS"):
+    Path("hangs").write_text(str(os.getpid()))
+    signal.pause()
+server = os.getpid()
+sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(_is_in_bad_fork=lambda: False))
+
+def run(launch):
+    task, *arguments = launch.script_arguments
+    group = "own group" if os.getpgrp() == os.getpid() else "another group"
+    print(server, os.getpid(), arguments, os.environ.get("GPU"), group, repr(sys.stdin.read()))
+    sys.stdout.flush()
+    if task == "child":
+        os.fork()
+    if task == "wait" or (task == "child" and os.getpid() != os.getpgrp()):
+        time.sleep(600)
+    return int(arguments[0]) if task == "exit" else 0
+
+launcher.run = run
+"""
+# Beginning of each client, a command that starts trainings.
+CLIENT = """
+import os, signal, sys, time
+from pathlib import Path
+from pretrain.launch import processes
+from pretrain.launch.configuration import Launch
+from foundation.signals import StopRequest
+
+processes.PRELOADED[:] = ["preloaded"]
+
+def start(log, *arguments, stop=StopRequest(), **variables):
+    launch = Launch(Path("a.yaml"), arguments)
+    return processes.start_training(launch, os.environ | variables, Path(log), stop)
+
+def ids(log):
+    while not Path(log).read_text().endswith("\\n"):
+        time.sleep(0.01)
+    return [int(word) for word in Path(log).read_text().split()[:2]]
+"""
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Callable[..., str]:
+    """Function that runs a client in `tmp_path` and returns its output."""
+    (tmp_path / "preloaded.py").write_text(PRELOADED)
+
+    def run(code: str, status: int = 0, **variables: str) -> str:
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"} | variables
+        # A pipe would stay open until the server ends.
+        out = tmp_path / "out"
+        with out.open("w") as file:
+            command = [sys.executable, "-c", CLIENT + code]
+            done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=file)
+        assert done.returncode == status
+        return out.read_text()
+
+    return run
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_training_has_its_arguments_variables_and_log(
+    client: Callable[..., str], tmp_path: Path
+) -> None:
+    client("""
+start("a.log", "end", "one", GPU="3").wait()
+start("b.log", "end", "two words", "ü", GPU="5").wait()
+start("b.log", "end").wait()
+""")
+    first = (tmp_path / "a.log").read_text()
+    second, third = (tmp_path / "b.log").read_text().splitlines()
+    server = first.split()[0]
+    assert first.endswith(" ['one'] 3 own group ''\n")
+    assert second.endswith(" ['two words', 'ü'] 5 own group ''")
+    assert third.endswith(" [] None own group ''"), "output is appended"
+    assert second.startswith(f"{server} ") and third.startswith(f"{server} ")
+
+
+def test_the_status_is_the_one_that_a_shell_reports(client: Callable[..., str]) -> None:
+    out = client("""
+for number in (0, 3):
+    training = start("a.log", "exit", str(number))
+    assert training.wait()
+    print(training.status)
+training = start("b.log", "wait")
+assert not training.wait(seconds=0)
+training.signal(signal.SIGKILL)
+training.wait()
+print(training.status)
+training.signal(signal.SIGTERM)  # no error, although the group has ended
+""")
+    assert out.split() == ["0", "3", "137"]
+
+
+def test_a_training_has_ended_when_all_of_its_processes_have(client: Callable[..., str]) -> None:
+    """A rank may continue after its launcher has been killed."""
+    client("""
+training = start("a.log", "child")
+_, launcher = ids("a.log")
+while training._process.is_alive():
+    time.sleep(0.01)
+assert not training.has_ended()
+training.signal(signal.SIGTERM)
+assert training.wait()
+""")
+
+
+def test_a_killed_training_or_server_ends_no_other_training(client: Callable[..., str]) -> None:
+    client("""
+killed = start("killed.log", "wait")
+waiting = start("waiting.log", "wait")
+killed.signal(signal.SIGKILL)
+killed.wait()
+server, process = ids("waiting.log")
+assert not waiting.has_ended()
+os.kill(server, signal.SIGKILL)
+while waiting._process.is_alive():
+    time.sleep(0.01)
+assert not waiting.has_ended(), "it locks its log"
+start("new.log", "end").wait()
+assert ids("new.log")[0] != server
+waiting.signal(signal.SIGKILL)
+assert waiting.wait() and waiting.status == 255
+""")
+
+
+def test_a_server_that_breaks_is_a_failed_training(client: Callable[..., str]) -> None:
+    client(
+        """
+training = start("a.log", "end")
+assert training.has_ended() and training.status == 1
+""",
+        BROKEN="1",
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_a_server_that_hangs(
+    number: signal.Signals, client: Callable[..., str], tmp_path: Path
+) -> None:
+    """The server hangs during its imports. The signal arrives while the client waits."""
+    client(
+        f"""
+from threading import Thread
+def send():
+    while not Path("hangs").exists() or not Path("hangs").read_text():
+        time.sleep(0.01)
+    os.kill(os.getpid(), {number})
+with StopRequest(passed_on=True) as stop:
+    Thread(target=send).start()
+    training = start("a.log", "end", stop=stop)
+assert stop.received == [{number}] and training.has_ended()
+""",
+        HANGS="1",
+    )
+    os.kill(int((tmp_path / "hangs").read_text()), signal.SIGKILL)
+
+
+def test_a_training_continues_when_its_command_is_killed(
+    client: Callable[..., str], tmp_path: Path
+) -> None:
+    client(
+        """
+start("a.log", "wait")
+print(*ids("a.log"), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        status=-signal.SIGKILL,
+    )
+    log = tmp_path / "a.log"
+    server, training = map(int, log.read_text().split()[:2])
+    assert is_locked(log) and not has_ended(training)
+    os.kill(training, signal.SIGKILL)
+    wait_until(lambda: has_ended(server))
+    assert not is_locked(log)
