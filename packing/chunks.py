@@ -33,8 +33,8 @@ _CONTENT = {
     b"ARROW1": ("", "an Arrow file; convert it to Parquet"),
     b"%PDF-": ("", "a PDF file; extract its text"),
 }
-# Place in a source from which reading can continue. It is empty for the beginning of the source.
-Place = dict[str, Any]
+# Offset in a source from which reading can continue. It is empty for the beginning of the source.
+Offset = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Chunk:
     # Number of the first record: lines count from 1, rows and array records from 0.
     first: int
     payload: bytes
-    # Place in the source directly after this chunk.
-    after: Place
+    # Offset in the source directly after this chunk.
+    after: Offset
     # Names of all columns of a table. `payload` has only the columns that are read.
     columns: tuple[str, ...] = ()
 
     @property
-    def place(self) -> str:
-        """Place of the records for messages: a text file, or the first one of several records."""
+    def where(self) -> str:
+        """Position of the records, for messages: a text file, or the first of several records."""
         records = f"{self.origin}{self.first} or one of the next records"
         return self.origin if self.kind == "text" else records
 
@@ -106,7 +106,7 @@ class Counts:
     skipped: int = 0
     # Number of records without text.
     empty: int = 0
-    # Place and error of the first skipped record.
+    # Position and error of the first skipped record.
     first_skipped: str | None = None
     # Names of columns, and of keys of messages, that have values but are not read. At most 30 names
     # are recorded.
@@ -148,8 +148,8 @@ class Tokens:
     # [documents] int64: number of tokens of each document, including EOS.
     lengths: np.ndarray
     counts: Counts
-    # Place in the source after the last document.
-    after: Place = field(default_factory=dict)
+    # Offset in the source after the last document.
+    after: Offset = field(default_factory=dict)
 
 
 def tokenize(
@@ -162,7 +162,7 @@ def tokenize(
     documents, counts = read_chunk(chunk, records, settings.on_bad_line == "skip")
     with as_input_error(
         (ValueError,),
-        chunk.place,
+        chunk.where,
         "divide it into shorter documents, such as one line of a .jsonl file for each",
     ):
         encoded = list(records.encode(tokenizer.tokenizer, documents))
@@ -187,12 +187,12 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
     """Return the documents of `chunk`, and the numbers of its skipped and empty records.
 
     The documents have the form that `records.fill` returns. With `skip_bad`, malformed records are
-    skipped. Otherwise, the first malformed record raises InputError with the place of the record.
+    skipped. Otherwise, the first malformed record raises InputError with its position.
     """
     documents = []
     skipped = []
     unread = records.unread(dict.fromkeys(chunk.columns, ""))
-    for place, record in _records(chunk):
+    for where, record in _records(chunk):
         try:
             if isinstance(record, Path):
                 with open_stream(record) as stream:
@@ -202,7 +202,7 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
                 documents.append(records.fill(parsed))
                 unread |= records.unread(parsed)
         except (ValueError, OSError, RecursionError) as error:
-            message = f"{place}: {error}"
+            message = f"{where}: {error}"
             if not skip_bad:
                 raise InputError(
                     f"{message}. To skip malformed records, set data.on_bad_line=skip"
@@ -239,9 +239,9 @@ def decoded(data: bytes) -> str:
 
 
 def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:
-    """Yield a pair (place, record) for each record of a chunk.
+    """Yield a pair (where, record) for each record of a chunk.
 
-    The place is a text for error messages, such as "data.jsonl:12". A record is an unparsed line of
+    `where` is a text for error messages, such as "data.jsonl:12". A record is an unparsed line of
     JSON, the path of a text file that is not read yet, or the columns of a table's row.
     """
     if chunk.kind == "jsonl":

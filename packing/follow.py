@@ -1,12 +1,12 @@
 """Make the parts of a stream ahead of the run that reads them: `python -m pretrain follow`.
 
 A part is a folder of packs, made from consecutive documents of a source. Its content depends only
-on the settings, the source, and the place in the source where the part starts. It does not depend
+on the settings, the source, and the offset in the source where the part starts. It does not depend
 on the time, the number of repetitions, or the process. So parts that the run has read may be
 deleted. If the run returns to an earlier step, or continues on another machine, these parts are
-made again. The checkpoint of the run stores the place where they begin. A file is opened at
-this place, a compressed file is decompressed up to this place, and a dataset of the Hugging Face
-hub is read from the file that contains this place.
+made again. The checkpoint of the run stores the offset where they begin. A file is opened at
+this offset, a compressed file is decompressed up to this offset, and a dataset of the Hugging Face
+hub is read from the file that contains this offset.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foundation.errors import InputError
 from foundation.files import is_locked, locked
 from foundation.progress import Progress, say
 from packing.arrow import FIRST, MANIFEST
-from packing.chunks import Counts, Place, Tokens, require_documents
+from packing.chunks import Counts, Offset, Tokens, require_documents
 from packing.pack import Arranged
 from packing.pack_maker import PackMaker, usable_cores
 from packing.settings import DataSettings
@@ -212,16 +212,16 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
     return arranged, after
 
 
-def _tokenize_window(maker: PackMaker, place: Place) -> Tokens:
-    """Return the tokens from `place` on.
+def _tokenize_window(maker: PackMaker, offset: Offset) -> Tokens:
+    """Return the tokens from `offset` on.
 
     Read whole chunks until there are enough tokens for a part, or until the source ends.
     """
     window = maker.settings.streamed.window
     chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
-    results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), place)]
+    results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), offset)]
     counts = Counts()
-    for result in maker.tokenize(maker.source.chunks(place, chunk_bytes)):
+    for result in maker.tokenize(maker.source.chunks(offset, chunk_bytes)):
         results.append(result)
         counts += result.counts
         if counts.tokens >= window:

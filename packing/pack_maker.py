@@ -115,7 +115,7 @@ class PackMaker(AbstractContextManager):
                 yield results.popleft().result()
         except BrokenProcessPool:
             raise InputError(
-                f"a tokenizer process died while it read {chunk.place}, or text shortly before it. "
+                f"a tokenizer process died while it read {chunk.where}, or text shortly before it. "
                 "If the memory was full, run the same command with fewer cores (taskset). Finished "
                 "work is kept"
             ) from None

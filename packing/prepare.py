@@ -25,7 +25,7 @@ from foundation.files import fsync_tree, locked, write_json
 from foundation.progress import Progress, say
 from foundation.reading import as_input_error, load_object
 from packing.arrow import MANIFEST, read_manifest
-from packing.chunks import Counts, Place, Tokens, require_documents
+from packing.chunks import Counts, Offset, Tokens, require_documents
 from packing.follow import make_first_part
 from packing.pack_maker import PackMaker, content_settings, usable_cores
 from packing.records import Records, records_of
@@ -217,7 +217,7 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
         say(f"continuing after document {log.counts.documents:,}", progress)
     say(f"reading with {maker.processes} processes: {maker.source.description}", progress)
     with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
-        for result in maker.tokenize(maker.source.chunks(log.place)):
+        for result in maker.tokenize(maker.source.chunks(log.offset)):
             log.append(result)
             line.update(log.counts.tokens - line.n)
         require_documents(maker.settings, log.counts)
@@ -252,13 +252,13 @@ class TokenLog(AbstractContextManager):
         path = folder / _PROGRESS
         remedy = f"remove {folder} to start over"
         progress = load_object(path, remedy) if path.is_file() else {}
-        # If the log has no documents, start over: its key and place may be from another source.
+        # If the log has no documents, start over: its key and offset may be from another source.
         if not progress.get("counts", {}).get("documents"):
             progress = {"key": key, "counts": {}, "place": {}}
         with as_input_error((TypeError,), f"{path}: was written by another version", remedy):
             self.counts = Counts(**progress["counts"])
-        # Place in the source after the last tokenised record.
-        self.place: Place = progress["place"]
+        # Offset in the source after the last tokenised record.
+        self.offset: Offset = progress["place"]
         if changes := describe_changes(progress["key"], key):
             raise InputError(
                 f"{folder}: the folder has {self.counts.tokens:,} tokens that were made with other "
@@ -283,7 +283,7 @@ class TokenLog(AbstractContextManager):
             with open(self.folder / name, "ab") as file:
                 file.write(array.data)
         self.counts += result.counts
-        self.place = result.after
+        self.offset = result.after
         if time.monotonic() - self._committed_at >= _COMMIT_SECONDS:
             self.commit()
 
@@ -293,7 +293,7 @@ class TokenLog(AbstractContextManager):
         fsync_tree(self.folder)
         write_json(
             self.folder / _PROGRESS,
-            {"key": self.key, "counts": asdict(self.counts), "place": self.place},
+            {"key": self.key, "counts": asdict(self.counts), "place": self.offset},
         )
         self._committed_at = time.monotonic()
 

@@ -43,7 +43,7 @@ from foundation.units import plural
 from packing.chunks import (
     COMPRESSION,
     Chunk,
-    Place,
+    Offset,
     column_names,
     decoded,
     lacking,
@@ -290,19 +290,19 @@ class FileSource:
         """Names of all columns in the first records. A source of text files has none."""
         return column_names(next(self.chunks({}), Chunk("text", "", 0, b"", {})))
 
-    def chunks(self, begin: Place, size: int | None = None) -> Iterator[Chunk]:
+    def chunks(self, begin: Offset, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
-        `Chunk.after` is the place at which reading resumes after a chunk. `begin` is such a place,
-        or {} for the beginning of the source. A text file is one chunk. The chunk has only the
-        path, because a worker reads the file.
+        `Chunk.after` is the offset at which reading resumes after a chunk. `begin` is such an
+        offset, or {} for the beginning of the source. A text file is one chunk. The chunk has only
+        the path, because a worker reads the file.
         """
         first = begin.get("file", 0)
         for number, path in enumerate(self.paths[first:], first):
             if self.kind == "text":
                 yield Chunk("text", str(path), 0, b"", {"file": number + 1})
                 continue
-            place = begin if number == first else {}
+            offset = begin if number == first else {}
             readers = {
                 "jsonl": self._jsonl_chunks,
                 "parquet": self._parquet_chunks,
@@ -313,25 +313,25 @@ class FileSource:
                 f"{path}: cannot be read",
                 "the file is damaged, not in UTF-8, or not of this format",
             ):
-                for chunk in readers[self.kind](path, size or CHUNK_BYTES, place):
+                for chunk in readers[self.kind](path, size or CHUNK_BYTES, offset):
                     yield replace(chunk, after={"file": number} | chunk.after)
 
-    def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
+    def _jsonl_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`.
 
         A .json file may have one JSON array instead of lines.
         """
         if suffix_of(path) == ".json" and _has_array(path):
-            yield from self._array_chunks(path, size, place)
+            yield from self._array_chunks(path, size, offset)
             return
         # Offset in the file, in bytes.
-        at = place.get("at", 0)
-        line = place.get("line", 1)
+        at = offset.get("at", 0)
+        line = offset.get("line", 1)
         with open_stream(path) as stream:
             if stream.seekable():
                 stream.seek(at)
             else:
-                # Read a compressed file up to the place, because its stream cannot seek.
+                # Read a compressed file up to the offset, because its stream cannot seek.
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
@@ -349,11 +349,11 @@ class FileSource:
                     line += payload.count(b"\n")
                     yield Chunk("jsonl", f"{path}:", first, payload, {"at": at, "line": line})
 
-    def _array_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
+    def _array_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
         """Yield chunks of records of a JSON array. Each record becomes one line."""
         with open_stream(path) as stream:
             records = json.loads(decoded(stream.read()))
-        first = place.get("record", 0)
+        first = offset.get("record", 0)
         payload = bytearray()
         for number, record in enumerate(records[first:], first + 1):
             payload += json.dumps(record).encode() + b"\n"
@@ -362,8 +362,8 @@ class FileSource:
                 first = number
                 payload.clear()
 
-    def _csv_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
-        """Yield chunks of rows. All values are texts. Rows before `place` are read and skipped."""
+    def _csv_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
+        """Yield chunks of rows. All values are texts. Rows before `offset` are read and skipped."""
         with open_stream(path) as stream:
             rows = _csv_rows(stream, path)
             names = next(rows, [])
@@ -378,14 +378,14 @@ class FileSource:
                 for batch in iter(lambda: list(islice(rows, _ROWS)), [])
             )
             yield from _table_chunks(
-                batches, names, self.records, str(path), place.get("at", 0), 0, size
+                batches, names, self.records, str(path), offset.get("at", 0), 0, size
             )
 
-    def _parquet_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
-        """Yield chunks of rows. Row groups before `place` are not read."""
+    def _parquet_chunks(self, path: Path, size: int, offset: Offset) -> Iterator[Chunk]:
+        """Yield chunks of rows. Row groups before `offset` are not read."""
         import pyarrow.parquet as pq
 
-        at = place.get("at", 0)
+        at = offset.get("at", 0)
         with (
             open_stream(path) as stream,
             pq.ParquetFile(stream, page_checksum_verification=True) as file,
@@ -435,13 +435,13 @@ class DatasetSource:
         """Names of all columns. The set is empty if a streamed dataset does not state them."""
         return set(self._data.features or ())
 
-    def chunks(self, begin: Place, size: int | None = None) -> Iterator[Chunk]:
+    def chunks(self, begin: Offset, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
-        `Chunk.after` is the place at which reading resumes after a chunk. `begin` is such a place,
-        or {} for the beginning of the source. A place has three values: the number of the next
-        row (`row`), the state of the dataset before the batch that has this row (`state`), and the
-        number of earlier rows in this batch (`skip`).
+        `Chunk.after` is the offset at which reading resumes after a chunk. `begin` is such an
+        offset, or {} for the beginning of the source. An offset has three values: the number of the
+        next row (`row`), the state of the dataset before the batch that has this row (`state`), and
+        the number of earlier rows in this batch (`skip`).
         """
         import datasets
 
@@ -574,9 +574,9 @@ def _table_chunks(
     """Yield the rows of consecutive `tables` from row `at` on, in chunks of about `size` bytes.
 
     `columns` are the names of all columns of the source, `origin` is the source's name, and `row`
-    is the number of the first table's first row in the source. The place of a chunk (`Chunk.after`)
-    is the number of the next row. Raises InputError if `columns` lack a column that `records`
-    requires.
+    is the number of the first table's first row in the source. The offset after a chunk
+    (`Chunk.after`) is the number of the next row. Raises InputError if `columns` lack a column that
+    `records` requires.
     """
     if message := lacking(records, columns):
         raise InputError(f"{origin}: {message}")

@@ -13,8 +13,8 @@ publishes the position at which the run reads, and starts the packer process.
 
 `packing.follow` makes parts ahead of the run, and deletes parts that the run has read. The packer
 and the run communicate only through this folder. The content of a part depends only on the
-settings, the text, and the place in the source where the part starts. So a deleted part can be made
-again from the place that a checkpoint stores.
+settings, the text, and the offset in the source where the part starts. So a deleted part can be
+made again from the offset that a checkpoint stores.
 
 A run reads parts in the order of their numbers. Within a part, the order of packs depends on the
 seed and on the number of the part.
@@ -62,13 +62,13 @@ _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 
 @dataclass(frozen=True)
 class PartStart:
-    """Start of a part: a place in the source, and the number of earlier parts, epochs and packs."""
+    """Start of a part: an offset in the source, and numbers of earlier parts, epochs and packs."""
 
     # Number of the part, counted from 0.
     number: int = 0
     # Number of times that the source has ended before this part.
     epoch: int = 0
-    # Place in the source at which the part starts. `chunks(place)` of the source continues there.
+    # Offset in the source at which the part starts. Files on the disk call it `place`.
     place: dict[str, Any] = field(default_factory=dict)
     # Number of packs in all earlier parts.
     first: int = 0
