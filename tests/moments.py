@@ -63,6 +63,8 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
     try:
         # Processes forked from the server start other processes in the usual way.
         util.spawnv_passfds = _SPAWN
+        # The fork has copied a lock that this process holds, so no process could start a server.
+        forkserver._forkserver.__init__()
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         kept = [0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
         for below, above in itertools.pairwise(kept):

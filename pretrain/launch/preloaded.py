@@ -14,7 +14,7 @@ from pretrain.launch import script
 from pretrain.launch.configuration import SCRIPT
 
 # Leave the terminal's process group: Ctrl-C would end the server during its imports.
-os.setsid()
+os.setpgid(0, 0)
 # The server prints nothing. Each training writes to its own log.
 for _descriptor in (1, 2):
     os.dup2(os.open(os.devnull, os.O_WRONLY), _descriptor)

@@ -4,6 +4,7 @@ import atexit
 import fcntl
 import multiprocessing
 import os
+import re
 import runpy
 import select
 import signal
@@ -28,7 +29,10 @@ def run_on_server(arguments: list[str]) -> None:
     server._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR)
     resource_tracker._resource_tracker._fd = server._forkserver_alive_fd
     ignored = {number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN}
-    files = [Connection(number) for number in range(3)]
+    files = [Connection(number) for number in (0, 1, 2, *descriptors_of_server(arguments))]
+    if arguments[0] == "-c":
+        # Otherwise the command that has started the server would count as running with it.
+        os.setpgid(0, 0)
     process = multiprocessing.get_context("forkserver").Process(
         target=run_command, args=(arguments, dict(os.environ), ignored, files)
     )
@@ -54,6 +58,13 @@ def run_on_server(arguments: list[str]) -> None:
     os._exit(status)
 
 
+def descriptors_of_server(arguments: list[str]) -> list[int]:
+    """Return the file descriptors in a command that starts multiprocessing's fork server."""
+    if arguments[0] != "-c":
+        return []
+    return [int(number) for number in re.findall(r"main\((\d+), (\d+)", arguments[1])[0]]
+
+
 def run_command(
     arguments: list[str],
     environment: dict[str, str],
@@ -63,8 +74,11 @@ def run_command(
     """Run a command in this forked process as Python does."""
     os.setpgid(0, 0)
     kill_group_at_end_of(multiprocessing.parent_process().sentinel)
-    for number, file in enumerate(files):
+    for number, file in enumerate(files[:3]):
         os.dup2(file.fileno(), number)
+    if arguments[0] == "-c":
+        listener, alive = (os.dup(file.fileno()) for file in files[3:])
+        arguments[1] = re.sub(r"main\(\d+, \d+", f"main({listener}, {alive}", arguments[1])
     sys.stdin = open(0)  # noqa: SIM115
     sys.stdout = open(1, "w")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115
@@ -106,7 +120,9 @@ def execute(arguments: list[str]) -> None:
         hook = Path(folder, "sitecustomize.py")
         if Path(folder) != site and hook.exists():
             runpy.run_path(str(hook))
-    if arguments[0] == "-m":
+    if arguments[0] == "-c":
+        exec(arguments[1], {})
+    elif arguments[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = arguments[1:]
         sys.modules.pop(f"{arguments[1]}.__main__", None)

@@ -21,12 +21,14 @@ def is_forked(arguments: list[str]) -> bool:
     match arguments:
         case ["-m", module, *_]:
             return module in MODULES or module.startswith("benchmarks.")
+        case ["-c", code, *_]:
+            return code.startswith("from multiprocessing.forkserver import main")
         case [script, *_]:
             return os.path.basename(script) in SCRIPTS
     return False
 
 
-command = [argument for argument in sys.orig_argv[1:] if argument != "-u"]
+command = [argument for argument in sys.orig_argv[1:] if argument not in ("-u", "-B")]
 if is_forked(command):
     import forked_process
 

@@ -12,7 +12,7 @@ from tests.pretrain.compare.made_runs import rows_of
 def test_a_precision_has_a_row_with_speed_and_obstacle(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The doctor starts a trainer as a user does, without a forked process."""
+    """The trial is forked from a server that has imported the modules, as a user's is."""
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0
     (row,) = rows_of(capsys.readouterr().out)["nvfp4"]
     assert row[0] == "emulation" and "compute capability 10.0" in row[-1]
