@@ -172,9 +172,9 @@ def try_training(recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple
         training.signal(signal.SIGKILL)
         raise InputError(f"the trial took longer than {SECONDS} s")
     if training.status:
-        lines = log.read_text(errors="replace").split("\n")
+        lines = [*filter(None, log.read_text(errors="replace").split("\n"))]
         errors = [line for line in lines if line.startswith(("error: ", "halted: "))]
-        raise InputError(next(iter(errors), f"the trial ended with status {training.status}"))
+        raise InputError((errors or lines[-1:] or [f"status {training.status}"])[0])
     timed = [line for line in read_metrics(Path(recipe["run_dir"])) if kind(line) == "step"][
         -TIMED:
     ]
