@@ -20,30 +20,55 @@ from pretrain.settings.recipe import Recipe
 HEAD = """\
 # Settings
 
-This page lists every key of a recipe. `make docs` writes it from the classes that check recipes.
-The text of a key is the docstring below its field, in `pretrain/settings/recipe.py`,
-`packing/settings.py` or `pretrain/precision/settings.py`.
+Every key of a recipe, in the order in which most users need them. `make docs` writes this page from
+the classes that check recipes. A key is followed by its default value. A key without one is `null`
+unless it is *required*. [`schema.json`](../recipes/schema.json) has the limits of numbers.
 
 * A recipe is a YAML file. A key that is not on this page is an error, which names the most similar
   key.
-* `base: other.yaml` at the top of a recipe includes another recipe. Its path is relative to the
-  recipe. Keys of the recipe override the included ones one by one: `train.tokens` replaces
-  `train.steps`. `model.config` is replaced as a whole.
+* `base: other.yaml` at the top includes another recipe, with a path relative to the recipe. Keys
+  override the included ones one by one: `train.tokens` replaces `train.steps`. `model.config` is
+  replaced as a whole.
 * `key=value` on the command line overrides the recipe, with dots for nesting:
-  `optimizer.learning_rate=1e-4 train.tokens=2e9`. If a key is given twice, the last value counts.
-  `train.steps`, `train.tokens` and `train.epochs` count as one key here.
-* If the default is `null`, the last column explains `null`.
+  `optimizer.learning_rate=1e-4 train.tokens=2e9`. The last value of a key counts, where
+  `train.steps`, `train.tokens` and `train.epochs` are one key.
 * YAML reads `on`, `yes`, `off` and `no` as true and false, and `12` as a number. A text that YAML
   would read so needs quotation marks: `name: "no"`. A date, `017` and `1:30` are texts.
-* **In an editor** with a YAML language server, such as VS Code with the YAML extension,
-  [`schema.json`](../recipes/schema.json) completes and explains keys, and marks mistakes. Recipes
-  in `recipes/` name the schema in their first line. In a recipe of your own, this line is
+* **Editors** with a YAML language server, such as VS Code with the YAML extension, complete and
+  check keys by the schema. The first line of a recipe names it:
   `# yaml-language-server: $schema=PATH`, where PATH is relative to the recipe.
 * `config.yaml` in the run folder has every key with the value that the run used. It can be used as
   a recipe.
 * The recipe [overrides](precision.md#where-a-precision-is-set) the precision and the `fp8_config`
-  of the Accelerate configuration (`accelerate_configs/`) key by key.
+  of the Accelerate configuration key by key.
 """
+COMMON_KEYS = (
+    *("name", "model.source", "model.config", "data.source", "data.tokenizer", "data.length"),
+    *("data.held_out", "batch.tokens", "optimizer.learning_rate", "schedule.warmup"),
+    *("train.tokens", "evaluate.every"),
+)
+# Keys that are in no section, by their heading.
+GROUPS = {
+    "Name and run": ("name", "run_dir", "seed", "deterministic", "parity"),
+    "Precision and weights": ("precision", "weights"),
+}
+# Headings and sections in the order of the page, with the guide of each.
+GUIDES = {
+    "Name and run": "training.md",
+    "model": "training.md",
+    "data": "data.md",
+    "batch": "scaling.md",
+    "optimizer": "training.md",
+    "schedule": "training.md",
+    "train": "training.md",
+    "evaluate": "training.md#evaluation",
+    "checkpoint": "training.md#checkpoints",
+    "Precision and weights": "precision.md",
+    "fp8_config": "precision.md",
+    "log": "tracking.md",
+    "health": "troubleshooting.md#the-numbers-look-wrong",
+    "loss": "training.md#the-loss",
+}
 # Names of the types of JSON schema.
 TYPES = {
     "boolean": "`true`, `false`",
@@ -52,27 +77,38 @@ TYPES = {
     "string": "text",
     "object": "mapping",
 }
-BOUNDS = {
-    "exclusiveMinimum": "above {}",
-    "minimum": "{} or more",
-    "exclusiveMaximum": "below {}",
-    "maximum": "at most {}",
-}
-
 Row = tuple[str, str, str, str]  # key, type, default, meaning
 
 
 def page() -> str:
     """Return the text of docs/settings.md."""
-    sections = {
-        name: field for name, field in Recipe.model_fields.items() if is_section(Recipe, name)
-    }
-    top_level = [row for row in rows(Recipe) if re.split(r"[.\[]", row[0])[0] not in sections]
-    parts = [HEAD, "## The recipe itself", table(top_level)]
-    for name, field in sections.items():
-        [cls] = sections_in(field.annotation)
-        parts += [f"## `{name}`", introduction(cls), table(list(rows(cls, f"{name}.")))]
+    all_rows = list(rows(Recipe))
+    parts = [HEAD, "## The 12 keys of most recipes", common_keys(all_rows)]
+    for heading, guide in GUIDES.items():
+        if heading in GROUPS:
+            names, title, text = GROUPS[heading], heading, ""
+        else:
+            names, title = (heading,), f"`{heading}`"
+            [cls] = sections_in(Recipe.model_fields[heading].annotation)
+            text = introduction(cls)
+        content = [row for name in names for row in all_rows if top_name(row) == name]
+        parts += [f"## {title}", text, f"Guide: [{guide.partition('#')[0]}]({guide}).", table(content)]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def top_name(row: Row) -> str:
+    """Return the field of the recipe that the key of a row belongs to."""
+    return re.split(r"[.\[]", row[0])[0]
+
+
+def common_keys(all_rows: list[Row]) -> str:
+    """Return a table with the first sentence about each of COMMON_KEYS."""
+    meanings = {key: meaning for key, _, _, meaning in all_rows}
+    lines = ["| key | meaning |", "| --- | --- |"]
+    for key in COMMON_KEYS:
+        sentence = re.split(r"(?<=\.) ", meanings[key])[0]
+        lines.append(f"| `{key}` | {cell(sentence)} |")
+    return "\n".join(lines)
 
 
 def introduction(cls: type[BaseModel]) -> str:
@@ -120,26 +156,36 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
                 yield inner_key, inner_kind, "" if is_optional else default, meaning
 
 
-def is_section(cls: type[BaseModel], name: str) -> bool:
-    """Return whether the only type of a field is a settings class."""
-    annotation = cls.model_fields[name].annotation
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
 def one_line(text: str | None) -> str:
     """Return a docstring on one line."""
     return " ".join((text or "").split())
 
 
 def table(content: list[Row]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    lines += [" | ".join([f"| `{key}`", *map(cell, values)]) + " |" for key, *values in content]
+    """Return the rows as a Markdown table: key and default in a column, then the meaning.
+
+    The type is part of the meaning, unless the default or the meaning shows it.
+    """
+    lines = ["| key and default | meaning |", "| --- | --- |"]
+    for key, kind, default, meaning in content:
+        value = "" if default in ("`null`", "required", "") else f" = {default}"
+        notes = [] if value and shows_type(kind, default, meaning) else [kind]
+        notes += ["required"] if default == "required" else []
+        note = f"*{', '.join(notes)}.* " if notes else ""
+        lines.append(f"| `{key}`{cell(value)} | {cell(note + meaning)} |")
     return "\n".join(lines)
 
 
+def shows_type(kind: str, default: str, meaning: str) -> bool:
+    """Return whether a reader knows the type of a key from its default and its meaning."""
+    if default == "`[]`":
+        return False
+    named = set(re.findall(r"[\w+-]+", f"{default} {meaning}"))
+    return kind == "`true`, `false`" or set(re.findall("`(.*?)`", kind)) <= named
+
+
 def words(schema: dict[str, Any]) -> str:
-    """Return the type of a JSON schema with its bounds, such as "whole number, 1 or more".
+    """Return the type of a JSON schema, such as "list of text".
 
     Returns "" for null and for a section.
     """
@@ -151,12 +197,7 @@ def words(schema: dict[str, Any]) -> str:
         items = schema.get("prefixItems") or [schema["items"]]
         inside = dict.fromkeys(map(words, items))
         return f"list of {' or '.join(inside)}" if any(inside) else ""
-    name = "path" if schema.get("format") == "path" else TYPES.get(schema.get("type", ""), "")
-    number = "{:,}" if name == "whole number" else "{:g}"
-    limits = [
-        text.format(number.format(schema[key])) for key, text in BOUNDS.items() if key in schema
-    ]
-    return ", ".join([name, *limits])
+    return "path" if schema.get("format") == "path" else TYPES.get(schema.get("type", ""), "")
 
 
 def in_yaml(value: Any) -> str:
