@@ -1,4 +1,4 @@
-"""Print the tables of docs/developers/faults.md: faults, and the checks that catch them.
+"""Print the lists of docs/developers/faults.md: faults, and the checks that catch them.
 
     python -m tests.pretrain.verify.mutations --jobs 2
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -109,12 +110,12 @@ def precisions_on(device: str) -> list[str]:
 
 
 def named(checks: Sequence[str]) -> str:
-    """Return the checks as a cell of the table. "both" is the audit and parity."""
+    """Return the checks as the page names them. "both" is the audit and parity."""
     return " and ".join(checks).replace("audit and parity", "both")
 
 
 def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None:
-    """Return the table's cell for a fault, e.g. "both, parity (fused)".
+    """Return the checks that catch a fault as the page names them, e.g. "both, parity (fused)".
 
     Returns None if no run in `precision` can have the fault.
     """
@@ -133,8 +134,11 @@ def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None
     return ", ".join(catchers) or None
 
 
-def compact(what: str, cells: Sequence[str | None], precisions: Sequence[str]) -> str:
-    """Return the row of a fault: its name, the precisions that can have it, and what found it.
+Row = tuple[str, str, str]  # A fault, the precisions that can have it, and what found it.
+
+
+def compact(what: str, cells: Sequence[str | None], precisions: Sequence[str]) -> Row:
+    """Return the row of a fault.
 
     cells: for each of `precisions`, the checks that found the fault, or None if it is impossible.
         The most common cell comes first. The others follow, each with its precisions.
@@ -147,23 +151,38 @@ def compact(what: str, cells: Sequence[str | None], precisions: Sequence[str]) -
     found = [usual, *(f"{', '.join(by_cell[cell])}: {cell}" for cell in others)]
     possible = [name for name, cell in zip(precisions, cells, strict=True) if cell]
     where = "all" if len(possible) == len(precisions) else ", ".join(possible)
-    return f"| {what} | {where} | {'; '.join(found)} |"
+    low = ", ".join(name for name in precisions if PRECISIONS[name].quantized)
+    return what, where.replace(low, "low") if low else where, "; ".join(found)
 
 
-def expanded(row: str, precisions: Sequence[str]) -> dict[tuple[str, str], str]:
-    """Return the cells of a row of `compact` by fault and precision."""
-    what, where, found = (cell.strip() for cell in row.strip("|").split("|"))
-    usual, *others = found.split("; ")
-    possible = precisions if where == "all" else where.split(", ")
-    cells = {(what, name): usual for name in possible}
-    for other in others:
-        names, _, checks = other.partition(": ")
-        cells |= {(what, name): checks for name in names.split(", ")}
+def lists(rows: Sequence[Row]) -> str:
+    """Return a list of faults for each set of precisions and of checks."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for what, where, found in rows:
+        groups.setdefault((where, found), []).append(f"* {what}")
+    return "\n\n".join(
+        "\n".join([f"**{where}**, {found}:", "", *items])
+        for (where, found), items in groups.items()
+    )
+
+
+def read_lists(text: str, precisions: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return the checks in the text of `lists`, by fault and precision."""
+    low = [name for name in precisions if PRECISIONS[name].quantized]
+    cells: dict[tuple[str, str], str] = {}
+    for where, found, items in re.findall(r"\*\*(.+?)\*\*, (.+):\n\n((?:\* .+\n?)+)", text):
+        usual, *others = found.split("; ")
+        names = ", ".join(precisions) if where == "all" else where.replace("low", ", ".join(low))
+        for what in re.findall(r"\* (.+)", items):
+            cells |= {(what, name): usual for name in names.split(", ")}
+            for other in others:
+                exceptions, _, checks = other.partition(": ")
+                cells |= {(what, name): checks for name in exceptions.split(", ")}
     return cells
 
 
-def row_of(number: int, precisions: Sequence[str], device: str) -> str | None:
-    """Return the table's row for a fault, or None if it applies to no precision."""
+def row_of(number: int, precisions: Sequence[str], device: str) -> Row | None:
+    """Return the row of a fault, or None if it applies to no precision."""
     fault = faults_on(device)[number]
     cells = [who_catches(fault, name, device) for name in precisions]
     return compact(fault.what, cells, precisions) if any(cells) else None
@@ -187,7 +206,7 @@ def objections_to(
         return caught_by(run)
 
 
-def rows_of_ranks(precisions: Sequence[str]) -> list[str]:
+def rows_of_ranks(precisions: Sequence[str]) -> list[Row]:
     """Return the rows of faults that need several processes, under DDP and FSDP2."""
     rows = []
     for topology in ("ddp", "fsdp2"):
@@ -225,7 +244,6 @@ def main() -> int:
         for kind, precision, fused in configurations(device, tuple(ARCHITECTURES))
         if precision in precisions
     ]
-    rows = ["| what is broken | precisions | found by |", "| --- | --- | --- |"]
     with ProcessPoolExecutor(
         arguments.jobs,
         mp_context=get_context("spawn"),
@@ -238,12 +256,12 @@ def main() -> int:
         objections = list(
             pool.map(partial(objections_to, device=device), *zip(*healthy, strict=True))
         )
-        rows += filter(None, of_faults)
+        rows = list(filter(None, of_faults))
     rows += rows_of_ranks(precisions) if device == "cpu" else []
-    what = f"nothing: {', '.join(map(str, arguments.depths))} layers of {', '.join(ARCHITECTURES)}"
-    rows.append(f"| {what} | all | {objections.count(())} of {len(healthy)} pass |")
-    print("\n".join(rows))
-    return int(any(NOTHING in row for row in rows) or any(objections))
+    what = f"Without a fault, {', '.join(map(str, arguments.depths))} layers of {', '.join(ARCHITECTURES)}"
+    print(lists(rows))
+    print(f"\n{what}: {objections.count(())} of {len(healthy)} pass")
+    return int(any(NOTHING in found for _, _, found in rows) or any(objections))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import active_in
 from tests.pretrain.verify.faults import Fault, in_quantizers
-from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by, expanded, named
+from tests.pretrain.verify.mutations import (
+    FAULTS,
+    MARKS,
+    caught_by,
+    compact,
+    lists,
+    named,
+    read_lists,
+)
 from tests.pretrain.verify.small_runs import build_run
 
 # Narrow formats hide faults best, so that most faults are tried in them. The tests of parity and of
@@ -61,14 +69,25 @@ BY_NAME = {fault.what: fault for fault in FAULTS}
 
 @pytest.fixture(scope="module")
 def table() -> dict[tuple[str, str], str]:
-    """Return the CPU table of docs/developers/faults.md by fault and precision."""
+    """Return the checks that docs/developers/faults.md lists, by fault and precision."""
     begin, end = MARKS["cpu"]
     page = (Path(__file__).parents[3] / "docs/developers/faults.md").read_text(encoding="utf-8")
-    rows = [row for row in page.split(begin)[1].split(end)[0].splitlines() if row.startswith("| ")]
-    cells: dict[tuple[str, str], str] = {}
-    for row in rows[2:]:
-        cells |= expanded(row, list(PRECISIONS))
-    return cells
+    return read_lists(page.split(begin)[1].split(end)[0], list(PRECISIONS))
+
+
+def test_lists_of_faults_are_read_as_they_are_written() -> None:
+    names = ["bf16", "delayed", "nvfp4"]
+    cells = {
+        "one": ["update", "audit", "audit"],
+        "two": [None, "both", "both"],
+        "three": [None, "both", "both"],
+        "four": ["parity"] * 3,
+    }
+    text = lists([compact(what, found, names) for what, found in cells.items()])
+    assert text.count("**low**") == 1
+    read = read_lists(text, names)
+    for what, found in cells.items():
+        assert [read.get((what, name)) for name in names] == found
 
 
 @pytest.mark.parametrize(("what", "precision"), CAUGHT)
