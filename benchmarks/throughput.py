@@ -8,9 +8,8 @@ A way is a trainer with its settings. Complete steps are measured, including dat
 machine is measured in the same run, so that every speed is also a share of the possible speed. The
 losses and gradient norms of each way are compared with those of plain Hugging Face
 (benchmarks.ways.judge). A way that fails is recorded with its error. The file is written after
-every way, and `--continue` adds the missing ones. `--report` makes the tables of
-docs/developers/speed.md
-from result files. `--tiny` runs everything with a small model on a CPU.
+every way, and `--continue` adds the missing ones. `--report` prints result files as Markdown
+tables. `--tiny` runs everything with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def main() -> None:
     """Run the command."""
     arguments = parse_arguments()
     if arguments.report:
-        throughput_report.write(arguments.report, arguments.page)
+        print(throughput_report.tables(arguments.report))
     else:
         measure(arguments)
 
@@ -73,12 +72,6 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         metavar="FILE",
         help="result files to make tables from",
-    )
-    show.add_argument(
-        "--page",
-        type=Path,
-        default=Path("docs/developers/speed.md"),
-        help="page whose table between the markers is replaced",
     )
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out or arguments.list):

@@ -1,9 +1,8 @@
-"""Write result files of `benchmarks.throughput` as the tables of docs/developers/speed.md."""
+"""Show result files of `benchmarks.throughput` as Markdown tables."""
 
 from __future__ import annotations
 
 import json
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,24 +10,19 @@ from typing import Any
 
 import yaml
 
-from benchmarks.machine import with_tables
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
-from foundation.files import replace_file
 from foundation.units import markdown, or_dash
 
 PAGE_WIDTH = 100
 # Texts in the table by verdict.
 SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}
-COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
 
 
-def write(files: Sequence[Path], page: Path) -> None:
-    """Replace the tables of `page`. Raises InputError for a file that cannot be used."""
-    tables = [section(read(file), os.path.relpath(file, page.parent)) for file in files]
-    source = wrapped(f"`{COMMAND} {' '.join(map(str, files))}` makes these tables.")
-    replace_file(page, with_tables(page, "throughput", *tables, source).encode())
+def tables(files: Sequence[Path]) -> str:
+    """Return a table for each file. Raises InputError for a file that cannot be used."""
+    return "\n\n".join(section(read(file), str(file)) for file in files)
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -99,7 +93,7 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
     documents = "one document per pack"
     if not packs.get("whole_documents"):
         length = packs["sum_squared_lengths_per_token"]
-        documents = f"documents with a [Σlen²/T](../README.md#terms) of {length:.0f} tokens"
+        documents = f"documents with a Σlen²/T of {length:.0f} tokens"
     parts = [
         f"**{recipe['name']}** on one {device}, torch {torch_version}: {tokens:,} tokens per step,",
         f"packs of {recipe['data']['length']:,} tokens, {documents}; median of",

@@ -141,7 +141,7 @@ def test_speeds_of_four_gpus_are_those_of_the_result_files():
     pages = {name: (ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("gpu", "scaling")}
     assert f"[{share}]" in pages["gpu"] and f"reach {share}" in pages["scaling"]
     assert f"`fsdp2` reached {percent['fsdp2']:.0f} %" in pages["scaling"]
-    table = (ROOT / "docs/developers/distributed.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     assert all(f"{value:.1f} %" in table for value in [*percent.values(), *reached])
 
 
