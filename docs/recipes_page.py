@@ -15,17 +15,14 @@ WIDTH = 100
 HEAD = """\
 # Recipes
 
-This page lists the recipes of this repository. `make docs` writes it from `recipes/`. The comment
-at the top of each file has the command that starts the training.
+`make docs` writes this page from `recipes/`. The comment at the top of each file has the command
+that starts the training, and the published document whose settings it uses. `base: other.yaml`
+includes another recipe ([settings.md](settings.md)), and `--plan` predicts time and memory
+([planning.md](planning.md)).
 
-* `base: other.yaml` at the top of a recipe includes another recipe, whose keys the recipe can
-  override ([settings.md](settings.md)).
-* `--plan` at the end of the command predicts time and memory ([planning.md](planning.md)).
-* The comment names the published document whose settings the recipe uses. If a number in the
-  document is wrong, the comment gives the correct number.
-* Tests load each recipe, and train a tiny model of each architecture. We have trained only `smoke`
-  and `tinyshakespeare` to their end. Most other recipes need datasets or models from the hub.
-* Gated models, such as Llama, need `hf auth login` and their licence.
+Tests load each recipe, and train a tiny model of each architecture. Only `smoke` and
+`tinyshakespeare` were trained to their end. Most others need datasets or models from the hub, and
+gated models, such as Llama, need `hf auth login` and their licence.
 """
 SUBFOLDERS = {
     "matrices": "Comparisons: `python -m pretrain matrix FILE`",
@@ -68,8 +65,11 @@ def row(path: Path) -> list[str]:
 def page() -> str:
     """Return the text of docs/recipes.md."""
     header = ["recipe", "model", "tokens", "data", "summary"]
-    rows = [header, ["---"] * len(header), *map(row, sorted(FOLDER.glob("*.yaml")))]
-    parts = [HEAD, "\n".join(f"| {' | '.join(map(cell, cells))} |" for cells in rows)]
+    first, *others = [
+        f"| {' | '.join(map(cell, cells))} |"
+        for cells in (header, *map(row, sorted(FOLDER.glob("*.yaml"))))
+    ]
+    parts = [HEAD, "\n".join([first, "|---" * len(header) + "|", *others])]
     for folder, title in SUBFOLDERS.items():
         items = [
             list_item(f"[`{path.name}`](../recipes/{folder}/{path.name}): {summary(path)}.")

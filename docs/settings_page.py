@@ -92,7 +92,8 @@ def page() -> str:
             [cls] = sections_in(Recipe.model_fields[heading].annotation)
             text = introduction(cls)
         content = [row for name in names for row in all_rows if top_name(row) == name]
-        parts += [f"## {title}", text, f"Guide: [{guide.partition('#')[0]}]({guide}).", table(content)]
+        link = f"Guide: [{guide.partition('#')[0]}]({guide})."
+        parts += [f"## {title}", text, link, table(content)]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -104,7 +105,7 @@ def top_name(row: Row) -> str:
 def common_keys(all_rows: list[Row]) -> str:
     """Return a table with the first sentence about each of COMMON_KEYS."""
     meanings = {key: meaning for key, _, _, meaning in all_rows}
-    lines = ["| key | meaning |", "| --- | --- |"]
+    lines = ["| key | meaning |", "|---|---|"]
     for key in COMMON_KEYS:
         sentence = re.split(r"(?<=\.) ", meanings[key])[0]
         lines.append(f"| `{key}` | {cell(sentence)} |")
@@ -166,7 +167,7 @@ def table(content: list[Row]) -> str:
 
     The type is part of the meaning, unless the default or the meaning shows it.
     """
-    lines = ["| key and default | meaning |", "| --- | --- |"]
+    lines = ["| key and default | meaning |", "|---|---|"]
     for key, kind, default, meaning in content:
         value = "" if default in ("`null`", "required", "") else f" = {default}"
         notes = [] if value and shows_type(kind, default, meaning) else [kind]

@@ -289,9 +289,7 @@ class LowPrecisionSettings(Settings):
     margin: Annotated[Count, Field(le=18)] | None = None
     """Number of times that the scale is halved.
 
-    Then values above the recorded maximum do not saturate. At most 18: the largest E4M3 value, 448,
-    divided by 2**18 is still rounded to the smallest value above zero, 2**-9. Divided by 2**19, it
-    would be rounded to zero.
+    Then values above the recorded maximum do not saturate. At most 18: 448 / 2**19 is zero in E4M3.
     """
 
     amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None

@@ -48,9 +48,8 @@ class ModelSettings(Settings):
     config: dict[str, Any] | None = None
     """Configuration of the model as in transformers, {model_type: qwen3, ...}.
 
-    If `source` is set, list only the keys that differ from the configuration of `source`. If the
-    model is trained from scratch, vocab_size and the ids of eos, bos and pad need not be set,
-    because the tokenizer determines them.
+    With `source`, list only the keys that differ. If the model is trained from scratch, the
+    tokenizer determines vocab_size and the ids of eos, bos and pad.
     null: use the configuration of `source` unchanged.
     """
 
@@ -244,10 +243,9 @@ class TrainSettings(Settings):
     begin_with: LocalPath | None = None
     """Checkpoint of another run from which this run branches, as the path of a step-* folder.
 
-    The run starts with the weights, the moments, the step and the position in the data of the
-    checkpoint, and continues with the precision and all other settings of this recipe. As soon as
-    this run has saved a checkpoint, it resumes from that checkpoint instead. Keys in braces are
-    replaced by their values, as in `run_dir`.
+    The run starts with the checkpoint's weights, moments, step and position in the data, and
+    continues with the settings of this recipe. It resumes from its own checkpoints. Keys in braces
+    are replaced, as in `run_dir`.
     null: start at step 0.
     """
 
@@ -265,10 +263,9 @@ class LossSettings(Settings):
     kind: Literal["chunked", "cce"] = "chunked"
     """Implementation of the cross-entropy loss.
 
-    chunked: compute the logits of one chunk of tokens at a time, and sum the gradients of the
-    chunks in FP32.
-    cce: use the Triton kernel of the package cut-cross-entropy, which computes in BF16. Its release
-    25.1.1 supports neither Kahan summation nor FP32 sums.
+    chunked: compute the logits of one chunk of tokens at a time, and sum their gradients in FP32.
+    cce: use the Triton kernel of cut-cross-entropy, which computes in BF16. Its release 25.1.1
+    supports neither Kahan summation nor FP32 sums.
     """
 
     chunk: Literal["auto"] | PositiveCount = "auto"
@@ -279,10 +276,9 @@ class LossSettings(Settings):
     """
 
     penalty: PenaltyKind | None = None
-    """Penalty added to each token's cross-entropy, which makes the distribution p sharper.
+    """Penalty on each token's cross-entropy, which makes the predicted distribution p sharper.
 
-    The distribution p is the prediction for the token. The held-out loss does not include the
-    penalty.
+    The held-out loss does not include it.
     non_max_sum: 1 - max p.
     neg_entropy: the entropy of p.
     null: no penalty.
@@ -423,9 +419,8 @@ class HealthSettings(Settings):
     gap_threshold: float = Field(default=0.25, gt=0)
     """Change of a gradient above which `on_gap` reacts.
 
-    The change is the distance by which the gradient of a matrix has moved away from its BF16
-    gradient since earlier measurements, divided by the norm of the BF16 gradient. It is logged as
-    `gap/moved`.
+    It is the distance by which a matrix's gradient has moved away from its BF16 gradient since
+    earlier measurements, divided by the norm of the BF16 gradient, and is logged as `gap/moved`.
     """
 
 

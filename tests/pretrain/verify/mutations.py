@@ -258,9 +258,10 @@ def main() -> int:
         )
         rows = list(filter(None, of_faults))
     rows += rows_of_ranks(precisions) if device == "cpu" else []
-    what = f"Without a fault, {', '.join(map(str, arguments.depths))} layers of {', '.join(ARCHITECTURES)}"
+    depths = ", ".join(map(str, arguments.depths))
+    passed = f"{objections.count(())} of {len(healthy)} pass"
     print(lists(rows))
-    print(f"\n{what}: {objections.count(())} of {len(healthy)} pass")
+    print(f"\nWithout a fault, {depths} layers of {', '.join(ARCHITECTURES)}: {passed}")
     return int(any(NOTHING in found for _, _, found in rows) or any(objections))
 
 
