@@ -24,21 +24,18 @@ Every key of a recipe, in the order in which most users need them. `make docs` w
 the classes that check recipes. A key is followed by its default value. A key without one is `null`
 unless it is *required*. [`schema.json`](../recipes/schema.json) has the limits of numbers.
 
-* A recipe is a YAML file. A key that is not on this page is an error, which names the most similar
-  key.
-* `base: other.yaml` at the top includes another recipe, with a path relative to the recipe. Keys
-  override the included ones one by one: `train.tokens` replaces `train.steps`. `model.config` is
-  replaced as a whole.
+* A key that is not on this page is an error, which names the most similar key.
+* `base: other.yaml` includes another recipe, with a path relative to the recipe, whose keys are
+  overridden one by one: `train.tokens` replaces `train.steps`. `model.config` is replaced as a
+  whole.
 * `key=value` on the command line overrides the recipe, with dots for nesting:
   `optimizer.learning_rate=1e-4 train.tokens=2e9`. The last value of a key counts, where
   `train.steps`, `train.tokens` and `train.epochs` are one key.
 * YAML reads `on`, `yes`, `off` and `no` as true and false, and `12` as a number. A text that YAML
   would read so needs quotation marks: `name: "no"`. A date, `017` and `1:30` are texts.
-* **Editors** with a YAML language server, such as VS Code with the YAML extension, complete and
-  check keys by the schema. The first line of a recipe names it:
-  `# yaml-language-server: $schema=PATH`, where PATH is relative to the recipe.
-* `config.yaml` in the run folder has every key with the value that the run used. It can be used as
-  a recipe.
+* **Editors** with a YAML language server complete keys by the schema, which the first line names:
+  `# yaml-language-server: $schema=PATH`, with a path relative to the recipe.
+* `config.yaml` in the run folder has every key and is a recipe too.
 * The recipe [overrides](precision.md#where-a-precision-is-set) the precision and the `fp8_config`
   of the Accelerate configuration key by key.
 """
@@ -72,7 +69,7 @@ GUIDES = {
 # Names of the types of JSON schema.
 TYPES = {
     "boolean": "`true`, `false`",
-    "integer": "whole number",
+    "integer": "integer",
     "number": "number",
     "string": "text",
     "object": "mapping",

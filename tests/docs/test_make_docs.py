@@ -34,7 +34,7 @@ def test_the_page_of_settings_shows_keys_with_defaults_or_types() -> None:
     page = settings_page.page()
     for start in (
         "| `optimizer.clip` = `1.0` | Maximum",
-        "| `train.steps` | *whole number.* Number",
+        "| `train.steps` | *integer.* Number",
         "| `name` | *text, required.* Name",
         "| `checkpoint.best` = `false` | Also",
         "| `loss.penalty` | *`non_max_sum`, `neg_entropy`.* Penalty",

@@ -1,4 +1,7 @@
-"""The README's block for your own text works. Links, files and commands of all pages exist."""
+"""The README's block for your own text works. Files and commands that pages name exist.
+
+`make site` finds links of pages in docs/ that lead nowhere, and pages that the site does not list.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/evidence/*.md")]
 )
+OUTSIDE_OF_DOCS = [
+    *(page for page in PAGES if not page.is_relative_to(ROOT / "docs")),
+    ROOT / "benchmarks/results/INDEX.md",
+]
 WIDTH = 100
-# Pages in docs/ that are references, measurements, or pages for developers.
-NO_GUIDES = {
-    *("settings", "recipes", "results", "evidence", "verification"),
-    *("architecture", "tour", "extending", "faults", "log"),
-}
+# Pages in docs/ that are references or measurements.
+NO_GUIDES = {"settings", "recipes", "results", "evidence", "verification"}
 
 
 def name_of(page: Path) -> str:
@@ -81,7 +85,7 @@ def test_the_readme_guides_and_all_pages_stay_short():
     guides = {name_of(page): count for page, count in words.items() if is_guide(page)}
     assert len(guides) >= 17 and [name for name in guides if guides[name] > 2_200] == []
     pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
-    assert sum(words[page] for page in [ROOT / "README.md", *pages]) <= 54_600
+    assert sum(words[page] for page in [ROOT / "README.md", *pages]) <= 42_000
 
 
 def is_guide(page: Path) -> bool:
@@ -98,15 +102,13 @@ def test_the_list_of_pages_names_every_page_once():
     assert sorted(listed) == sorted(pages)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_files_and_headings_of_links_exist(page: Path):
+@pytest.mark.parametrize("page", OUTSIDE_OF_DOCS, ids=name_of)
+def test_links_of_pages_outside_of_docs_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if target.startswith("http"):
-            continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        assert file.exists(), target
-        assert not anchor or anchor in anchors(file), target
+        if not target.startswith("http"):
+            assert file.exists() and (not anchor or anchor in anchors(file)), target
 
 
 def anchors(page: Path) -> set[str]:
@@ -137,12 +139,7 @@ def test_named_files_and_commands_exist(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_prose_wraps_at_100(page: Path):
-    text = re.sub(
-        r"<!-- throughput -->.*?<!-- /throughput -->",
-        "",
-        page.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
+    text = page.read_text(encoding="utf-8")
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert [
         line
