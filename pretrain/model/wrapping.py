@@ -1,8 +1,8 @@
 """Functions that replace or wrap the forward of modules in a transformers model.
 
 The model keeps its class and the names of its parameters. `pretrain.run.assembly` calls
-`choose_arithmetic`, `fuse`, `convert` and `wrap_layers` in this order, and docs/architecture.md
-explains the order.
+`choose_arithmetic`, `fuse`, `convert` and `wrap_layers` in this order, and
+docs/developers/architecture.md explains the order.
 """
 
 from __future__ import annotations

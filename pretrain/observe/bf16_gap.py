@@ -5,8 +5,8 @@ losses and the two gradients are compared. Their difference is called the gap. T
 no state of the run, so training has the same results, bit for bit, with and without the
 measurement. Each process compares the gradient of its own first microbatch before gradients are
 exchanged. If FSDP2 has already reduced the gradients, each process compares its shard of the
-reduced gradients instead. Dot products and losses are summed over processes. docs/verification.md
-defines the figures.
+reduced gradients instead. Dot products and losses are summed over processes.
+docs/developers/verification.md defines the figures.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Some rows and columns of each product's result are computed in two more ways: exactly, from the
 unquantized operands, and from the same operands after our plain quantizer has quantized them. The
 error of a result is its difference from the exact result. The run's error must have about the same
-norm and direction as our quantizer's error (docs/verification.md). The run's error must also stay
-below an absolute bound, which is computed from the mantissa bits of the format. Without the bound,
-the check would miss a mistake in a quantizer that the run and the check share.
+norm and direction as our quantizer's error (docs/developers/verification.md). The run's error must
+also stay below an absolute bound, which is computed from the mantissa bits of the format. Without
+the bound, the check would miss a mistake in a quantizer that the run and the check share.
 
 Under delayed scaling, the amax histories must contain the observed amaxes, and the next scales must
 be computed from these histories.

@@ -4,8 +4,8 @@ The parity check covers forward and backward, and the audit covers matrix produc
 covers the rest of a step. It runs in the first two steps after a start, a rollback or a change of
 the precision (`Step.is_new`), and every `log.fp8_statistics` steps. AdamW updates each value
 independently of all others, so it is enough to check a sample of the values. Only clipping depends
-on all gradients: their norm is recomputed from all values. docs/verification.md lists everything
-that is checked.
+on all gradients: their norm is recomputed from all values. docs/developers/verification.md lists
+everything that is checked.
 """
 
 from __future__ import annotations

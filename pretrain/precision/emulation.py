@@ -1,8 +1,8 @@
 """Emulated low precision on any device: round operands to a format, multiply in BF16 or FP32.
 
-docs/verification.md ("Emulation") lists the results that equal the hardware's, and the results that
-do not. The input of a layer is saved for backward unquantized, because several linear layers share
-the same input tensor. Backward quantizes the input again for the weight's gradient.
+docs/developers/verification.md ("Emulation") lists the results that equal the hardware's, and the
+results that do not. The input of a layer is saved for backward unquantized, because several linear
+layers share the same input tensor. Backward quantizes the input again for the weight's gradient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Build a model on its devices, convert it to the run's precisions, and audit it.
 
-`assemble` calls the other functions in order. docs/architecture.md explains the order.
+`assemble` calls the other functions in order. docs/developers/architecture.md explains the order.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     """Build the model of `job` and its optimizer, and return both ready to train.
 
     All ranks must call this function. Each stage needs the result of the previous stage.
-    docs/architecture.md explains the order.
+    docs/developers/architecture.md explains the order.
     """
     built = build_model(job, accelerator)
     converted = convert_model(job, built, accelerator)

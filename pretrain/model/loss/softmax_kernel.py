@@ -10,9 +10,10 @@ scales are known after the first pass: the entry of largest magnitude in a token
 entry at its label, because all other entries are positive and sum to the same magnitude. Values are
 rounded to BF16 before they are quantized, as if the gradient had been written in BF16.
 
-In the codes by rows, each row has a scale, so that the entry at the label is exact. docs/log.md
-(21 November 2026) has the cost of one scale for all rows. The transposed codes must have one scale
-for all tokens, because they are an operand of the weight gradient, which sums over tokens.
+In the codes by rows, each row has a scale, so that the entry at the label is exact.
+docs/developers/log.md (21 November 2026) has the cost of one scale for all rows. The transposed
+codes must have one scale for all tokens, because they are an operand of the weight gradient, which
+sums over tokens.
 """
 
 from __future__ import annotations
