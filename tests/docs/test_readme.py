@@ -93,15 +93,6 @@ def is_guide(page: Path) -> bool:
     return page.parent == ROOT / "docs" and page.stem not in NO_GUIDES
 
 
-def test_the_list_of_pages_names_every_page_once():
-    folder = ROOT / "docs"
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    section = text.partition("## Pages")[2].partition("## Terms")[0]
-    listed = re.findall(r"\]\(([\w/]+\.md)\)", section)
-    pages = {page.relative_to(folder).as_posix() for page in folder.rglob("*.md")} - {"README.md"}
-    assert sorted(listed) == sorted(pages)
-
-
 @pytest.mark.parametrize("page", OUTSIDE_OF_DOCS, ids=name_of)
 def test_links_of_pages_outside_of_docs_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
