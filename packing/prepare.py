@@ -266,15 +266,12 @@ class TokenLog(AbstractContextManager):
                 f"and text, set data.packs to another folder, or {remedy}"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        self._truncate()
-
-    def _truncate(self) -> None:
-        """Cut off bytes after the counted documents. An interrupted write may have left them."""
+        # Cut off bytes after the counted documents. An interrupted write may have left them.
         for name, size in (
             (_TOKENS, 4 * self.counts.tokens),
             (_LENGTHS, 8 * self.counts.documents),
         ):
-            with open(self.folder / name, "ab") as file:
+            with open(folder / name, "ab") as file:
                 file.truncate(size)
 
     def append(self, result: Tokens) -> None:
@@ -289,7 +286,6 @@ class TokenLog(AbstractContextManager):
 
     def commit(self) -> None:
         """Flush the appended documents and record the sizes of the files as valid."""
-        self._truncate()
         fsync_tree(self.folder)
         write_json(
             self.folder / _PROGRESS,
