@@ -24,17 +24,10 @@ LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask
 
 
 def _from_lengths(lengths: np.ndarray) -> np.ndarray:
+    """Return, for each token, the number of its document. `lengths` are those of documents."""
     if lengths.min(initial=0) < 0:
         raise ValueError("a document has a length below 0")
     return np.repeat(np.arange(len(lengths)), lengths)
-
-
-def _from_offsets(ends: np.ndarray) -> np.ndarray:
-    """Return, for each token, the number of its document.
-
-    `ends` has 0 and the offset after each document. Some writers pad it with -1.
-    """
-    return _from_lengths(np.diff(ends[ends >= 0]))
 
 
 # Columns that mark documents, and functions that return a number for each token. The number changes
@@ -43,7 +36,11 @@ def _from_offsets(ends: np.ndarray) -> np.ndarray:
 BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **dict.fromkeys(("seq_lengths", "seq_lens", "seqlens", "sequence_lengths"), _from_lengths),
     **dict.fromkeys(("document_lengths", "doc_lens"), _from_lengths),
-    **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q"), _from_offsets),
+    # These columns have 0 and the offset after each document. Some writers pad them with -1.
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q"),
+        lambda ends: _from_lengths(np.diff(ends[ends >= 0])),
+    ),
     **dict.fromkeys(("sequence_id", "sequence_ids", "seq_idx"), lambda numbers: numbers),
     **dict.fromkeys(("document_ids", "doc_ids"), lambda numbers: numbers),
     # A document starts where a position is not the previous position plus one.
