@@ -115,10 +115,15 @@ class Records:
     # Names of the columns that are read if a record has them.
     optional: tuple[str, ...]
 
+    @property
+    def read_columns(self) -> list[str]:
+        """Names of all columns that are read."""
+        return [*self.columns, *self.optional]
+
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of the columns that have a value but are not read."""
         names = {name for name, value in record.items() if value is not None}
-        return names - {*self.columns, *self.optional}
+        return names.difference(self.read_columns)
 
     def fill(self, record: dict[str, Any]) -> Any:
         """Return the document of a record. If the record is empty, return a false value like "".
@@ -169,7 +174,7 @@ class TextTemplate(Records):
 
     def fill(self, record: dict[str, Any]) -> str:
         values: dict[str | None, Any] = {}
-        for column in (*self.columns, *self.optional):
+        for column in self.read_columns:
             value = record.get(column)
             # A table may hold a null as NaN, and a number that overflowed as infinity.
             if value is None or (isinstance(value, float) and not math.isfinite(value)):

@@ -367,7 +367,7 @@ class FileSource:
         with open_stream(path) as stream:
             rows = _csv_rows(stream, path)
             names = next(rows, [])
-            columns = {*self.records.columns, *self.records.optional} or names
+            columns = self.records.read_columns or names
             schema = pa.schema([(name, pa.string()) for name in names if name in columns])
             # Reverse each row, so that `dict` keeps the first of several columns with the same
             # name.
@@ -399,7 +399,7 @@ class FileSource:
                 _ROWS,
                 row_groups=list(groups[first_group:]),
                 # Request the optional columns too. pyarrow ignores names that the file lacks.
-                columns=[*self.records.columns, *self.records.optional],
+                columns=self.records.read_columns,
             )
             yield from _table_chunks(batches, names, self.records, str(path), at, row, size)
 
@@ -451,17 +451,18 @@ class DatasetSource:
         data = self._data
         if isinstance(data, datasets.Dataset):
             data = data.to_iterable_dataset()
+        read = self.records.read_columns
         # Names of all columns, or an empty list if the dataset does not state them.
         names = list(data.features or ())
         if names:
-            data = data.select_columns(self._read_columns(names))
+            data = data.select_columns([name for name in names if name in read])
         data = data.with_format("arrow")
         try:
             if state is not None:
                 data.load_state_dict(state)
             for table in data.iter(_ROWS):
                 columns = names or table.schema.names
-                tables = [table.select(self._read_columns(table.schema.names))]
+                tables = [table.select([name for name in table.schema.names if name in read])]
                 for chunk in _table_chunks(
                     tables, columns, self.records, self.name, row, batch_start, size or CHUNK_BYTES
                 ):
@@ -475,11 +476,6 @@ class DatasetSource:
             raise InputError(
                 f"data.source: {self.name}: cannot be read after row {row}: {one_line(error)}"
             ) from None
-
-    def _read_columns(self, names: Iterable[str]) -> list[str]:
-        """Return the columns in `names` that `records` reads."""
-        columns = {*self.records.columns, *self.records.optional}
-        return [name for name in names if name in columns]
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:
