@@ -472,10 +472,9 @@ class ChatColumns(Records):
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            if tools:
-                more["tools"] = tools
             rendered: Any = render_jinja_template(
                 [chat],
+                tools or None,
                 chat_template=_NO_CLOCK + self.template,
                 return_assistant_tokens_mask=_MARKED.search(self.template) is not None,
                 **(dict(self.tokens) | more),
