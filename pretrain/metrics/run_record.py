@@ -391,7 +391,9 @@ def read_finished(run_dir: Path) -> RunRecord | None:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl, which are steps and events.
 
-    Raises NoStepYet if the file is missing.
+    A last line without a line feed is ignored, because the run is still writing it. Raises
+    NoStepYet if the file is missing, and InputError if another line is not a JSON object with the
+    number of a step.
     """
     path = run_dir / METRICS_FILE
     if not path.is_file():
@@ -399,15 +401,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             f"{path}: there is no such file; either {run_dir} is not a run folder, or its run has "
             "not started yet"
         )
-    return read_lines(path)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a .jsonl file of a run, one for each line.
-
-    A last line without a line feed is ignored, because the run is still writing it. Raises
-    InputError if another line is not a JSON object with the number of a step.
-    """
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if line.endswith(b"\n"):

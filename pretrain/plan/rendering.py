@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from foundation import units
 from foundation.units import GIB, plural
-from pretrain.metrics.flops import ModelFlops
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
 
@@ -79,28 +78,24 @@ def _devices_line(plan: Plan) -> str:
     return f"{devices}, {replicas}shards, gathered {use}"
 
 
-def shape_lines(flops: ModelFlops) -> list[str]:
-    """Return two lines about a model: one about its parameters, and one about its shape."""
+def model_lines(plan: Plan) -> list[str]:
+    """Return lines about the model's parameters, its shape, and the layers that stay in BF16."""
+    flops = plan.flops
     shape = flops.shape
     head = "head tied to the embedding" if flops.tied else "head not tied to the embedding"
     without = units.count(flops.parameters - flops.embedding_parameters)
-    active = units.count(flops.parameters - flops.idle_weights)
-    used = f", {active} of them used per token" if flops.idle_weights else ""
+    in_use = units.count(flops.parameters - flops.idle_weights)
+    used = f", {in_use} of them used per token" if flops.idle_weights else ""
     heads = (
         f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
     )
-    return [
+    lines = [
         f"{units.count(flops.parameters)} parameters{used}, {without} without embeddings, {head}",
         f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
     ]
-
-
-def model_lines(plan: Plan) -> list[str]:
-    """Return lines about the model, and about the layers that stay in BF16."""
-    lines = shape_lines(plan.flops)
     quantized = [active for active in plan.precisions if active.precision.quantized]
     for active in quantized:
-        first, last = active.kept_layers(plan.flops.shape.layers)
+        first, last = active.kept_layers(shape.layers)
         ends = [
             f"the {end} {'layer' if count == 1 else f'{count} layers'}"
             for end, count in (("first", first), ("last", last))

@@ -45,10 +45,13 @@ def plan_on(devices: Devices, plan: Plan, shapes: PreTrainedModel) -> Plan:
     devices: the result of `devices_called`.
     shapes: the model on the meta device.
     """
-    schedule = replace(
-        plan.schedule,
-        phases=[(until, _on_hardware(active)) for until, active in plan.schedule.phases],
-    )
+    phases = [
+        (until, replace(active, engine="transformer_engine", reason=None))
+        if active.engine == "emulation"
+        else (until, active)
+        for until, active in plan.schedule.phases
+    ]
+    schedule = replace(plan.schedule, phases=phases)
     plan = replace(plan, schedule=schedule, devices=devices)
     layers = {active.precision.name: _layers(plan, shapes, active) for active in plan.precisions}
     unsharded = replace(plan, layers=layers)
@@ -100,13 +103,3 @@ def obstacle(plan: Plan) -> str | None:
             f"devices; set `batch.tokens` to at least {least}"
         )
     return None
-
-
-def _on_hardware(active: ActivePrecision) -> ActivePrecision:
-    """Replace emulation by Transformer Engine.
-
-    Return a copy of `active` with this engine. If `active` is not emulated, return it unchanged.
-    """
-    if active.engine != "emulation":
-        return active
-    return replace(active, engine="transformer_engine", reason=None)

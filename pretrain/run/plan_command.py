@@ -55,7 +55,11 @@ def main(options: argparse.Namespace) -> int:
         )
     targets = [devices_called(text) for text in options.on or USUAL]
     loaded = load_recipe(options.recipe, options.overrides)
-    recipe = _for_other_machines(loaded)
+    # Emulate precisions that this machine does not support, because the plan is for other machines.
+    planned = emulating(loaded).model_copy(
+        update={"precision": loaded.precision or DEFAULT_PRECISION}
+    )
+    recipe = with_precision(planned, os.environ)
     accelerator, notices = as_launched(recipe)
     plan, shapes = plan_elsewhere(recipe, accelerator, options.overrides)
     plans = [plan_on(devices, plan, shapes) for devices in targets]
@@ -87,16 +91,6 @@ def main(options: argparse.Namespace) -> int:
     ]
     print("\n".join(textwrap.fill(f"* {text}", width(), subsequent_indent="  ") for text in notes))
     return 0
-
-
-def _for_other_machines(recipe: Recipe) -> Recipe:
-    """Return a copy of the recipe that can be planned on a machine without its precision.
-
-    A recipe without a precision gets DEFAULT_PRECISION. If this machine does not support the
-    precision, no error is raised, because the plan is for other machines.
-    """
-    changes = {"precision": recipe.precision or DEFAULT_PRECISION}
-    return with_precision(emulating(recipe).model_copy(update=changes), os.environ)
 
 
 def emulating(recipe: Recipe) -> Recipe:
