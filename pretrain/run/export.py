@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -222,14 +223,12 @@ def tensor_reader(
         has_dtype = len(checkpoints) == 1 and DTYPES[entry.dtype] == dtype
         if name not in parameters or has_dtype:
             return load_tensor(checkpoints[0], name, entry)
-        newest, *earlier = zip(checkpoints, manifests, strict=True)
-        mean = master(*newest, name)
-        if earlier:
-            total = mean.double()
-            for checkpoint_and_manifest in earlier:
-                total += master(*checkpoint_and_manifest, name)
-            mean = (total / len(checkpoints)).float()
-        return mean.to(dtype)
+        masters = (
+            master(checkpoint, manifest, name).double()
+            for checkpoint, manifest in zip(checkpoints, manifests, strict=True)
+        )
+        mean = reduce(torch.add, masters) / len(checkpoints)
+        return mean.float().to(dtype)
 
     return read
 
