@@ -41,7 +41,6 @@ from pretrain.model.huggingface import (
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import (
     check_fit,
-    check_gap,
     check_held_out,
     check_settings,
     check_sizes,
@@ -276,8 +275,7 @@ def check_recipe(
         recipe.precision, recipe.fp8_config, accelerator.device.type
     )
     _, first = phases[0]
-    check_settings(recipe, first.precision.name, processes)
-    check_gap(recipe, replicas=replicas_of(accelerator))
+    check_settings(recipe, first.precision.name, processes, replicas_of(accelerator))
     if recipe.model.source:
         # Load the configuration before the tokenizer, so that a missing network is reported early.
         # Without a network, each request to the hub fails only after half a minute.

@@ -21,7 +21,7 @@ from pretrain.compare.report import Report
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.run_record import read_run
 from pretrain.observe import bf16_gap
-from pretrain.plan.checks import check_gap
+from pretrain.plan.checks import check_settings
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.settings.recipe import HealthSettings, Recipe
 from tests.conftest import Finished
@@ -170,4 +170,4 @@ def test_two_processes_train_as_without_a_meter(
 def test_what_cannot_be_measured_or_acted_on_is_refused(small_recipe: dict[str, Any]) -> None:
     for section, replicas in (({"health": {"on_gap": "stop"}}, 1), ({"log": {"gap": 100}}, 2)):
         with pytest.raises(InputError, match=r"log\.gap"):
-            check_gap(parse(Recipe, small_recipe | section, "recipe"), replicas=replicas)
+            check_settings(parse(Recipe, small_recipe | section, "recipe"), "bf16", 2, replicas)
