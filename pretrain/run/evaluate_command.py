@@ -218,11 +218,8 @@ def _evaluate(job: Job, accelerator: Accelerator, notices: Iterable[str], resume
             if source is not None and needs_new_histories(source, assembly, job):
                 assembly.start_precision(name, job, accelerator)
             print_loss(name)
-    if not context.engines:
-        print_loss(assembly.precision.current.name)
-        return
     with overridden(context, evaluates_low=False):
-        print_loss("bf16")
+        print_loss("bf16" if context.engines else assembly.precision.current.name)
 
 
 def _print_loss(
