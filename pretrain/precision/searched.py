@@ -337,16 +337,16 @@ class Products:
             d = torch.empty(problem.n, problem.m, dtype=_BF16, device=a.values.device)
         # OutOfMemoryError means that a trial for a sum could not allocate separate memory.
         with suppress(CublasLtError, torch.OutOfMemoryError):
-            chosen = self.chosen.get(problem) or self._choose(problem, a, b, added, d)
-            if chosen is not None and chosen[0].run(chosen[1], a, b, added, d) == SUCCESS:
+            matmul, algorithm = self.chosen.get(problem) or self._choose(problem, a, b, added, d)
+            if matmul.run(algorithm, a, b, added, d) == SUCCESS:
                 return d
         self.chosen[problem] = None
         return None
 
     def _choose(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor
-    ) -> tuple[Matmul, Algorithm] | None:
-        """Try all algorithms and return the fastest one, or None if no algorithm runs.
+    ) -> tuple[Matmul, Algorithm]:
+        """Try all algorithms and return the fastest one. Raise CublasLtError if none runs.
 
         The trials write to d, or to a new tensor if d is the same tensor as `added`. If an earlier
         process has cached its choice, the cached algorithm is returned without trials.
@@ -362,17 +362,16 @@ class Products:
         d = torch.empty_like(d) if d is added else d
         launches = [functools.partial(matmul.run, algorithm, a, b, added, d) for algorithm in named]
         same, decisive = same_as_first(launches, d, added)
-        if not same:
-            return None
         # If the comparison is not decisive, do not store a choice, so that the next product of this
         # kind repeats the trials.
         if not decisive:
             return matmul, named[same[0]]
-        best = fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0
-        self.chosen[problem] = matmul, named[same[best]]
+        best = fastest(_times([launches[number] for number in same]))
+        algorithm = named[same[best]]
+        self.chosen[problem] = matmul, algorithm
         # The folder of caches may be read-only.
         with suppress(InputError):
-            replace_file(cached, bytes(named[same[best]]))
+            replace_file(cached, bytes(algorithm))
         return self.chosen[problem]
 
 
@@ -409,7 +408,7 @@ def same_as_first(
     Return the indices of these launches, and True if the comparison is decisive. The comparison is
     not decisive if the product is zero or if d is not finite, because different algorithms could
     then write the same bits. Instead of all bits, checksums are compared: d is read as int64
-    numbers, and the numbers are added up.
+    numbers, and the numbers are added up. Raise CublasLtError if no launch succeeds.
     """
     ran = []
     sums = []
@@ -418,7 +417,7 @@ def same_as_first(
             ran.append(number)
             sums.append(d.view(torch.int64).sum())
     if not ran:
-        return [], False
+        raise CublasLtError("no algorithm of the heuristic runs")
     unchanged = torch.zeros_like(sums[0]) if added is None else added.view(torch.int64).sum()
     # It suffices to check the result of the last launch: whether d is finite depends on the
     # operands, not on the algorithm. The sum is not computed in FP64, because that would copy d.
