@@ -354,8 +354,9 @@ class Products:
         matmul = Matmul(self, problem)
         cached = cache_file(self._kind, problem)
         with suppress(OSError, ValueError):
-            self.chosen[problem] = matmul, Algorithm.from_buffer_copy(cached.read_bytes())
-            return self.chosen[problem]
+            algorithm = Algorithm.from_buffer_copy(cached.read_bytes())
+            self.chosen[problem] = matmul, algorithm
+            return matmul, algorithm
         # The heuristic must know the scales, because not all algorithms support scales.
         matmul.set_pointers(a, b)
         named = matmul.named_by_heuristic()
@@ -372,7 +373,7 @@ class Products:
         # The folder of caches may be read-only.
         with suppress(InputError):
             replace_file(cached, bytes(algorithm))
-        return self.chosen[problem]
+        return matmul, algorithm
 
 
 def cache_file(kind: tuple[Any, ...], problem: Problem) -> Path:
