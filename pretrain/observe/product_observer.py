@@ -13,7 +13,7 @@ compares products with exact products (pretrain/observe/product_check.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -46,18 +46,6 @@ class ObservedProduct(NamedTuple):
     right: str
 
 
-class _Call(NamedTuple):
-    """The arguments of a call of `watched` (pretrain/precision/observed.py)."""
-
-    # The names of the linears. There are several if a product is fused.
-    names: Sequence[str]
-    gemm: str
-    # The kinds of both operands of an emulated product, otherwise None.
-    emulated: Sequence[str] | None
-    # True if a library computes the transpose of the product.
-    swapped: bool
-
-
 class ProductObserver:
     """Record the products of each linear.
 
@@ -80,9 +68,10 @@ class ProductObserver:
         # Map each linear, or the first linear of each fused product, to its number. The linears are
         # numbered in the order of their first products.
         self._numbers: dict[str, int] = {}
-        # The calls of `watched` whose `with` blocks are running, the innermost last. The blocks are
-        # nested if a layer is recomputed inside the backward of another product.
-        self._calls: list[_Call] = []
+        # For each `watched` block that is running, the function that records a product. It gets the
+        # kinds of both operands. The innermost block is the last one. Blocks are nested if a layer
+        # is recomputed inside the backward of another product.
+        self._running: list[Callable[[Sequence[str]], None]] = []
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -130,39 +119,36 @@ class ProductObserver:
         only during the `with` body, because a dispatch mode around a whole step would prevent
         torch.compile from compiling the step.
         """
-        self._calls.append(_Call(names, gemm, emulated, swapped))
+
+        def record(kinds: Sequence[str]) -> None:
+            product = ObservedProduct(gemm, *(emulated or (kinds[::-1] if swapped else kinds)))
+            for name in names:
+                self.products.setdefault(name, []).append(product)
+
+        self._running.append(record)
         try:
             with _TorchProducts(self):
                 yield
         finally:
-            self._calls.pop()
+            self._running.pop()
 
     def torch_product(self, left: Tensor, right: Tensor) -> None:
         """Record a product of torch: left [m, k] times right [k, n] or [experts, k, n].
 
         The dispatch mode calls this method with the tensors that the kernel receives.
         """
-        call = self._calls[-1]
-        self._record(call, call.emulated or [dtype_name(left.dtype), dtype_name(right.dtype)])
+        self._running[-1]([dtype_name(left.dtype), dtype_name(right.dtype)])
 
     def scaled_product(self, *codes: Tensor) -> None:
         """Record a grouped product of torch in FP8, whose two operands have the values `codes`."""
         grids = dict(FP8_FORMATS.values())
-        kinds = [f"{grids[values.dtype].name.lower()} tensor-scaled" for values in codes]
-        self._record(self._calls[-1], kinds)
+        self._running[-1]([f"{grids[values.dtype].name.lower()} tensor-scaled" for values in codes])
 
     def library_product(self, *operands: Any) -> None:
         """Record a GEMM of Transformer Engine or cublasLt, which multiplies two `operands`."""
-        if not self._calls:
-            return
-        call = self._calls[-1]
-        te = sys.modules.get("transformer_engine.pytorch")
-        kinds = [operand_kind(te, operand) for operand in operands]
-        self._record(call, kinds[::-1] if call.swapped else kinds)
-
-    def _record(self, call: _Call, kinds: Sequence[str]) -> None:
-        for name in call.names:
-            self.products.setdefault(name, []).append(ObservedProduct(call.gemm, *kinds))
+        if self._running:
+            te = sys.modules.get("transformer_engine.pytorch")
+            self._running[-1]([operand_kind(te, operand) for operand in operands])
 
 
 class _TorchProducts(TorchDispatchMode):
