@@ -126,12 +126,9 @@ def make_engines(
     Return a dict that maps the name of each precision to its engine, or to None if the precision is
     not quantized.
     """
-    kinds: dict[str, Callable[[ActivePrecision, torch.device], GemmEngine]] = {
+    kinds: dict[str, Callable[[ActivePrecision, torch.device], GemmEngine | None]] = {
+        "torch": lambda *_: None,
         "emulation": EmulationEngine,
         "transformer_engine": transformer_engine.TransformerEngine,
     }
-    engines: dict[str, GemmEngine | None] = {}
-    for active in actives:
-        kind = kinds.get(active.engine)
-        engines[active.precision.name] = kind(active, device) if kind else None
-    return engines
+    return {active.precision.name: kinds[active.engine](active, device) for active in actives}
