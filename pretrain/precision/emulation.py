@@ -217,8 +217,8 @@ class EmulatedGemm(Gemm):
         elif kind == "forward":
             right = right.unflatten(0, (len(ends), -1))
         else:
-            # The weight is [in, experts x out]. The product sums along `out` for each expert.
-            right = _by_expert(right, len(ends)).mT
+            # The weight is [in, experts x out]. It becomes [experts, out, in].
+            right = right.unflatten(1, (len(ends), -1)).permute(1, 2, 0)
         with watched(self.members, kind, self._engine.kinds(kind)):
             product = grouped.matmul(kind, left, right, ends)
         scale = _product_scale(a, b)
@@ -240,11 +240,6 @@ class EmulatedGemm(Gemm):
     def restore(self, tensors: Sequence[Any], rest: Any) -> list[BothWays]:  # type: ignore[override]
         x, scale = tensors
         return [BothWays(None, self.quantize_along("input", x, "rows", scale))]
-
-
-def _by_expert(values: Tensor, experts: int) -> Tensor:
-    """Return a view [experts, in, out] of `values` [in, experts x out]."""
-    return values.unflatten(1, (experts, -1)).transpose(0, 1)
 
 
 def _product_scale(left: Operand, right: Operand) -> Tensor | None:
