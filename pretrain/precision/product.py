@@ -341,11 +341,6 @@ class LinearPass:
 class SingleWeightPass(LinearPass):
     """The pass of a layer whose weight is one tensor."""
 
-    # The quantized weight, from forward to backward.
-    weight: Operand
-    # True if all gradients have been quantized after the backward of this pass.
-    ends_backward: bool
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
         """Return the output [tokens, out] for x [tokens, in], and the data to save for `backward`.
 
@@ -353,8 +348,10 @@ class SingleWeightPass(LinearPass):
         """
         gemm = self.gemm
         gemm.begin(x)
+        # True if all gradients have been quantized after the backward of this pass.
         self.ends_backward = self.differentiable and gemm.is_first_in_forward()
         operand = self.quantize("input", x)
+        # The quantized weight, from forward to backward.
         self.weight = gemm.weight_operand(
             lambda: weight, refresh=self.refresh, differentiable=self.differentiable
         )
