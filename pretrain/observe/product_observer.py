@@ -15,11 +15,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundation.overrides import overridden
@@ -29,7 +27,8 @@ from pretrain.precision.observed import FP8_FORMATS, ActiveObserver, dtype_name,
 # of addmm is not a factor: the product is added to it, and it may be an FP32 sum.
 _aten = torch.ops.aten
 FACTORS = {
-    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2)),
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear), slice(0, 2)),
+    **dict.fromkeys((_aten._grouped_mm, _aten._scaled_grouped_mm), slice(0, 2)),
     **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3)),
 }
 
@@ -84,7 +83,7 @@ class ProductObserver:
 
         def gemm(a: Any, transposes_a: bool, b: Any, *rest: Any, **options: Any) -> Any:
             # cuBLAS stores matrices by columns, so Transformer Engine swaps the two operands.
-            self.library_product(b, a)
+            self.record(b, a)
             return multiply(a, transposes_a, b, *rest, **options)
 
         with ExitStack() as overrides:
@@ -120,35 +119,26 @@ class ProductObserver:
         torch.compile from compiling the step.
         """
 
-        def record(kinds: Sequence[str]) -> None:
+        def add(kinds: Sequence[str]) -> None:
             product = ObservedProduct(gemm, *(emulated or (kinds[::-1] if swapped else kinds)))
             for name in names:
                 self.products.setdefault(name, []).append(product)
 
-        self._running.append(record)
+        self._running.append(add)
         try:
             with _TorchProducts(self):
                 yield
         finally:
             self._running.pop()
 
-    def torch_product(self, left: Tensor, right: Tensor) -> None:
-        """Record a product of torch: left [m, k] times right [k, n] or [experts, k, n].
+    def record(self, *operands: Any) -> None:
+        """Record a product, if it runs inside a `watched` block.
 
-        The dispatch mode calls this method with the tensors that the kernel receives.
+        The operands are tensors as the kernel receives them, or quantized tensors of Transformer
+        Engine.
         """
-        self._running[-1]([dtype_name(left.dtype), dtype_name(right.dtype)])
-
-    def scaled_product(self, *codes: Tensor) -> None:
-        """Record a grouped product of torch in FP8, whose two operands have the values `codes`."""
-        grids = dict(FP8_FORMATS.values())
-        self._running[-1]([f"{grids[values.dtype].name.lower()} tensor-scaled" for values in codes])
-
-    def library_product(self, *operands: Any) -> None:
-        """Record a GEMM of Transformer Engine or cublasLt, which multiplies two `operands`."""
         if self._running:
-            te = sys.modules.get("transformer_engine.pytorch")
-            self._running[-1]([operand_kind(te, operand) for operand in operands])
+            self._running[-1]([operand_kind(operand) for operand in operands])
 
 
 class _TorchProducts(TorchDispatchMode):
@@ -163,21 +153,20 @@ class _TorchProducts(TorchDispatchMode):
     ) -> Any:
         factors = FACTORS.get(function.overloadpacket)
         if factors:
-            self._observer.torch_product(*args[factors])
-        elif function.overloadpacket is _aten._scaled_grouped_mm:
-            self._observer.scaled_product(*args[:2])
+            self._observer.record(*args[factors])
         return function(*args, **(kwargs or {}))
 
 
-def operand_kind(te: ModuleType | None, operand: Any) -> str:
+def operand_kind(operand: Any) -> str:
     """Return the number format and scaling of an operand, such as "e4m3 tensor-scaled".
 
-    For an unquantized tensor, return the name of its dtype.
-
-    te: the module transformer_engine.pytorch, or None if it is not imported.
+    For an unquantized tensor, return the name of its dtype. torch's FP8 tensors are operands of
+    grouped products, in which all rows have the scale of the tensor.
     """
+    te = sys.modules.get("transformer_engine.pytorch")
     if te is None or not isinstance(operand, te.QuantizedTensorStorage):
-        return dtype_name(operand.dtype)
+        grid = dict(FP8_FORMATS.values()).get(operand.dtype)
+        return f"{grid.name.lower()} tensor-scaled" if grid else dtype_name(operand.dtype)
     in_blocks = {
         te.NVFP4TensorStorage: 16,
         te.MXFP8TensorStorage: 32,

@@ -82,7 +82,7 @@ def see(left: Any, right: Any) -> None:
     if observer is not None:
         # Pass `right` first. Libraries swap the operands of a product, because cuBLAS stores
         # matrices column by column.
-        observer.library_product(right, left)
+        observer.record(right, left)
 
 
 def fp8_format(te: ModuleType, dtype: Any) -> tuple[torch.dtype, Grid]:
