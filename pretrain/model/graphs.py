@@ -86,10 +86,6 @@ class MicrobatchGraphs:
     # Bytes that an observer needs in later steps, and that no step before the first capture needs.
     # With `auto`, they must stay free too.
     later_bytes: int = 0
-    # The function `capture`, or a function with the same arguments.
-    record: Callable[..., tuple[Any, Tensor]] = capture
-    # Function that returns the free memory and the total memory of the GPU, in bytes.
-    memory: Callable[[], tuple[int, int]] = torch.cuda.mem_get_info
     # Map the key that `_replay` computes for a microbatch to the graph, the loss of the graph, the
     # buffers of the microbatch, and the buffer of the factor of the loss.
     captured: dict[Any, tuple[Any, Tensor, Microbatch, Tensor]] = field(default_factory=dict)
@@ -138,7 +134,7 @@ class MicrobatchGraphs:
 
         The activations of a microbatch are the peak of earlier steps minus the present memory.
         """
-        free, total = self.memory()
+        free, total = torch.cuda.mem_get_info()
         activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         reserve = 0 if self.status == "on" else int(SPARE * total) + self.later_bytes
         figures = (
@@ -162,7 +158,7 @@ class MicrobatchGraphs:
                 gemm.overwrites = True
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
             factor = torch.empty((), device=accelerator.device)
-            recorded = self.record(
+            recorded = capture(
                 lambda: compute_microbatch(model, accelerator, fixed, factor),
                 next((graph.pool() for graph, *_ in self.captured.values()), None),
             )

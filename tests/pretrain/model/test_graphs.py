@@ -21,6 +21,7 @@ from foundation.errors import InputError
 from foundation.units import GIB
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
+from pretrain.model import graphs as graphs_module
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.graphs import SPARE, MicrobatchGraphs
@@ -81,16 +82,23 @@ def record(function: Callable[[], Tensor], pool: str | None) -> tuple[Recorded, 
     return graph, graph.loss
 
 
-def make_graphs(
-    status: str,
-    report: Callable[[str], None],
-    record: Callable[..., Any] = record,
-    *,
-    free: int = 80 * GIB,
-    later_bytes: int = 0,
-) -> MicrobatchGraphs:
-    """Return graphs of a device with 80 GiB, of which `free` bytes are free."""
-    return MicrobatchGraphs(status, report, later_bytes, record, lambda: (free, 80 * GIB))
+@pytest.fixture
+def make_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MicrobatchGraphs]:
+    """Return a function that makes graphs of a device with 80 GiB, of which `free` are free."""
+
+    def make(
+        status: str,
+        report: Callable[[str], None],
+        record: Callable[..., Any] = record,
+        *,
+        free: int = 80 * GIB,
+        later_bytes: int = 0,
+    ) -> MicrobatchGraphs:
+        monkeypatch.setattr(graphs_module, "capture", record)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
+        return MicrobatchGraphs(status, report, later_bytes)
+
+    return make
 
 
 def assemble(kind: str, penalty: str | None = None) -> PackedLanguageModel:
@@ -139,7 +147,10 @@ def trained(
     ("kind", "penalty"), [("gpt2", None), ("qwen3", None), ("qwen3", "non_max_sum")]
 )
 def test_steps_with_graphs_equal_other_steps_bit_for_bit(
-    kind: str, penalty: str | None, accelerator: Accelerator
+    make_graphs: Callable[..., MicrobatchGraphs],
+    kind: str,
+    penalty: str | None,
+    accelerator: Accelerator,
 ) -> None:
     expected = trained(assemble(kind, penalty), accelerator, compute_microbatch)
     packed = assemble(kind, penalty)
@@ -153,7 +164,9 @@ def test_steps_with_graphs_equal_other_steps_bit_for_bit(
     assert sum(graph.runs for graph, *_ in graphs.captured.values()) == 9
 
 
-def test_captured_weights_stay_at_their_addresses_after_a_reset(accelerator: Accelerator) -> None:
+def test_captured_weights_stay_at_their_addresses_after_a_reset(
+    make_graphs: Callable[..., MicrobatchGraphs], accelerator: Accelerator
+) -> None:
     packed = assemble("qwen3")
     graphs = make_graphs("on", pytest.fail)
     forward_backward(packed, batches_of([3], 0), accelerator, compute=graphs.compute)
@@ -169,7 +182,9 @@ def test_captured_weights_stay_at_their_addresses_after_a_reset(accelerator: Acc
     assert packed.fused.products[0].plain.weight[0, 0] == 0.5
 
 
-def test_dropped_graphs_and_weights_are_made_again(accelerator: Accelerator) -> None:
+def test_dropped_graphs_and_weights_are_made_again(
+    make_graphs: Callable[..., MicrobatchGraphs], accelerator: Accelerator
+) -> None:
     """A run drops its graphs when its precision changes."""
     plain = assemble("qwen3")
     expected = trained(plain, accelerator, compute_microbatch)
@@ -202,6 +217,7 @@ def test_dropped_graphs_and_weights_are_made_again(accelerator: Accelerator) -> 
     ],
 )
 def test_auto_uses_graphs_if_memory_stays_free(
+    make_graphs: Callable[..., MicrobatchGraphs],
     spare: float,
     later_bytes: int,
     expected: str,
@@ -223,7 +239,9 @@ def test_auto_uses_graphs_if_memory_stays_free(
 
 
 def test_on_needs_memory_for_a_second_microbatch_only(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+    make_graphs: Callable[..., MicrobatchGraphs],
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4 * GIB)
     packed = assemble("gpt2")
@@ -235,7 +253,9 @@ def test_on_needs_memory_for_a_second_microbatch_only(
         forward_backward(packed, batches_of([3], 0), accelerator, compute=full.compute)
 
 
-def test_without_a_capture_auto_continues_and_on_stops(accelerator: Accelerator) -> None:
+def test_without_a_capture_auto_continues_and_on_stops(
+    make_graphs: Callable[..., MicrobatchGraphs], accelerator: Accelerator
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -255,7 +275,10 @@ def test_without_a_capture_auto_continues_and_on_stops(accelerator: Accelerator)
 
 
 def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
-    train_here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_graphs: Callable[..., MicrobatchGraphs],
+    train_here: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps with gradient statistics have graphs too."""
 
