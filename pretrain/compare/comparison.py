@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, why_not_paired
+from pretrain.compare.fairness import (
+    ends_of,
+    loss_differences,
+    recipe_of,
+    same_held_out,
+    why_not_paired,
+)
 from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord
+from pretrain.settings.config import settings_without
 
 # Colours of the first ten runs: the default palette of Tableau and plotly, whose colours are easy
 # to distinguish. The next ten runs have the same colours and the next dash in DASHES, and so on.
@@ -24,6 +34,23 @@ COLOURS = (
     "#17BECF",
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
+# Keys, and prefixes of keys, in which the runs of one group may differ. They include the keys for
+# the location of the data, because the fingerprint of the packs is compared instead.
+_WITHIN = (
+    "seed",
+    "name",
+    "run_dir",
+    "log.",
+    "checkpoint.",
+    "health.",
+    "parity",
+    "batch.microbatch",
+    "evaluate.samples",
+    "data.packs",
+    "data.source",
+    "data.tokenizer",
+)
+_SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
 @dataclass(frozen=True)
@@ -31,8 +58,10 @@ class ComparedRun:
     """A run compared with the baseline. Properties whose value is not known are None."""
 
     run: RunRecord
-    # The baseline run.
+    # The run of the baseline's group that has the same seed, or the first run if there is none.
     base: RunRecord
+    # Name of the group of runs that differ from `run` only in their seeds.
+    group: str
     # Name of `run`, unique within a comparison.
     label: str
     # Colour of the curves of `run`, such as "#1F77B4".
@@ -42,7 +71,7 @@ class ComparedRun:
 
     @property
     def is_baseline(self) -> bool:
-        """Return True if `run` is the baseline."""
+        """Return True if `run` belongs to the baseline's group."""
         return self.run is self.base
 
     @cached_property
@@ -73,7 +102,7 @@ class ComparedRun:
         """Return the run's training loss at the end minus the baseline's, in nats per token.
 
         The difference is a mean over the last steps that both runs have. Return None if the run is
-        the baseline, or if the difference cannot be computed. `not_paired` returns the reason.
+        its own baseline, or if the difference cannot be computed. `not_paired` returns the reason.
         """
         if self.is_baseline or self.not_paired:
             return None
@@ -83,7 +112,7 @@ class ComparedRun:
     def speedup(self) -> float | None:
         """Return the speed of the run divided by the baseline's speed.
 
-        Return None if the run is the baseline, or if one of the two speeds is not known. Also
+        Return None if the run is its own baseline, or if one of the two speeds is not known. Also
         return None if the two runs used different kinds of machines, because the ratio would show
         the effect of the machine instead of the precision. Software versions may differ, because
         their effect may be the subject of the comparison.
@@ -94,20 +123,24 @@ class ComparedRun:
 
 
 def compare(runs: Sequence[RunRecord]) -> list[ComparedRun]:
-    """Compare each of `runs` with the first run, which is the baseline.
+    """Compare each of `runs` with the baseline's run that has the same seed.
 
-    Call `check_comparable` first.
+    The baseline is the group of the first run.
     """
     labels = unique_names([run.name for run in runs], runs)
+    groups = group_names(runs)
+    in_groups = list(zip(runs, groups, strict=True))
+    base_runs = {run.config["seed"]: run for run, group in in_groups if group == groups[0]}
     return [
         ComparedRun(
             run,
-            base=runs[0],
+            base=base_runs.get(run.config["seed"], runs[0]),
+            group=group,
             label=label,
             colour=COLOURS[index % len(COLOURS)],
             dash=DASHES[index // len(COLOURS) % len(DASHES)],
         )
-        for index, (run, label) in enumerate(zip(runs, labels, strict=True))
+        for index, ((run, group), label) in enumerate(zip(in_groups, labels, strict=True))
     ]
 
 
@@ -124,7 +157,7 @@ def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
             notes.append(f"{compared.label} {run.broke_off}: {reason}")
         elif compared.not_paired and run.config["seed"] == compared.base.config["seed"]:
             notes.append(
-                f"{compared.label} is not paired with {compared_runs[0].label}, so their training "
+                f"{compared.label} is not paired with {compared.base.name}, so their training "
                 f"losses are not compared: {compared.not_paired}."
             )
         if run.changed_settings:
@@ -154,6 +187,30 @@ def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
     return notes
 
 
+def group_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the name of the group of each run. Runs that differ only in their seeds are a group.
+
+    The name of a group is the name of its first run without the part for the seed, such as
+    "seed=3".
+
+    A group has only one run per seed. If two runs have the same settings and the same seed, all
+    runs with these settings are divided into groups by their folders: the runs of a group have the
+    same folder path, except for the part for the seed.
+    """
+    keys = [(str(_settings(run)), run.config["seed"]) for run in runs]
+    repeated = {training for (training, _), number in Counter(keys).items() if number > 1}
+    groups = [
+        (training, str(run.path.parent / _without_seed(run)) if training in repeated else "")
+        for run, (training, _) in zip(runs, keys, strict=True)
+    ]
+    first_runs: dict[tuple[str, str], RunRecord] = {}
+    for group, run in zip(groups, runs, strict=True):
+        first_runs.setdefault(group, run)
+    names = [_without_seed(run) or run.name for run in first_runs.values()]
+    by_group = dict(zip(first_runs, unique_names(names, [*first_runs.values()]), strict=True))
+    return [by_group[group] for group in groups]
+
+
 def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
     """Return a unique name for each run.
 
@@ -164,6 +221,23 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
         name if names.count(name) == 1 else str(run.path)
         for name, run in zip(names, runs, strict=True)
     ]
+
+
+def _without_seed(run: RunRecord) -> str:
+    """Return the name of a run without a part such as "seed=3"."""
+    return _SEED_IN_A_NAME.sub("", run.name).strip("-_.,")
+
+
+def _settings(run: RunRecord) -> dict[str, Any]:
+    """Return the properties that must be equal in all runs of a group, by dotted key."""
+    return {
+        **settings_without(recipe_of(run), _WITHIN),
+        "precision": run.precision,
+        "backend": run.engine,
+        "data.fingerprint": run.data_fingerprint,
+        **run.source_config,
+        **run.changed_settings,
+    }
 
 
 def hardware_speed(run: RunRecord) -> float | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,21 +131,6 @@ class LossDifference(Sample):
 
     # Mean loss of the baseline's runs with the seeds in `by_seed`.
     baseline: float
-
-    @classmethod
-    def of(
-        cls, losses: Mapping[int, float], baseline: Mapping[int, float]
-    ) -> LossDifference | None:
-        """Compare the losses of a group of runs with the losses of the baseline's runs.
-
-        `losses` and `baseline` map each seed to the finite loss of its run. Only seeds that both
-        mappings contain are included. Return None if there is no such seed.
-        """
-        seeds = sorted(losses.keys() & baseline.keys())
-        if not seeds:
-            return None
-        baseline_mean = statistics.fmean(baseline[seed] for seed in seeds)
-        return cls({seed: losses[seed] - baseline[seed] for seed in seeds}, baseline_mean)
 
     def verdict(self, margin: float, error: float) -> str:
         """Return the verdict, which stays valid if seeds are added one by one.

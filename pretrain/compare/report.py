@@ -19,7 +19,7 @@ from pretrain.compare.comparison import ComparedRun, compare, notes_on
 from pretrain.compare.differences import MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import check_replaceable, render
-from pretrain.compare.seed_groups import SeedComparison, grouped
+from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import RunRecord, read_run
 
@@ -28,7 +28,7 @@ from pretrain.metrics.run_record import RunRecord, read_run
 class Report:
     """Comparison of runs with a baseline. Runs that differ only in their seeds form groups."""
 
-    # The runs, each compared with the first run, which is the baseline.
+    # The runs, the baseline first. Each run is compared with the baseline's run of the same seed.
     compared_runs: list[ComparedRun]
     # Comparison of the groups with the first group. A group may have only one run.
     seeds: SeedComparison
@@ -41,7 +41,7 @@ class Report:
         *,
         margin: float = MARGIN,
     ) -> Report:
-        """Compare each of `runs` with the first run, which is the baseline.
+        """Compare each of `runs` with the baseline, which is the group of the first run.
 
         Raises InputError if a run cannot be compared fairly with the first run.
 
@@ -52,10 +52,11 @@ class Report:
             margin: Largest difference that counts as equivalent over seeds, as a share of the
                 baseline's loss.
         """
-        base_group, *other_groups = grouped(runs).values()
-        over_seeds = len(base_group) > 1 and bool(other_groups)
+        compared_runs = compare(runs)
+        base_runs = [compared for compared in compared_runs if compared.is_baseline]
+        over_seeds = 1 < len(base_runs) < len(runs)
         check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
-        return cls(compare(runs), SeedComparison.over(runs, margin))
+        return cls(compared_runs, SeedComparison.over(compared_runs, margin))
 
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes, as paragraphs of a Markdown text."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from pretrain.compare.columns import figures_of
 from pretrain.compare.comparison import compare, notes_on
 from pretrain.metrics.run_record import read_run
@@ -87,3 +89,21 @@ def test_every_run_has_its_own_label_and_line(tmp_path: Path):
     compared_runs = compare(runs)
     assert len({(compared.colour, compared.dash) for compared in compared_runs}) == 12
     assert len({compared.label for compared in compared_runs}) == 12
+
+
+def test_a_run_is_compared_with_the_baseline_run_of_its_seed(tmp_path: Path):
+    levels = {("bf16", 1): 3.0, ("bf16", 2): 4.0, ("delayed", 1): 3.1, ("delayed", 2): 4.2}
+    runs = [
+        trained(
+            tmp_path / f"{precision}-seed={seed}",
+            [level] * 4,
+            f"seed={seed}",
+            f"precision={precision}",
+        )
+        for (precision, seed), level in levels.items()
+    ]
+    compared_runs = compare(runs)
+    assert [compared.is_baseline for compared in compared_runs] == [True, True, False, False]
+    assert [compared.loss_gap for compared in compared_runs[2:]] == pytest.approx([0.1, 0.2])
+    speedups = [compared.speedup for compared in compared_runs]
+    assert speedups == [None, None, 1.0, 1.0] and notes_on(compared_runs)[1:] == []

@@ -11,8 +11,9 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
+from pretrain.compare.comparison import compare, group_names, notes_on
 from pretrain.compare.report import Report
-from pretrain.compare.seed_groups import SeedComparison, grouped
+from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run, rows_of, trained
 
@@ -81,14 +82,13 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def over(folders: list[Path]) -> SeedComparison:
-    return SeedComparison.over([read_run(path) for path in folders])
+    return SeedComparison.over(compare([read_run(path) for path in folders]))
 
 
 def test_runs_that_differ_in_seed_are_a_group_and_repeats_another(folders: list[Path]):
     runs = [read_run(path) for path in folders]
-    groups = {name: list(by_seed) for name, by_seed in grouped(runs).items()}
-    four = [1, 2, 3, 4]
-    assert groups == {"bf16": four, "delayed": four, "nvfp4": four, "bf16_again": [2]}
+    groups = [name for name in ("bf16", "delayed", "nvfp4") for _ in range(4)]
+    assert group_names(runs) == [*groups, "bf16_again"]
 
 
 def test_the_engine_and_options_of_a_precision_separate_groups(tmp_path: Path):
@@ -106,12 +106,12 @@ def test_the_engine_and_options_of_a_precision_separate_groups(tmp_path: Path):
             audit={"backend": "emulation"},
         )
     )
-    assert [*grouped(runs)] == ["a", "b", "c"]
+    assert group_names(runs) == ["a", "b", "c"]
     plain = [
         trained(tmp_path / "p" / f"run-seed{seed}", (3.0,) * 4, f"seed={seed}", setting)
         for seed, setting in ((1, "fp8_config.margin=1"), (2, "data.packs=elsewhere"))
     ]
-    assert len(grouped(plain)) == 1, (
+    assert len(set(group_names(plain))) == 1, (
         "BF16 ignores options of FP8, and the fingerprint identifies packs"
     )
 
@@ -181,7 +181,7 @@ def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path:
         )
         for seed in (1, 2, 3)
     ]
-    comparison = SeedComparison.over(runs)
+    comparison = SeedComparison.over(compare(runs))
     assert not comparison.held_out
     assert comparison.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
     rows = rows_of("\n".join(Report.over(runs).tables()))
@@ -194,8 +194,10 @@ def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path:
         held_out=False,
         fingerprint="ef56",
     )
-    [note] = SeedComparison.over([*runs[:3], *runs[4:], other]).notes
-    assert "other data" in note and note.endswith(": other.")
+    compared_runs = compare([*runs[:3], *runs[4:], other])
+    assert SeedComparison.over(compared_runs).results[2].verdict == "not compared"
+    note, *_ = notes_on(compared_runs)
+    assert "other is not paired with bf16-seed1" in note and "`data.fingerprint`: ab12" in note
 
 
 def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
