@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from pretrain.compare.comparison import compare
 from pretrain.compare.figures import (
     COLOUR,
     HELD_OUT_COLOUR,
@@ -138,6 +139,7 @@ def test_curves_are_drawn_by_step_or_by_tokens_if_steps_differ(tmp_path):
 
 
 def test_any_run_has_a_loss_plot_and_a_page(tmp_path):
+    runs = [trained(tmp_path / "other", (4.0, 3.0, 2.0))]
     for name, losses in LOSSES.items():
         run = trained(
             tmp_path / f"cost $2^4$ and $x {name}",
@@ -148,10 +150,9 @@ def test_any_run_has_a_loss_plot_and_a_page(tmp_path):
         picture = picture_of_run(run)
         assert shows(COLOUR, picture) or losses[0] is None
         assert shows(HELD_OUT_COLOUR, picture) or not run.evaluations
-        other = trained(tmp_path / f"other {name}", (4.0, 3.0, 2.0))
-        on_other_data = trained(tmp_path / f"t {name}", losses, fingerprint="cd")
-        assert "</html>" in page_of([other, run, on_other_data], tmp_path, "data")
-    assert "</html>" in page_of([run], tmp_path, "data")
+        assert curves_figure(compare([run])).data
+        runs += [run, trained(tmp_path / f"t {name}", losses, fingerprint="cd")]
+    assert "</html>" in page_of(runs, tmp_path, "data")
 
 
 def test_an_audit_of_several_phases_shows_precisions_and_engines(tmp_path):

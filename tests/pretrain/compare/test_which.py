@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,13 @@ def test_the_anytime_interval_misses_no_more_often_than_stated() -> None:
     assert all(count / trials < error for error, count in missed.items())
 
 
-@pytest.mark.parametrize("cost", [0.003, -0.003])
-def test_a_cost_of_the_margin_is_rarely_called_equivalent(cost: float) -> None:
+def test_a_cost_of_the_margin_is_rarely_called_equivalent() -> None:
     draw = np.random.default_rng(0)
-    trials = 1000
+    trials = 400
     error = 0.05
     equivalent = 0
     for _ in range(trials):
-        words = anytime_verdicts(draw.normal(cost, 0.001, SEEDS), error)
+        words = anytime_verdicts(draw.normal(0.003, 0.001, SEEDS), error)
         equivalent += any(word == EQUIVALENT or WITHIN_MARGIN in word for word in words)
     assert equivalent / trials < error
 
@@ -168,9 +168,10 @@ def test_a_question_is_answered_and_resumed(
     assert not list(tmp_path.glob("which/rounds/current*")), "there is no checkpoint to branch from"
     command[0] = os.path.relpath(file)
     assert which.main(commands.read("which", [*command, "--hours", "0.00001"])) == 1
-    verdict_file = tmp_path / "which" / "verdict.json"
     # There is one candidate, because the head of current+head stays in BF16.
-    (verdict,) = json.loads(verdict_file.read_text())["candidates"].values()
+    (verdict,) = json.loads((tmp_path / "which" / "verdict.json").read_text())[
+        "candidates"
+    ].values()
     ((seed, cost),) = verdict["served"]["by_seed"].items()
     assert seed == "42" and cost != 0
     assert verdict["speedup"] is None and verdict["memory_gib"] is None
@@ -181,11 +182,6 @@ def test_a_question_is_answered_and_resumed(
     (rounds / "current-seed=42" / "summary.json").write_text("{")
     with pytest.raises(InputError, match=re.escape(f"all folders of this seed in {rounds}, ")):
         which.main(commands.read("which", [*command, "--hours", "0.00001"]))
-    for folder in rounds.glob("*-seed=42"):
-        shutil.rmtree(folder)
-    assert which.main(commands.read("which", [*command, "--hours", "0.00001"])) == 1
-    repeated = json.loads(verdict_file.read_text())["candidates"]["current"]
-    assert repeated["served"] == verdict["served"], "the seed was trained again"
 
 
 # Speed relative to the baseline's, and loss above the baseline's by seed.
@@ -248,22 +244,43 @@ class TrainedRounds:
         return json.loads((self.folder / "verdict.json").read_text())["candidates"]
 
 
-@pytest.fixture
-def trained_rounds(small_recipe: dict[str, Any], tmp_path: Path) -> TrainedRounds:
-    small_recipe["train"] = {"steps": 400}
-    file = write_recipe(small_recipe, tmp_path)
-    folder = tmp_path / "which"
+def new_question(recipe: dict[str, Any], path: Path) -> TrainedRounds:
+    """Return a question in the folder `path` before its first round."""
+    file = write_recipe(recipe | {"train": {"steps": 400}}, path)
+    folder = path / "which"
     folder.mkdir()
     (folder / "which.json").write_text(json.dumps(asdict(PLAN)))
     trainings = WhichTrainings(load_recipe(file), file, (), commands.ON_CPU, folder)
-    trained = TrainedRounds(file, folder, trainings, Rounds(RoundTimes(PLAN)))
-    trained.write_rounds(slope=-0.2)
-    return trained
+    return TrainedRounds(file, folder, trainings, Rounds(RoundTimes(PLAN)))
 
 
-def test_rounds_before_the_first_verdict_share_the_gpus(trained_rounds: TrainedRounds) -> None:
+@pytest.fixture
+def question(small_recipe: dict[str, Any], tmp_path: Path) -> TrainedRounds:
+    """A question before its first round."""
+    return new_question(small_recipe, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_rounds(
+    recipe_for: Callable[[Path], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> TrainedRounds:
+    """A question after five rounds. Tests must not change its runs and their files."""
+    path = tmp_path_factory.mktemp("which")
+    shared = new_question(recipe_for(path / "run"), path)
+    shared.write_rounds(slope=-0.2)
+    return shared
+
+
+@pytest.fixture
+def trained_rounds(question: TrainedRounds) -> TrainedRounds:
+    """A question after five rounds, whose files a test may change."""
+    question.write_rounds(slope=-0.2)
+    return question
+
+
+def test_rounds_before_the_first_verdict_share_the_gpus(question: TrainedRounds) -> None:
     """As many of these rounds are trained together as end within the time limit."""
-    trainings = trained_rounds.trainings
+    trainings = question.trainings
     rounds = Rounds(RoundTimes(PLAN, at_once=4))
     names = PLAN.candidates
 
@@ -289,15 +306,15 @@ def test_rounds_before_the_first_verdict_share_the_gpus(trained_rounds: TrainedR
 
 
 def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
-    trained_rounds: TrainedRounds, capsys: pytest.CaptureFixture[str]
+    shared_rounds: TrainedRounds, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [run for by_name in trained_rounds.rounds.runs for run in by_name.values()]
+    runs = [run for by_name in shared_rounds.rounds.runs for run in by_name.values()]
     assert set(Counter(group_names(runs)).values()) == {5}
-    assert trained_rounds.ask() == 1, "mxfp8 is open, and the hours are over"
+    assert shared_rounds.ask() == 1, "mxfp8 is open, and the hours are over"
     message = r"takes about (\S+) s, but only 0 s of --hours are left.*with --hours (\S+) or more"
     ((seconds, hours),) = re.findall(message, capsys.readouterr().out)
     assert float(seconds) < float(hours) * 3600 < 2 * float(seconds)
-    candidates = trained_rounds.candidates()
+    candidates = shared_rounds.candidates()
     words_and_advice = {
         name: (candidate["word"], candidate["advice"].split()[0])
         for name, candidate in candidates.items()
@@ -326,9 +343,9 @@ def test_every_candidate_gets_a_verdict_a_cost_in_tokens_and_advice(
 
 
 def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
-    trained_rounds: TrainedRounds,
+    shared_rounds: TrainedRounds,
 ) -> None:
-    rounds = trained_rounds.rounds
+    rounds = deepcopy(shared_rounds.rounds)
 
     def spread(name: str, differences: list[float]) -> None:
         for runs, difference in zip(rounds.runs, differences, strict=True):
@@ -361,12 +378,12 @@ def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
 
 
 def test_the_answer_calls_gains_upper_estimates_if_the_rate_decays_early(
-    trained_rounds: TrainedRounds,
+    question: TrainedRounds,
 ) -> None:
-    trainings = trained_rounds.trainings
+    trainings = question.trainings
 
     def is_reserved(*overrides: str) -> bool:
-        recipe = load_recipe(trained_rounds.file, overrides)
+        recipe = load_recipe(question.file, overrides)
         text = answer(replace(trainings, recipe=recipe), PLAN, [])
         return "All gains are upper estimates" in text
 
@@ -377,14 +394,14 @@ def test_the_answer_calls_gains_upper_estimates_if_the_rate_decays_early(
 
 
 def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
-    trained_rounds: TrainedRounds, capsys: pytest.CaptureFixture[str]
+    shared_rounds: TrainedRounds, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert trained_rounds.ask() == 1
+    assert shared_rounds.ask() == 1
     output = capsys.readouterr().out
     assert "faster than bf16 at equal loss, with 1.28 × the tokens" in output
-    low = trained_rounds.candidates()["delayed"]["gain_interval"][0]
+    low = shared_rounds.candidates()["delayed"]["gain_interval"][0]
     assert f"Train in delayed: 1.30 times ({low:.2f} to " in output
-    assert f"train_accelerate.py {trained_rounds.file} precision=delayed" in output
+    assert f"train_accelerate.py {shared_rounds.file} precision=delayed" in output
     assert miss_rates()[1] in " ".join(output.split())
     rows = rows_of(output)
     assert rows["bf16"][-1][:2] == ["5", "2.0000"] and rows["bf16"][-1][3] == "3,000"
@@ -392,10 +409,10 @@ def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
 
 
 def test_the_line_of_a_candidate_within_the_margin_shows_its_interval(
-    trained_rounds: TrainedRounds,
+    shared_rounds: TrainedRounds,
 ) -> None:
-    verdicts = trained_rounds.rounds.verdicts()
-    text = answer(trained_rounds.trainings, PLAN, verdicts)
+    verdicts = shared_rounds.rounds.verdicts()
+    text = answer(shared_rounds.trainings, PLAN, verdicts)
     interval = r" \((.*) % interval: (.*) to (.*) %, within ± 0.3 %\)"
     for verdict in verdicts:
         line = next(line for line in text.splitlines() if line.startswith(f"{verdict.name}:"))
@@ -426,23 +443,23 @@ def test_a_halted_candidate_is_done_and_later_rounds_count(
     assert "started" not in output
 
 
-def test_only_the_tokens_of_a_branch_count(trained_rounds: TrainedRounds) -> None:
+def test_only_the_tokens_of_a_branch_count(shared_rounds: TrainedRounds) -> None:
     plan = replace(PLAN, begin_with="step-00000080")
-    branched = replace(trained_rounds.rounds, times=RoundTimes(plan))
+    branched = replace(shared_rounds.rounds, times=RoundTimes(plan))
     tokens = (400 * np.exp(0.05 / 0.2) - 80) / 320
     assert verdict_of(plan, branched.runs, "nvfp4").tokens == pytest.approx(tokens)
-    text = answer(trained_rounds.trainings, plan, branched.verdicts())
+    text = answer(shared_rounds.trainings, plan, branched.verdicts())
     assert "train.begin_with=step-00000080" in text
     assert "This answer is about the checkpoint step-00000080." in text
 
 
-def test_the_gain_is_unknown_if_the_loss_does_not_fall(trained_rounds: TrainedRounds) -> None:
-    trained_rounds.write_rounds(slope=0.0, noise=0.1)
-    verdicts = trained_rounds.rounds.verdicts()
+def test_the_gain_is_unknown_if_the_loss_does_not_fall(question: TrainedRounds) -> None:
+    question.write_rounds(slope=0.0, noise=0.1)
+    verdicts = question.rounds.verdicts()
     delayed = verdicts[0]
     assert not delayed.is_open and delayed.tokens is None
     assert "not known" in delayed.advice
-    trainings = trained_rounds.trainings
+    trainings = question.trainings
     assert "Stay" not in answer(trainings, PLAN, verdicts)
     slow = Verdict("current", word=EQUIVALENT, advice=NO_GAIN)
     assert answer(trainings, PLAN, [slow]).endswith("Stay with bf16.")
@@ -454,7 +471,8 @@ def test_a_question_with_other_settings_is_refused(
     for options in (["--margin", "1"], ["--seeds", "4"]):
         with pytest.raises(InputError, match=options[0].strip("-")):
             trained_rounds.ask(*options)
-    write_recipe(small_recipe | {"optimizer": {"learning_rate": 0.5}}, tmp_path)
+    changed = {"train": {"steps": 400}, "optimizer": {"learning_rate": 0.5}}
+    write_recipe(small_recipe | changed, tmp_path)
     with pytest.raises(InputError, match="learning_rate"):
         trained_rounds.ask()
     (trained_rounds.folder / "which.json").write_text("{")
