@@ -151,7 +151,6 @@ def carry_out(
                 del run
                 accelerator.free_memory()
                 gc.collect()
-                streaming.continue_stream(job, ended)
                 run = build(job, ended, *surroundings)
                 run.trackers.log(ended.event)
         if not ended:

@@ -24,6 +24,7 @@ from pathlib import Path
 from threading import Thread
 from typing import BinaryIO
 
+from foundation.command import run_command
 from foundation.files import is_locked
 from foundation.signals import StopRequest
 from pretrain.launch import launcher
@@ -147,7 +148,7 @@ def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connec
         # An imported package has used CUDA in the server, so CUDA does not work here. Replace this
         # process by one that imports the modules itself.
         os.execv(sys.executable, launch.command)
-    sys.exit(launcher.run(launch))
+    sys.exit(run_command(lambda: launcher.run(launch)))
 
 
 def open_log(path: Path) -> BinaryIO:

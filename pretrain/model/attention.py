@@ -515,9 +515,8 @@ def flash_backward_in_parts(
     If one call of the kernel computes all heads of a group, the kernel adds the gradients of the
     heads to FP32 sums in memory. To avoid these sums, this function calls the kernel once for each
     query head of a group. The heads of one call share no KV head, so each gradient is written once.
-    On an H200, with groups of two and documents of 180 tokens, the two calls take 911 us together,
-    and a single call for all heads takes 1,299 us. With groups of four and documents of 4,096
-    tokens, a single call is faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
+    On an H200, this is faster with groups of two and short documents. With groups of four and
+    documents of 4,096 tokens, a single call for all heads is faster.
 
     Args:
         d_output: Gradient of the output [T, H, D].

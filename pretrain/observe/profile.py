@@ -1,4 +1,7 @@
-"""`--profile`: record one step with torch's profiler, and write a trace and a table of kernels."""
+"""`--profile`: record one step with torch's profiler, and write a trace and a table of kernels.
+
+The recorded step runs without CUDA graphs, so that the trace names the operation of each kernel.
+"""
 
 from __future__ import annotations
 

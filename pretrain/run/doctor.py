@@ -168,7 +168,14 @@ def try_training(recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple
     log = Path(f"{recipe['run_dir']}.log")
     launch = Launch(find_configuration("bf16" if gpu else "cpu"), (str(file),))
     training = start_training(launch, os.environ, log, StopRequest())
-    if not training.wait(SECONDS):
+    try:
+        has_ended = training.wait(SECONDS)
+    except BaseException:
+        # Ctrl-C does not reach the trial, which has a process group of its own.
+        training.signal(signal.SIGKILL)
+        training.wait()
+        raise
+    if not has_ended:
         training.signal(signal.SIGKILL)
         raise InputError(f"the trial took longer than {SECONDS} s")
     if training.status:

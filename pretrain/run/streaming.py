@@ -38,7 +38,9 @@ def start_stream(
     stream = job.data.stream
     if stream is None:
         return
-    continue_stream(job, source)
+    # Read from the first pack if there is no checkpoint, or if it belongs to another stream.
+    record = {} if source is None or source.is_of_another_stream(job) else source.record
+    stream.start_at(record.get("stream"))
     stream.packer = refused_together(
         lambda: (
             PackerProcess(job.recipe.data, stream.position) if accelerator.is_main_process else None
@@ -47,18 +49,6 @@ def start_stream(
     if stream.packer is not None:
         folder.enter_context(stream.packer)
     require_shared(stream.path)
-
-
-def continue_stream(job: Job, source: ResumePoint | None) -> None:
-    """Set the run's reading position in the stream to the position in `source`.
-
-    If `source` is None or belongs to another stream, the run reads from the first pack.
-    """
-    stream = job.data.stream
-    if stream is None:
-        return
-    record = {} if source is None or source.is_of_another_stream(job) else source.record
-    stream.start_at(record.get("stream"))
 
 
 def wait_for_packs(run: Run, steps: Prefetch[StepBatches], stop_code: Callable[[], int]) -> int:

@@ -12,6 +12,8 @@ from foundation.errors import InputError
 from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.compare import which
+from pretrain.compare.verdicts import USE, Verdict
+from pretrain.compare.which_answer import answer
 from pretrain.compare.which_plan import RoundTimes, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings, candidate_of, train
 from pretrain.settings import commands
@@ -179,3 +181,42 @@ def test_no_training_starts_after_a_baseline_that_failed(
     with pytest.raises(InputError, match=r"fp32\.log: this training has halted"):
         train(matrix, may_fail=False)
     assert [cell.log.exists() for cell in matrix.cells] == [True, False]
+
+
+def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
+    small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`block` needs a multiple of 128 tokens."""
+    file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
+    trainings = WhichTrainings(load_recipe(file), file, (), commands.ON_CPU, tmp_path / "which")
+    cells = trainings.trial(["bf16", "block", "mxfp8"]).cells
+    assert [candidate_of(cell) for cell in cells] == ["bf16", "mxfp8"]
+    output = capsys.readouterr().out
+    assert "block" in output and "128" in output
+    with pytest.raises(InputError, match="128"):
+        trainings.trial(["block", "bf16"])
+
+
+def test_a_candidate_has_the_options_that_its_precision_accepts(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write_recipe(
+        small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}, tmp_path
+    )
+    overrides = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head")
+    names = ["bf16", "delayed", "current", "nvfp4"]
+    recipe = load_recipe(file, overrides)
+    trainings = WhichTrainings(recipe, file, overrides, commands.ON_CPU, tmp_path / "which")
+    settings = [cell.recipe.fp8_config for cell in trainings.trial(names).cells]
+    options = [(fp8_config.fp8_format, fp8_config.margin) for fp8_config in settings]
+    assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
+    common = {(fp8_config.on_unsupported, fp8_config.scope) for fp8_config in settings}
+    assert common == {("emulate", "linear")}, "the command's values precede the overrides"
+    plan = WhichPlan(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
+    checkpoint = trainings.rounds(plan, [42], ["current"]).cells[0].recipe.checkpoint
+    assert checkpoint.every == 80 and checkpoint.keep == 400, (
+        "checkpoints of interrupted runs must not displace the trunk's checkpoint"
+    )
+    best = Verdict("current", speedup=1.2, tokens=1.0, gain_interval=[1.1, 1.3], advice=USE)
+    text = answer(trainings, plan, [best])
+    assert load_recipe(file, text.splitlines()[-1].split()[6:]).fp8_config.margin is None

@@ -21,6 +21,7 @@ PRELOADED = """
 import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
+from foundation.errors import InputError
 from pretrain.launch import launcher
 
 if os.environ.get("BROKEN"):
@@ -40,6 +41,8 @@ def run(launch):
         os.fork()
     if task == "wait" or (task == "child" and os.getpid() != os.getpgrp()):
         time.sleep(600)
+    if task == "mistake":
+        raise InputError("a.yaml: `key`: not a number; set a number")
     return int(arguments[0]) if task == "exit" else 0
 
 launcher.run = run
@@ -128,6 +131,20 @@ print(training.status)
 training.signal(signal.SIGTERM)  # no error, although the group has ended
 """)
     assert out.split() == ["0", "3", "137"]
+
+
+def test_a_mistake_is_one_line_of_the_log_and_status_2(
+    client: Callable[..., str], tmp_path: Path
+) -> None:
+    out = client("""
+training = start("log", "mistake")
+training.wait(60)
+print(training.status)
+""")
+    assert out.split() == ["2"]
+    *_, last = (tmp_path / "log").read_text().splitlines()
+    assert last == "error: a.yaml: `key`: not a number; set a number"
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_a_training_has_ended_when_all_of_its_processes_have(client: Callable[..., str]) -> None:

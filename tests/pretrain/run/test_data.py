@@ -52,9 +52,7 @@ def data(settings: DataSettings) -> Data:
 
 
 def test_a_plan_of_this_machine_prepares_no_packs(settings: DataSettings) -> None:
-    with pytest.raises(
-        InputError, match=r"`data\.packs`.*not prepared.*pretrain prepare"
-    ):
+    with pytest.raises(InputError, match=r"`data\.packs`.*not prepared.*pretrain prepare"):
         open_prepared(settings, is_main_process=False)
     assert not settings.packs.exists()
     prepared = open_data(settings, is_main_process=False).train.fingerprint
