@@ -199,7 +199,7 @@ def last_screen(recipe: Recipe, times: str) -> str:
     page = run_dir / "report.html"
     summary = json.loads((run_dir / "summary.json").read_text())
     vocabulary = recipe.model.config["vocab_size"]
-    train = partial(python, "pretrain", "train")
+    train = partial(python, "train")
     commands = {
         "sample": python("sample", final, "class "),
         "inspect": python("inspect", recipe.data.packs),
