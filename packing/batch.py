@@ -283,7 +283,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class BatchStream(Batching):
-    """The batches of one rank, accessed by the place of a step's first pack.
+    """The batches of one rank. A step is found by the place of its first pack.
 
     `step(place)` is a pure function, so a run that resumes at a place gets the same tensors as an
     uninterrupted run. If the packs of a step do not fill the microbatches of all ranks, blank packs

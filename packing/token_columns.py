@@ -24,7 +24,7 @@ LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask
 
 
 def _from_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Return, for each token, the number of its document. `lengths` are those of documents."""
+    """Return the number of the document of each token, for documents with these `lengths`."""
     if lengths.min(initial=0) < 0:
         raise ValueError("a document has a length below 0")
     return np.repeat(np.arange(len(lengths)), lengths)

@@ -275,8 +275,8 @@ def _speedup(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> Sample | None:
     speed of any run is not known.
     """
     speedups = {run.config["seed"]: speed_ratio(base, run) for base, run in pairs}
-    known = {seed: speedup for seed, speedup in speedups.items() if speedup}
-    return Sample(known) if len(known) == len(pairs) else None
+    measured = {seed: speedup for seed, speedup in speedups.items() if speedup}
+    return Sample(measured) if len(measured) == len(pairs) else None
 
 
 def loss_slope(run: RunRecord) -> float:

@@ -215,7 +215,7 @@ def take_requested_precision(
     is FP32, as in plain PyTorch. The options in `fp8_config` are ignored unless `mixed_precision`
     is fp8. Raises InputError if a value is not supported.
     """
-    # The cells of a matrix get `false` from a file with `no` without quotation marks.
+    # YAML reads `no` without quotation marks as false.
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower().replace("false", "no")
     variables = {
         name.removeprefix(_PREFIX): environ.pop(name)

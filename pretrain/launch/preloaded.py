@@ -1,4 +1,4 @@
-"""Import everything that a training needs into the server from which trainings are forked.
+"""Imports of the server process from which trainings are forked.
 
 multiprocessing imports this module when it starts the server, see `pretrain.launch.processes`. Each
 forked training then has the state of a process that has just imported its modules.

@@ -486,7 +486,7 @@ class TensorScaledActivation(MLPActivation):
     """An activation whose Triton kernels write FP8 codes with one scale per tensor."""
 
     def forward(self, hidden: Tensor) -> tuple[Operand, Tensor | None]:
-        """Return the operand, and the scale with which backward quantizes it again."""
+        """Return the quantized activation and its scale. Backward quantizes with the same scale."""
         self.down.show("input", lambda: self.kernels.activate(hidden, self.kind))
         quantizer = self.down.quantizer("input")
         return self.kernels.quantized_activate(hidden, self.kind, quantizer)
