@@ -1,6 +1,7 @@
 """Make the card of a machine, or check one.
 
     python -m benchmarks.card --card b200.json      # measure this machine (15 minutes on a GPU)
+    python -m benchmarks.card --card b200.json --gpus 4       # one precision on each of four GPUs
     python -m benchmarks.card --check b200.json     # repeat the 50 steps and compare the losses
 
 A card is a JSON file with the results of every precision that the machine has. It is a result file
@@ -13,6 +14,8 @@ of `benchmarks.throughput` with more keys, so that `--report` shows it beside th
     code         SHA-256 of the product's code
     sha256       SHA-256 of all other keys
 
+Precisions are named as in `which`: `delayed+head` also quantizes the LM head.
+
 On a CPU, a tiny model is trained, every low precision is emulated, and `bits` is empty. The check
 trains the 50 steps again. On the same device, with the same versions and code, each loss must be
 equal bit for bit. Otherwise each loss must be within TOLERANCE.
@@ -23,10 +26,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,11 @@ from foundation.errors import InputError
 from foundation.files import hash_file, hash_of, write_json
 from foundation.reading import load_object
 from foundation.units import markdown, or_dash, percent
+from pretrain.compare.which_trainings import HEAD
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
+from pretrain.settings.commands import count
 
 # Allowed difference in nats between a step's loss and the loss in the card, if the device, the
 # versions or the code differ. The losses of an H100 and an H200 are at most 0.011 apart in the 9
@@ -85,15 +91,20 @@ def main() -> int:
     parser.add_argument(
         "--precisions", type=lambda text: text.split(","), metavar="A,B", help="default: all"
     )
+    parser.add_argument(
+        "--gpus", type=count, default=1, metavar="N", help="number of GPUs to use; default: 1"
+    )
     arguments = parser.read(sys.argv[1:])
-    unknown = [name for name in arguments.precisions or () if name not in PRECISIONS]
+    unknown = [
+        name for name in arguments.precisions or () if name.removesuffix(HEAD) not in PRECISIONS
+    ]
     if unknown:
         raise InputError(
             f"--precisions: {', '.join(unknown)}: unknown; choose from {', '.join(PRECISIONS)}"
         )
     if arguments.card:
-        return make(arguments.card, arguments.precisions)
-    return check(arguments.check, arguments.precisions)
+        return make(arguments.card, arguments.precisions, arguments.gpus)
+    return check(arguments.check, arguments.precisions, arguments.gpus)
 
 
 # ── Machine and trainings ─────────────────────────────────────────────────────────────────────────
@@ -147,29 +158,65 @@ def settings_of_speed(gpu: bool, memory: int) -> Settings:
     return Settings(recipe.stem, recipe, GPU if gpu else CPU, WARM_UP, TIMED, timeout=TIMEOUT)
 
 
-def entry_of(name: str, emulated: bool) -> Entry:
-    """Return the training in the precision `name`, with exact BF16 weights except in FP32."""
-    weights = "fp32" if name == "fp32" else "bf16_exact"
-    emulation = " fp8_config.on_unsupported=emulate" if emulated else ""
-    (entry,) = ours({name: f"precision={name} weights={weights}{emulation}"})
+def entry_of(name: str, missing: Mapping[str, str]) -> Entry:
+    """Return the training in the precision `name`, with exact BF16 weights except in FP32.
+
+    missing: the precisions that the hardware lacks. They are emulated.
+    """
+    precision = name.removesuffix(HEAD)
+    options = [f"precision={precision}", f"weights={'fp32' if name == 'fp32' else 'bf16_exact'}"]
+    if name.endswith(HEAD):
+        options.append("fp8_config.scope=linear+head")
+    if precision in missing:
+        options.append("fp8_config.on_unsupported=emulate")
+    (entry,) = ours({name: " ".join(options)})
     return entry
 
 
-def train(settings: Settings, entries: Sequence[Entry], *, brief: bool) -> Bench:
-    """Train the entries one after the other. `brief` skips limits, see `Bench`."""
+def train(settings: Settings, entries: Sequence[Entry], gpus: int, *, brief: bool) -> Bench:
+    """Train the entries, at most one on each of `gpus` GPUs at the same time.
+
+    `brief` skips limits, see `Bench`.
+    """
     with tempfile.TemporaryDirectory(prefix="card-") as folder:
         bench = Bench(settings, Path(folder, "result.json"), command(), brief=brief)
-        bench.run(entries)
+        # Measure the limits, and write the packs, before GPUs are busy.
+        bench.run([])
+        write_json(bench.out, bench.result)
+
+        def train_on(gpu: str, own: Sequence[Entry]) -> dict[str, Any]:
+            out = Path(folder, f"gpu_{gpu}.json")
+            shutil.copy(bench.out, out)
+            on_gpu = Bench(settings, out, command(), go_on=True, brief=brief, gpu=gpu)
+            on_gpu.run(own)
+            return on_gpu.result["ways"]
+
+        for ways in on_all_gpus(train_on, entries, gpus):
+            bench.result["ways"] |= ways
     return bench
+
+
+def on_all_gpus(function: Callable, items: Sequence[Any], gpus: int) -> list[Any]:
+    """Return the results of `function` for each of `gpus` GPUs and its part of the items.
+
+    The first argument of `function` is the GPU for CUDA_VISIBLE_DEVICES. The functions run at the
+    same time.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible is not None else [*map(str, range(gpus))]
+    parts = {name: items[index::gpus] for index, name in enumerate(names[:gpus])}
+    with ThreadPoolExecutor(gpus) as pool:
+        return [*pool.map(function, parts.keys(), parts.values())]
 
 
 # ── Making a card ─────────────────────────────────────────────────────────────────────────────────
 
 
-def make(out: Path, names: Iterable[str] | None) -> int:
+def make(out: Path, names: Iterable[str] | None, gpus: int = 1) -> int:
     """Measure the precisions `names` of this machine, and write the card to `out`.
 
-    names: None for all precisions except FP32.
+    names: None for all precisions except FP32, and the first quantized one with its head.
+    gpus: the number of GPUs that are used at the same time.
 
     Returns 1 if a precision failed, else 0. Raises InputError if the hardware has none of `names`,
     or if `out` cannot be written.
@@ -180,17 +227,21 @@ def make(out: Path, names: Iterable[str] | None) -> int:
     missing, memory = describe_device_elsewhere() if gpu else describe_device()
     if not gpu:
         use_cpu()
-    names = [*dict.fromkeys(names or (name for name in PRECISIONS if name != "fp32"))]
-    left_out = {name: missing[name] for name in names if gpu and name in missing}
-    entries = [entry_of(name, name in missing) for name in names if name not in left_out]
+    names = [*dict.fromkeys(names or default_names())]
+    reasons = {name: missing.get(name.removesuffix(HEAD)) for name in names}
+    left_out = {name: reason for name, reason in reasons.items() if gpu and reason}
+    entries = [entry_of(name, missing) for name in names if name not in left_out]
     if not entries:
         raise InputError("; ".join(f"{name} {reason}" for name, reason in left_out.items()))
     print("speed, and the limits of this machine:", flush=True)
-    bench = train(settings_of_speed(gpu, memory), entries, brief=False)
-    on_hardware = [entry.name for entry in entries if gpu and PRECISIONS[entry.name].quantized]
-    bits = {name: bench.worker(["benchmarks.operand_bits", name], {}) for name in on_hardware}
+    bench = train(settings_of_speed(gpu, memory), entries, gpus, brief=False)
+    bits = {
+        name: bench.worker(["benchmarks.operand_bits", name], {})
+        for name in (entry.name for entry in entries if gpu and not entry.name.endswith(HEAD))
+        if PRECISIONS[name].quantized
+    }
     print(f"\nlosses of {STEPS} steps, deterministic:", flush=True)
-    losses = train(settings_of_losses(gpu), entries, brief=True).result
+    losses = train(settings_of_losses(gpu), entries, gpus, brief=True).result
     card = {**bench.result, "losses": losses, "bits": bits, "left_out": left_out, "code": code()}
     if not gpu:
         card["note"] = CPU_NOTE
@@ -206,6 +257,13 @@ def make(out: Path, names: Iterable[str] | None) -> int:
         print(f"limit of {name}: {reason}")
     print(f"the card is {out}")
     return int(any(failed.values()))
+
+
+def default_names() -> list[str]:
+    """Return all precisions except FP32, and the first quantized precision with its head."""
+    names = [name for name in PRECISIONS if name != "fp32"]
+    first = next(name for name in names if PRECISIONS[name].quantized)
+    return [*names, f"{first}{HEAD}"]
 
 
 def code() -> str:
@@ -264,10 +322,11 @@ def parity_of(parity: Result) -> str:
 # ── Checking a card ───────────────────────────────────────────────────────────────────────────────
 
 
-def check(path: Path, names: Iterable[str] | None) -> int:
+def check(path: Path, names: Iterable[str] | None, gpus: int = 1) -> int:
     """Train the steps of a card again, and print for each precision whether its losses agree.
 
     names: precisions to check. None for all precisions with losses in the card.
+    gpus: the number of GPUs that are used at the same time.
 
     Returns 1 if a precision does not agree, else 0. Raises InputError if the card cannot be used.
     """
@@ -290,7 +349,7 @@ def check(path: Path, names: Iterable[str] | None) -> int:
             f"{', '.join(trained) or 'none'}"
         )
     missing, _ = describe_device_elsewhere() if gpu else describe_device()
-    bench = train(settings, [entry_of(name, name in missing) for name in names], brief=True)
+    bench = train(settings, [entry_of(name, missing) for name in names], gpus, brief=True)
     differences = differing(card, environment_from_elsewhere() | {"processor": processor()})
     print()
     agreed = []

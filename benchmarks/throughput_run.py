@@ -110,10 +110,12 @@ class Bench:
         *,
         go_on: bool = False,
         brief: bool = False,
+        gpu: str | None = None,
     ) -> None:
         self.settings = settings
         self.out = out
         self.brief = brief
+        self.environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         self.result: dict[str, Any] = {
             "command": command,
             "settings": settings.record(),
@@ -194,7 +196,7 @@ class Bench:
                 "TRITON_CACHE_DIR": f"{folder}/triton",
             }
             measure = self._measure_launcher if entry.ours else self._measure_trainer
-            environment = {} if self.brief else caches
+            environment = self.environment | ({} if self.brief else caches)
             measured = measure(entry, environment, Path(folder) / "run")
         return measured | {"wall_seconds": time.perf_counter() - began}
 
@@ -232,6 +234,7 @@ class Bench:
             **command,
             **{name: [step[key] for step in steps] for name, key in figures.items()},
             "memory_gib": summary["memory_gib"],
+            "memory_retries": steps[-1].get("memory_retries", 0),
             "recompiles": summary["recompiles"],
             "microbatch": load_recipe(settings.recipe, overrides).batch.microbatch,
             "audit": {key: value for key, value in audit.items() if key != "products"},

@@ -18,7 +18,7 @@ from tests.forked_commands import forking
 from tests.pretrain.compare.made_runs import rows_of
 
 pytestmark = pytest.mark.long
-PRECISIONS = ("bf16", "nvfp4")
+PRECISIONS = ("bf16", "nvfp4+head")
 
 
 def start(*options: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ def test_a_card_has_speed_audit_parity_and_losses(output: str, made: dict[str, A
         losses = trained["losses"]
         assert len(losses) == card.STEPS and losses[-1] < losses[0] - 1
         assert [first, last] == [f"{losses[0]:.4f}", f"{losses[-1]:.4f}"]
-        assert trained["audit"]["effective"] == name
+        assert trained["audit"]["effective"] == name.removesuffix("+head")
         assert trained["audit"]["parity"]["failures"] == []
     assert made["limits"]["floors"]["fp32"] > 0
     assert made["environment"]["git"]["commit"] and made["environment"]["packages"]["torch"]
@@ -69,14 +69,14 @@ def test_a_card_has_speed_audit_parity_and_losses(output: str, made: dict[str, A
 
 
 def test_the_check_finds_a_loss_that_was_changed(made: dict[str, Any], tmp_path: Path):
-    made["losses"]["ways"]["nvfp4"]["losses"][17] += 1e-6
+    made["losses"]["ways"]["nvfp4+head"]["losses"][17] += 1e-6
     changed = tmp_path / "changed.json"
     write_json(changed, card.signed(made))
     done = start("--check", str(changed))
     assert done.returncode == 1, done.stderr
     bf16, nvfp4 = done.stdout.splitlines()[-2:]
     assert bf16 == "bf16: agrees: all 50 losses are equal, bit for bit"
-    assert nvfp4.startswith("nvfp4: DISAGREES: 1 of 50 losses differ, the first in step 18")
+    assert nvfp4.startswith("nvfp4+head: DISAGREES: 1 of 50 losses differ, the first in step 18")
 
 
 def test_losses_of_other_versions_may_differ_within_the_tolerance(made: dict[str, Any]):
@@ -98,12 +98,12 @@ def test_losses_of_other_versions_may_differ_within_the_tolerance(made: dict[str
 
 
 def test_a_precision_that_failed_is_a_result(made: dict[str, Any]):
-    assert card.failures("nvfp4", made) == []
+    assert card.failures("nvfp4+head", made) == []
     failed = {"status": "failed", "reason": "halted: step 1"}
-    made["losses"]["ways"]["nvfp4"] = made["ways"]["nvfp4"] = failed
-    made["bits"]["nvfp4"] = {"status": "ok", "equal": False, "operands": []}
-    assert card.row("nvfp4", made) == ["nvfp4", "failed", *["–"] * 4, "differ", "–", "–"]
-    assert [line.partition(":")[0] for line in card.failures("nvfp4", made)] == [
+    made["losses"]["ways"]["nvfp4+head"] = made["ways"]["nvfp4+head"] = failed
+    made["bits"]["nvfp4+head"] = {"status": "ok", "equal": False, "operands": []}
+    assert card.row("nvfp4+head", made) == ["nvfp4+head", "failed", *["–"] * 4, "differ", "–", "–"]
+    assert [line.partition(":")[0] for line in card.failures("nvfp4+head", made)] == [
         "speed",
         "50 steps",
         "bits",
@@ -113,7 +113,7 @@ def test_a_precision_that_failed_is_a_result(made: dict[str, Any]):
 def test_the_tables_of_speeds_show_a_card(path: Path, output: str):
     text = without_padding(throughput_report.tables([path]))
     assert "This is the card of a CPU" in " ".join(text.split())
-    assert "**ours, nvfp4, on_unsupported=emulate**" in rows_of(text)
+    assert "**ours, nvfp4, scope=linear+head, on_unsupported=emulate**" in rows_of(text)
 
 
 def test_a_card_that_cannot_be_checked_is_refused(
@@ -124,7 +124,7 @@ def test_a_card_that_cannot_be_checked_is_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     changed = tmp_path / "changed.json"
-    changed.write_text(path.read_text().replace("nvfp4", "mxfp8"))
+    changed.write_text(path.read_text().replace("nvfp4+head", "mxfp8+head"))
     with pytest.raises(InputError, match="does not have the hash in the file"):
         card.check(changed, None)
     with pytest.raises(InputError, match="has no losses of mxfp8; it has losses of bf16, nvfp4"):
