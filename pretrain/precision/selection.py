@@ -45,7 +45,9 @@ def missing_on(device_type: str) -> Missing:
     device = f"this run is on {device_type}"
     if device_type == "cuda":
         capability = torch.cuda.get_device_capability()
-        device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
+        major, minor = capability
+        name = torch.cuda.get_device_name()
+        device = f"this is an {name} of compute capability {major}.{minor}"
 
     def missing(precision: QuantizedPrecision) -> str | None:
         need = precision.hardware.missing(capability) or transformer_engine.unavailable_because(

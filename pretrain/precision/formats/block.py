@@ -20,7 +20,9 @@ PRECISION = QuantizedPrecision(
     peak="fp8",
     multiple_of=128,
     options={"use_f32_scales": False},
-    hardware=Hardware((9, 0), "H100, H200, B200"),
+    # 12.x is supported although `mxfp8` does not support it. Transformer Engine stores transposed
+    # copies of the codes of `block`, so all MXFP8 products have the layout TN.
+    hardware=Hardware((9, 0), "H100, H200, B200, RTX 5090"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
     quantize=lambda x, given: quantizers.blocks.quantize_fp8(

@@ -9,7 +9,13 @@ PRECISION = QuantizedPrecision(
     peak="fp8",
     multiple_of=32,
     options={"fp8_format": "E4M3"},
-    hardware=Hardware((10, 0), "B200, GB200", below=(12, 0)),
+    # Transformer Engine documents 10.0 and 10.3. It refuses 12.x, because cuBLAS before 13.6 lacks
+    # the layouts NN and NT there, which backward needs. Its packages have no kernels for 11.x.
+    hardware=Hardware(
+        (10, 0),
+        "B200, B300; Transformer Engine does not train in MXFP8 on later GPUs",
+        below=(11, 0),
+    ),
     scales=Scaling("power of two", 0.5, 32),
     quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid),
     served_as="MXFP8",
