@@ -40,12 +40,22 @@ TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 # Map each product to its layout, see `searched.multiply`, and to its name in Transformer Engine's
 # recipes.
 TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}
-# Prefixes of the environment variables that change the defaults of Transformer Engine's recipes.
-DEFAULTS_CHANGED_BY = (
+# Prefixes of the environment variables that change the codes or scales of Transformer Engine.
+NUMBERS_CHANGED_BY = (
+    # Defaults of recipes.
     "NVTE_BACKWARD_OVERRIDE",
     "NVTE_FP8_BLOCK_SCALING",
     "NVTE_FP8_CURRENT_SCALING",
     "NVTE_NVFP4_",
+    # Quantizers of MXFP8 in CuTe DSL instead of CUDA.
+    "NVTE_ENABLE_CUTEDSL",
+    # A module that replaces all kernels.
+    "NVTE_PLUGIN",
+    # Scales of delayed scaling by torch.compile, whose division is not exact.
+    "NVTE_UNFUSED_FP8_UPDATE",
+    # Approximate reciprocals in the quantizer of NVFP4, and no rounding to BF16 after the Hadamard
+    # transform.
+    "NVTE_USE_FAST_MATH",
 )
 # The attributes of Transformer Engine's block recipe that store the parameters of its quantizers.
 BLOCK_QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
@@ -76,8 +86,15 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
     """Return the reason why Transformer Engine cannot compute `precision` here, or None.
 
     The reason is a requirement that this process does not meet, as a noun phrase, see `missing`.
-    `precision` is one that a release of Transformer Engine offers.
+    `precision` is one that a release of Transformer Engine offers. Raise InputError if an
+    environment variable changes the numbers that Transformer Engine computes. Its import reads most
+    of these variables.
     """
+    if variables := sorted(name for name in os.environ if name.startswith(NUMBERS_CHANGED_BY)):
+        raise InputError(
+            f"{', '.join(variables)}: these environment variables would change the numbers that "
+            "Transformer Engine computes for `precision`; unset them"
+        )
     if need := missing():
         return need
     available, reason = getattr(library(), precision.te_available)(return_reason=True)
@@ -88,14 +105,8 @@ def build_te_recipe(precision: QuantizedPrecision) -> Any:
     """Return the `transformer_engine.common.recipe` object for `precision`.
 
     The options of the precision have the values of its settings. All other options of the recipe
-    keep Transformer Engine's defaults. Raise InputError if an environment variable changes these
-    defaults, or if the installed version ignores an option.
+    keep Transformer Engine's defaults. Raise InputError if the installed version ignores an option.
     """
-    if variables := sorted(name for name in os.environ if name.startswith(DEFAULTS_CHANGED_BY)):
-        raise InputError(
-            f"{', '.join(variables)}: these environment variables would change the numbers that "
-            "Transformer Engine computes for `precision`; unset them"
-        )
     te = importlib.import_module("transformer_engine.common.recipe")
     options = {key: getattr(precision.settings, key) for key in precision.options}
     if "fp8_format" in options:

@@ -6,6 +6,7 @@ Recipes are built by Transformer Engine's own file. Tests of its kernels are in 
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,16 +67,37 @@ def test_without_options_te_recipes_have_te_defaults(te_recipes: Install, name: 
     }
 
 
-@pytest.mark.parametrize(
-    "variable",
-    ["NVTE_BACKWARD_OVERRIDE", "NVTE_NVFP4_DISABLE_RHT", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"],
-)
-def test_a_variable_that_changes_the_defaults_is_named(
-    monkeypatch: pytest.MonkeyPatch, variable: str
+# Files of Transformer Engine that compute our products, and variables that they read without an
+# effect on codes and scales.
+READ = ("common/__init__.py", "common/recipe", "common/CuTeDSL", "pytorch/cpp_extensions")
+READ += ("pytorch/jit.py", "pytorch/module/base.py", "pytorch/module/linear.py")
+READ += ("pytorch/quantization.py", "pytorch/tensor", "pytorch/utils.py")
+WITHOUT_EFFECT = {
+    "NVTE_CUDA_INCLUDE_DIR",  # headers of runtime-compiled kernels
+    "NVTE_EXT_MARGIN_SM",  # number of multiprocessors of a product, which may change its sum order
+    "NVTE_GROUPED_LINEAR_SINGLE_PARAM",  # modules that are not used
+    "NVTE_NVTX_ENABLED",  # names in profiles
+    "NVTE_RELEASE_BUILD",  # installation
+    "NVTE_TORCH_COMPILE",  # functions that only NVTE_UNFUSED_FP8_UPDATE calls
+}
+
+
+def test_every_variable_that_changes_codes_or_scales_is_refused(
+    references: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(variable, "1")
-    with pytest.raises(InputError, match=variable):
-        build_te_recipe(configured_as("nvfp4"))
+    library = references / "transformer_engine"
+    files = [file for name in READ for file in [library / name, *library.glob(f"{name}/**/*.py")]]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    pattern = r"(?:getenv|environ)[^\n]{,8}[\"'](NVTE_\w+)"
+    variables = {name for text in texts for name in re.findall(pattern, text)}
+    assert variables >= WITHOUT_EFFECT
+    # Variables of compiled code: csrc/quantizer.cpp.
+    variables |= {"NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"}
+    for variable in variables - WITHOUT_EFFECT:
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            with pytest.raises(InputError, match=f"^{variable}: .* unset them$"):
+                unavailable_because(PRECISIONS["nvfp4"])
 
 
 @pytest.mark.parametrize(
