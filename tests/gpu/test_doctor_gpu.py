@@ -23,9 +23,11 @@ AVAILABLE = {
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_a_precision_is_available_if_transformer_engine_supports_it(name: str) -> None:
     te = pytest.importorskip("transformer_engine.pytorch")
-    available = getattr(te, AVAILABLE[name])()
-    missing = PRECISIONS[name].hardware.missing(torch.cuda.get_device_capability())
-    assert (missing is None) == available
+    capability = torch.cuda.get_device_capability()
+    # Transformer Engine accepts GPUs on which it does not train.
+    trains = capability < (11, 0) or name not in ("mxfp8", "nvfp4")
+    available = trains and getattr(te, AVAILABLE[name])()
+    assert (PRECISIONS[name].hardware.missing(capability) is None) == available
 
 
 @pytest.mark.parametrize("name", AVAILABLE)
