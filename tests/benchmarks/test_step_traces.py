@@ -1,0 +1,261 @@
+"""The reader of traces divides the time of a step on hand-made traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import step_traces
+from foundation.errors import InputError
+from tests.conftest import ROOT
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+GEMM = "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT"
+CAST = "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __"
+ADAMW = "_adamw"
+
+# Name, start and end of kernels in microseconds, in the order of their launches. One GPU does the
+# work of two ranks.
+Kernels = Sequence[tuple[str, float, float]]
+ONE: Kernels = (
+    (GEMM, 0, 90),
+    (GEMM, 90, 190),
+    (GEMM, 190, 300),
+    (GEMM, 300, 420),
+    (CAST, 420, 470),
+    (ADAMW, 470, 490),
+)
+# Rank 0 waits for rank 1 in both collectives. The first all-reduce is the barrier.
+RANKS: tuple[Kernels, ...] = (
+    (
+        (CAST, 0, 5),
+        (ALL_REDUCE, 5, 10),
+        (GEMM, 20, 120),
+        (ALL_GATHER, 130, 200),
+        (GEMM, 160, 280),
+        (REDUCE_SCATTER, 280, 340),
+        (CAST, 300, 330),
+    ),
+    (
+        (ALL_REDUCE, 0, 10),
+        (GEMM, 20, 150),
+        (ALL_GATHER, 150, 200),
+        (GEMM, 200, 310),
+        (REDUCE_SCATTER, 310, 340),
+        (CAST, 340, 370),
+    ),
+)
+# Calls of the host on rank 0: name, thread, start and end.
+CALLS = (
+    ("cudaLaunchKernel", 1, 10, 15),
+    ("cudaStreamSynchronize", 1, 0, 12),
+    ("cudaEventSynchronize", 1, 100, 300),
+    ("cudaEventSynchronize", 2, 50, 350),
+)
+
+
+def write_trace(folder: Path, rank: int, kernels: Kernels, calls: Sequence[Any] = ()) -> None:
+    """Write a trace of torch's profiler. Its records are not in the order of their times."""
+    records: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0}]
+    for number, (name, start, end) in reversed(list(enumerate(kernels))):
+        arguments = {"stream": 7, "correlation": number}
+        record = {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start}
+        records.append(record | {"pid": rank, "tid": 7, "args": arguments})
+    for name, thread, start, end in calls:
+        record = {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": start, "dur": end - start}
+        records.append(record | {"pid": 9, "tid": thread, "args": {"correlation": 100}})
+    folder.mkdir(exist_ok=True)
+    with gzip.open(folder / f"rank_{rank}.json.gz", "wt") as file:
+        json.dump({"traceEvents": records}, file)
+
+
+def write_ranks(folder: Path) -> list[step_traces.RankStep]:
+    for rank, kernels in enumerate(RANKS):
+        write_trace(folder, rank, kernels, CALLS if rank == 0 else ())
+    return step_traces.read_step(folder)
+
+
+def read_one(folder: Path) -> step_traces.RankStep:
+    write_trace(folder, 0, ONE)
+    return step_traces.read_step(folder)[0]
+
+
+# ── The parts of a step ───────────────────────────────────────────────────────────────────────────
+
+
+def test_each_part_of_a_step_is_measured(tmp_path: Path) -> None:
+    """The expected times are from a drawing of the two ranks."""
+    ranks = write_ranks(tmp_path / "two")
+    explanation = step_traces.explain(ranks, read_one(tmp_path / "one"), 0.4)
+    expected = {
+        "gemm": [0.220, 0.240],
+        "quantize": [0.030, 0.030],
+        "communication": [0.020, 0.080],
+        "waiting": [0.040, 0.0],
+        "idle": [0.090, 0.050],
+    }
+    for part, times in explanation["by_rank_ms"].items():
+        assert times == pytest.approx(expected.get(part, [0.0, 0.0])), part
+        assert explanation["parts_ms"][part] == pytest.approx(sum(times) / 2)
+    # On one GPU, the second GEMM of a rank takes 100 and 120 us. On rank 0, it is beside the
+    # all-gather, and takes 120 us.
+    assert explanation["gemms_slowed_ms"] == pytest.approx((0.120 - 0.110) / 2)
+    # The host of rank 0 waits for 200 us in the thread that launches.
+    assert explanation["host_ms"] == pytest.approx((0.2 + 0.4) / 2)
+    assert explanation["collectives"] == 2
+    assert explanation["largest"][0] == {"name": GEMM, "kind": "gemm", "count": 2, "ms": 0.22}
+
+
+def test_the_causes_add_up_to_the_lost_time(tmp_path: Path) -> None:
+    one_gpu = read_one(tmp_path / "one")
+    one = step_traces.explain([one_gpu], None, 0.5)
+    two = step_traces.explain(write_ranks(tmp_path / "two"), one_gpu, 0.4)
+    causes = step_traces.lost(0.38, two, 0.49, one, gpus=2)
+    assert causes == pytest.approx(
+        {
+            "total": 0.38 - 0.49 / 2,
+            "communication": 0.050,
+            "waiting": 0.020,
+            "gemms_slowed": 0.005,
+            "quantize_and_cast": 0.030 - 0.050 / 2,
+            "host": 0.070 - 0.010 / 2,
+            # GEMMs, without the slowed one, and AdamW, which the ranks do not run here.
+            "other": (0.230 - 0.420 / 2 - 0.005) - 0.020 / 2,
+            # The traced steps took 0.4 - 0.5 / 2 = 0.15 ms more, and the usual ones 0.135 ms.
+            "remainder": -0.015,
+        }
+    )
+    assert step_traces.lost(0.49, one, 0.49, one, gpus=1)["total"] == 0
+
+
+def test_other_numbers_of_gemms_are_not_compared(tmp_path: Path) -> None:
+    """A reduction of a split GEMM does not count."""
+    ranks = write_ranks(tmp_path / "two")
+    write_trace(tmp_path / "one", 0, [*ONE, ("cublasLt::splitKreduce_kernel<32, 16>", 490, 495)])
+    one = step_traces.read_trace(tmp_path / "one/rank_0.json.gz")
+    assert step_traces.slower_gemms(ranks, one) == pytest.approx([0.010, 0.0])
+    write_trace(tmp_path / "one", 0, ONE[1:])
+    one = step_traces.read_trace(tmp_path / "one/rank_0.json.gz")
+    explanation = step_traces.explain(ranks, one, 0.4)
+    assert explanation["gemms_slowed_ms"] is None
+    alone = step_traces.explain([one], None, 0.5)
+    causes = step_traces.lost(0.4, explanation, 0.5, alone, gpus=2)
+    assert causes["gemms_slowed"] is None
+    assert causes["other"] == pytest.approx(0.230 - 0.330 / 2 - 0.020 / 2)
+
+
+def test_missing_and_different_traces_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="measure again"):
+        step_traces.read_step(tmp_path)
+    write_trace(tmp_path, 1, RANKS[1])
+    with pytest.raises(InputError, match=r"ranks \[1\]"):
+        step_traces.read_step(tmp_path)
+    write_trace(tmp_path, 0, RANKS[0][:4])
+    with pytest.raises(InputError, match="different collectives"):
+        step_traces.read_step(tmp_path)
+
+
+def test_operations_of_a_cpu_that_only_call_others_are_dropped(tmp_path: Path) -> None:
+    """The thread of Gloo runs at the same time as operations."""
+    operations = [
+        ("autograd::engine::evaluate_function: CopyBackward0", 1, 0, 100),
+        ("aten::linear", 1, 0, 60),
+        ("aten::mm", 1, 10, 50),
+        ("aten::resolve_conj", 1, 20, 21),
+        ("aten::copy_", 1, 70, 80),
+        ("aten::mul", 1, 110, 120),
+        ("gloo:all_reduce", 2, 75, 115),
+    ]
+    records = [
+        {"ph": "X", "cat": "cpu_op", "name": name, "tid": thread, "ts": start, "dur": end - start}
+        for name, thread, start, end in operations
+    ]
+    records.append({"ph": "X", "cat": "Trace", "name": "PyTorch Profiler", "ts": 0, "dur": 999})
+    with gzip.open(tmp_path / "rank_0.json.gz", "wt") as file:
+        json.dump({"traceEvents": records}, file)
+    explanation = step_traces.explain(step_traces.read_step(tmp_path), None, 0.13)
+    times = {part: ms for part, ms in explanation["parts_ms"].items() if ms}
+    assert times == pytest.approx(
+        {"gemm": 0.040, "copy": 0.010, "other": 0.010, "communication": 0.030, "idle": 0.040}
+    )
+    assert explanation["host_ms"] is None
+
+
+def test_kernels_of_a_published_profile_have_their_kind() -> None:
+    text = (ROOT / "benchmarks/results/speed/h200_step_profiles.md").read_text()
+    names = set(re.findall(r"(?m)^ *[\d.]+ ms +\d+ +[\d.]+ us +(.+)$", text))
+    patterns = {
+        "^nvjet": "gemm",
+        "flash_attn": "attention",
+        "cast_transpose|^_quantize": "quantize",
+        "^_adamw": "update",
+        "^_softmax|^_swiglu_(forward|backward)|norm|^_?rotate": "other",
+    }
+    for pattern, kind in patterns.items():
+        kernels = [name for name in names if re.search(pattern, name)]
+        assert kernels and {step_traces.kind_of(name) for name in kernels} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (ALL_GATHER, "communication"),
+        ("ncclSymDevKernel_AllGather_LLMC(ncclSymDevArgs)", "communication"),
+        ("void at::native::(anonymous namespace)::split_with_sizes_copy_out_contiguous", "copy"),
+        ("void at::native::(anonymous namespace)::chunk_cat_cuda_kernel<float>", "copy"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("Memset (Device)", "copy"),
+        ("_differentiate_keys_and_values", "attention"),
+        ("aten::addmm", "gemm"),
+        ("aten::linear", "other"),
+    ],
+)
+def test_kind_of_a_kernel(name: str, kind: str) -> None:
+    assert step_traces.kind_of(name) == kind
+
+
+# ── Intervals ─────────────────────────────────────────────────────────────────────────────────────
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))),
+    max_size=12,
+)
+
+
+def cells(of: Sequence[tuple[float, float]]) -> set[int]:
+    """Return the unit cells that intervals cover."""
+    return {cell for start, end in of for cell in range(int(start), int(end))}
+
+
+@given(intervals, intervals, intervals)
+def test_a_time_counts_for_the_first_kind(
+    first: list[tuple[int, int]], second: list[tuple[int, int]], third: list[tuple[int, int]]
+) -> None:
+    times = step_traces.exclusive({"first": first, "second": second, "third": third})
+    expected = [
+        cells(first),
+        cells(second) - cells(first),
+        cells(third) - cells(first) - cells(second),
+    ]
+    assert list(times.values()) == list(map(len, expected))
+
+
+@given(intervals, st.integers(0, 30), st.integers(1, 8))
+def test_overlaps_agree_with_cells(of: list[tuple[int, int]], start: int, size: int) -> None:
+    merged = step_traces.union(of)
+    assert cells(merged) == cells(of) and step_traces.length(merged) == len(cells(of))
+    assert all(before[1] < after[0] for before, after in pairwise(merged))
+    filled = [(begin, end) for begin, end in of if begin < end]
+    overlapping = bool(cells(of) & cells([(start, start + size)]))
+    assert step_traces.overlaps((start, start + size), step_traces.union(filled)) == overlapping
