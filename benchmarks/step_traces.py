@@ -223,7 +223,7 @@ def operations(records: Sequence[Mapping[str, Any]]) -> list[Event]:
 def read_step(folder: Path) -> list[RankStep]:
     """Return the traces of a step by rank. The step begins after the first collective.
 
-    Raises InputError if a trace is missing, or if the ranks have different collectives.
+    Raises InputError if a trace is missing or empty, or if the ranks have different collectives.
     """
     paths = {int(path.name.split(".")[0].split("_")[1]): path for path in folder.glob("rank_*")}
     if not paths or sorted(paths) != list(range(len(paths))):
@@ -231,6 +231,8 @@ def read_step(folder: Path) -> list[RankStep]:
     ranks = [read_trace(paths[rank]) for rank in sorted(paths)]
     if len(ranks) > 1:
         ranks = [rank.after_first_collective() for rank in ranks]
+    if not all(rank.events for rank in ranks):
+        raise InputError(f"{folder}: a trace has no kernels and no operations; measure again")
     sequences = {tuple(_operation(event.name) for event in rank.collectives) for rank in ranks}
     if len(sequences) > 1:
         raise InputError(f"{folder}: the ranks have different collectives; measure again")

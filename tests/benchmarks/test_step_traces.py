@@ -161,6 +161,9 @@ def test_missing_and_different_traces_are_refused(tmp_path: Path) -> None:
     write_trace(tmp_path, 1, RANKS[1])
     with pytest.raises(InputError, match=r"ranks \[1\]"):
         step_traces.read_step(tmp_path)
+    write_trace(tmp_path, 0, RANKS[0][:2])
+    with pytest.raises(InputError, match="no kernels"):
+        step_traces.read_step(tmp_path)
     write_trace(tmp_path, 0, RANKS[0][:4])
     with pytest.raises(InputError, match="different collectives"):
         step_traces.read_step(tmp_path)
