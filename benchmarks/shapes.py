@@ -41,8 +41,8 @@ from foundation.command import run_command
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.units import TERA, markdown, percent
+from pretrain.metrics.cards import bf16_peak
 from pretrain.metrics.flops import ModelFlops, nanogpt
-from pretrain.metrics.peaks import peak
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import load_recipe, resolved
@@ -315,7 +315,7 @@ def add_mfu(
     result: dict[str, Any], flops: ModelFlops, length: int, environment: Mapping[str, Any]
 ) -> None:
     """Add the MFU to each way of a result, and the commit to new ways."""
-    peak_tflops = peak(next(iter(environment["gpus"]), None), "bf16")
+    peak_tflops = bf16_peak(next(iter(environment["gpus"]), None))
     squared_lengths = result["packs"]["sum_squared_lengths_per_token"]
     for way in result["ways"].values():
         # Ways of an earlier result already have their commit.

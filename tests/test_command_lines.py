@@ -87,8 +87,6 @@ def test_an_unknown_option_is_answered_with_ours(
 @pytest.mark.parametrize(
     ("line", "end"),
     [
-        ("plan my.yaml --mfu nan", "--mfu: nan is not a number above 0; "),
-        ("plan my.yaml --mfu 0", "--mfu: 0 is not a number above 0; "),
         ("report runs/a --margin=-1", "--margin: -1 is not a number above 0; "),
         ("which my.yaml --hours 0", "--hours: 0 is not a number above 0; "),
         ("which my.yaml --margin x", "--margin: x is not a number above 0; "),

@@ -20,7 +20,6 @@ from functools import cached_property
 from foundation import units
 from packing.order import Mixture
 from pretrain.metrics.flops import TRAINED, ModelFlops
-from pretrain.metrics.peaks import peak
 from pretrain.optimizer.schedule import decay_begins
 from pretrain.plan.memory import (
     TAKES_LESS,
@@ -51,6 +50,8 @@ class Plan:
     # Map the name of each precision of the run to the memory of each layer. Empty until the layers
     # have been assessed for the devices.
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
+    # Name of the packed attention. Empty until it has been chosen for the devices.
+    attention: str = ""
     # Number of training packs. None for a stream, or if the packs of the plan do not exist yet.
     packs: int | None = None
     # The mixture of several sources. None if there is a single source.
@@ -177,37 +178,6 @@ class Plan:
         The FLOPs of attention depend on the lengths of the documents (`mean_squared`).
         """
         return self.flops.step(1, self.mean_squared)
-
-    @property
-    def peak_tflops(self) -> float | None:
-        """Return the peak in TFLOP/s, summed over all devices, for products of dense matrices.
-
-        If the run has several precisions, the result is the harmonic mean of their peaks, weighted
-        by their numbers of steps. Return None if the device is not known, or if a precision is
-        emulated.
-        """
-        spans = self.schedule.spans
-        peaks = [self._peak_in(span.active) for span in spans]
-        if self.emulated or not all(peaks):
-            return None
-        # All steps have the same FLOPs. A step counts as one unit of FLOPs here.
-        time = sum(
-            (span.last - span.first + 1) / peak for span, peak in zip(spans, peaks, strict=True)
-        )
-        return self.devices.count * self.steps / time
-
-    def _peak_in(self, active: ActivePrecision) -> float:
-        """Return the peak of one device in TFLOP/s for products in `active`.
-
-        The peak takes into account that experts may stay unquantized. Return 0.0 if the peak is not
-        known.
-        """
-        fastest = peak(self.devices.name, active.precision.peak) or 0.0
-        bf16 = peak(self.devices.name, "bf16") or fastest
-        if not fastest:
-            return fastest
-        in_bf16 = sum(self.experts_left_out(active).values())
-        return 1 / (in_bf16 / bf16 + (1 - in_bf16) / fastest) if in_bf16 else fastest
 
     def experts_left_out(self, active: ActivePrecision) -> dict[str, float]:
         """Map each reason why experts stay unquantized to a share of the training FLOPs.

@@ -10,10 +10,7 @@ from foundation import units
 from foundation.units import GIB, plural
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
-
-# Shares of the peak FLOP/s for the estimate of time. Runs of dense models usually reach a share
-# between these two.
-ASSUMED_SHARES = (0.3, 0.5)
+from pretrain.plan.speed import predict
 
 
 def width() -> int:
@@ -163,17 +160,12 @@ def horizon_lines(plan: Plan) -> list[str]:
 
 
 def _time_line(plan: Plan) -> str:
-    """Return a line with the time of the run, at two assumed shares of the peak FLOP/s."""
-    peak = plan.peak_tflops
-    if not peak:
-        return "not estimated, because no peak speed is known for this device and precision"
-    seconds_at_peak = plan.flops_per_token * plan.total_tokens / (peak * units.TERA)
-    low, high = ASSUMED_SHARES
-    return (
-        f"{units.duration(seconds_at_peak / high)} to {units.duration(seconds_at_peak / low)} at "
-        f"{100 * high:g} to {100 * low:g} % of the {plan.schedule.label} peak, {peak:,.4g} "
-        "TFLOP/s: assumed, not measured"
-    )
+    """Return a line with the predicted time of the run, and how sure it is."""
+    prediction = predict(plan)
+    if prediction.tokens_per_second is None:
+        return f"not predicted: {prediction.basis}"
+    time = units.duration(plan.total_tokens / prediction.tokens_per_second)
+    return f"{time} at {prediction.tokens_per_second:,.0f} tokens/s: {prediction.basis}"
 
 
 def _memory_lines(plan: Plan) -> list[str]:

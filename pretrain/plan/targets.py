@@ -9,25 +9,25 @@ from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from foundation.units import GIB, plural
-from pretrain.metrics.peaks import entry_of, peak
-from pretrain.model.attention import FA4_HEAD_DIMS, TRITON_HEAD_DIMS
+from pretrain.metrics.cards import card_of
+from pretrain.model.attention import FA4_GENERATIONS, FA4_HEAD_DIMS, SHORT
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
-from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.formats.definition import HOPPER, QuantizedPrecision
 from pretrain.precision.settings import ActivePrecision, configured
 
 
 def devices_called(text: str) -> Devices:
     """Return the devices that a text such as `H200` or `8xB200` describes.
 
-    The memory of a device is the part that a plan may use. Raise InputError if the peak of the
-    device is not known.
+    The memory of a device is the part that a plan may use. Raise InputError if the device is not
+    in the table of cards.
     """
     count, name = re.findall(r"(?s)^\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*$", text)[0]
-    device = entry_of(name)
-    if device is None or device.bf16 is None or count == "0":
+    device = card_of(name)
+    if device is None or count == "0":
         raise InputError(
-            f"--on {text}: this is no device with a known BF16 peak; use the name that its "
+            f"--on {text}: this device is not in the table; use the name that its "
             "driver reports, with the number of devices if there are several, such as H200, "
             "8xB200 or 'RTX 4090'"
         )
@@ -53,8 +53,12 @@ def plan_on(devices: Devices, plan: Plan, shapes: PreTrainedModel) -> Plan:
     ]
     schedule = replace(plan.schedule, phases=phases)
     plan = replace(plan, schedule=schedule, devices=devices)
-    layers = {active.precision.name: _layers(plan, shapes, active) for active in plan.precisions}
-    unsharded = replace(plan, layers=layers)
+    attention = _attention(plan)
+    layers = {
+        active.precision.name: _layers(plan, shapes, active, attention)
+        for active in plan.precisions
+    }
+    unsharded = replace(plan, layers=layers, attention=attention)
     fitted = spend_spare_memory(unsharded)
     if devices.count == 1 or fitted.takes(1) <= devices.memory:
         return fitted
@@ -63,30 +67,40 @@ def plan_on(devices: Devices, plan: Plan, shapes: PreTrainedModel) -> Plan:
     return spend_spare_memory(replace(sharded, devices=gathered))
 
 
-def _layers(plan: Plan, shapes: PreTrainedModel, active: ActivePrecision) -> list[LayerMemory]:
+def _attention(plan: Plan) -> str:
+    """Return the name of the packed attention that a run would use on the devices of `plan`.
+
+    It is assumed that the devices have all packages of requirements-cuda.txt.
+    """
+    requested = plan.recipe.model.attention
+    generation, _ = plan.devices.capability or (0, 0)
+    head_dim = plan.flops.shape.head_dim
+    is_short = generation == HOPPER[0] and head_dim == 64 and plan.mean_squared <= SHORT
+    if requested == "triton" or (requested == "auto" and is_short):
+        return "packed_triton"
+    has_flash = generation in FA4_GENERATIONS and head_dim in FA4_HEAD_DIMS
+    if has_flash and requested in ("auto", "flash_attn"):
+        return "packed_fa4"
+    return "packed_varlen"
+
+
+def _layers(
+    plan: Plan, shapes: PreTrainedModel, active: ActivePrecision, attention: str
+) -> list[LayerMemory]:
     """Return the memory of each decoder layer on the devices of `plan`.
 
-    It is assumed that Hopper and Blackwell GPUs have Transformer Engine and FlashAttention-4, and
-    that other devices have the same libraries as this machine.
+    It is assumed that the devices have all packages of requirements-cuda.txt.
     """
     recipe = plan.recipe
     model = recipe.model
-    capability = plan.devices.capability
-    has_libraries = capability is not None and active.precision.compute_dtype == "bfloat16"
-    if has_libraries and model.fused == "auto":
+    if active.precision.compute_dtype == "bfloat16" and model.fused == "auto":
         recipe = recipe.model_copy(update={"model": model.model_copy(update={"fused": "on"})})
-    # FlashAttention-4 and our Triton kernels need the same memory.
-    head_dims = {"auto": FA4_HEAD_DIMS, "flash_attn": FA4_HEAD_DIMS, "triton": TRITON_HEAD_DIMS}
-    is_supported = plan.flops.shape.head_dim in head_dims.get(model.attention, ())
-    attention = "packed_fa4" if has_libraries and is_supported else "packed_varlen"
+    capability = plan.devices.capability
     return layers_of(shapes, plan.flops, recipe, active, "cuda", attention, capability)
 
 
 def obstacle(plan: Plan) -> str | None:
-    """Return the reason why its devices cannot run `plan`, or why the speed is not known.
-
-    Return None if the devices can run `plan` and the speed is known.
-    """
+    """Return the reason why its devices cannot run `plan`, or None if they can."""
     devices = plan.devices
     for active in plan.precisions:
         precision = configured(active.requested, plan.recipe.fp8_config)
@@ -94,8 +108,6 @@ def obstacle(plan: Plan) -> str | None:
             missing = precision.hardware.missing(devices.capability)
             if missing:
                 return f"{precision.name} needs {missing}"
-        if peak(devices.name, precision.peak) is None:
-            return f"the {precision.name} peak of this device is not known"
     if plan.packs_per_step < devices.count:
         least = devices.count * plan.recipe.data.length
         return (

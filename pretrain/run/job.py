@@ -403,7 +403,7 @@ def _fit_to_machine(
         )
         for active in plan.precisions
     }
-    plan = spend_spare_memory(replace(plan, layers=layers))
+    plan = spend_spare_memory(replace(plan, layers=layers, attention=chosen.name))
     cuda_graphs(plan, model.shapes, device_type)
     if plan.recipe.optimizer.offload != "none" and device_type == "cuda":
         refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))

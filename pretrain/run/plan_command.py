@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from typing import cast
 
 from foundation import units
-from foundation.errors import InputError
-from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
+from foundation.units import GIB, UNKNOWN, markdown, plural
 from pretrain.launch.environment import with_precision
+from pretrain.metrics.cards import Card, card_of
 from pretrain.metrics.console import Console
-from pretrain.metrics.peaks import Peak, entry_of
 from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.rendering import (
-    ASSUMED_SHARES,
     flops_line,
     horizon_lines,
     in_subjects,
@@ -26,6 +24,7 @@ from pretrain.plan.rendering import (
     render,
     width,
 )
+from pretrain.plan.speed import predict
 from pretrain.plan.targets import devices_called, obstacle, plan_on
 from pretrain.run.job import Job, plan_elsewhere
 from pretrain.run.resume_point import where_to_resume
@@ -33,8 +32,6 @@ from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
-# A model with fewer parameters spends more time on kernel launches than on matrix products.
-SMALL = 50_000_000
 # The precision of `python -m pretrain plan` if neither the recipe nor the command line sets a
 # precision. It is the precision of a launch on GPUs, where bf16.yaml or ddp.yaml sets it.
 DEFAULT_PRECISION = "bf16"
@@ -49,10 +46,6 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError for invalid options, and if the recipe cannot be planned.
     """
-    if any(share > 1 for share in options.mfu):
-        raise InputError(
-            "--mfu: the MFU must not be above 1; for 40 % of the peak, write --mfu 0.4"
-        )
     targets = [devices_called(text) for text in options.on or USUAL]
     loaded = load_recipe(options.recipe, options.overrides)
     # Emulate precisions that this machine does not support, because the plan is for other machines.
@@ -74,16 +67,15 @@ def main(options: argparse.Namespace) -> int:
         "FLOPs": [flops_line(plan)],
     }
     print(in_subjects(subjects), end="\n\n")
-    shares = sorted(options.mfu or ASSUMED_SHARES)
     print(
         markdown(
-            ["on", "microbatch", "needs", "available", "tokens/s", "time"],
-            [_row(planned, shares) for planned in plans],
+            ["on", "microbatch", "needs", "available", "tokens/s", "time", "basis"],
+            [_row(planned) for planned in plans],
         )
     )
     notes = [
         *([] if loaded.precision else [WHY_DEFAULT]),
-        *_notes(plan, shares, is_mfu_stated=bool(options.mfu)),
+        *_notes(plan),
         *_reasons(plans),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
         *plan.notices,
@@ -103,26 +95,13 @@ def emulating(recipe: Recipe) -> Recipe:
     )
 
 
-def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
-    """Return the lines that explain, below the table of times, how the times were estimated.
-
-    shares: the MFUs of the table's columns, as fractions. MFU is the speed of a training
-        divided by the peak speed of its device.
-    is_mfu_stated: True if the user has set the MFUs by --mfu, False if they are defaults.
-    """
-    source = "from --mfu" if is_mfu_stated else "assumed; --mfu sets another share"
-    listed = " to ".join(f"{100 * share:.3g}" for share in shares)
+def _notes(plan: Plan) -> list[str]:
+    """Return the lines that explain the table."""
     notes = [
-        f"the time is the time of all training steps at {listed} % of the peak ({source}); n "
-        "devices are assumed to be n times as fast as one device",
+        "the time is the time of all training steps, without evaluations and starts",
         "the microbatch is set by the recipe, or is the largest one that leaves "
         f"{units.percent(KEPT_FREE)} of a device's memory free",
     ]
-    if not is_mfu_stated and plan.flops.parameters < SMALL:
-        notes.append(
-            "training will take longer than these times, because the steps of such a small model "
-            "mostly wait for kernel launches"
-        )
     if not plan.packs:
         notes.append(
             "the FLOPs are an upper limit, which counts each pack as one document, because no "
@@ -172,19 +151,15 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
     return 0
 
 
-def _row(plan: Plan, shares: Sequence[float]) -> list[str]:
-    """Return the row of the devices of `plan` in the table.
-
-    shares: the MFUs of the table's columns, ascending.
-    """
+def _row(plan: Plan) -> list[str]:
+    """Return the row of the devices of `plan` in the table."""
     devices = plan.devices
     if obstacle(plan):
-        return [str(devices), *[UNKNOWN] * 5]
+        return [str(devices), *[UNKNOWN] * 6]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes = plan.takes(size)
-    # Neither the device nor its peak is None, because `obstacle` has found no obstacle.
-    available = cast(Peak, entry_of(devices.name)).memory
-    peak = cast(float, plan.peak_tflops) * TERA
+    # The device is in the table, because `devices_called` has found it there.
+    available = cast(Card, card_of(devices.name)).memory
     fits = takes <= available * GIB
     # `devices.memory` is the part of the available memory that a plan should use.
     remark = ""
@@ -193,12 +168,14 @@ def _row(plan: Plan, shares: Sequence[float]) -> list[str]:
     microbatches = -(-plan.packs_per_rank // size)
     shards = " in shards" if devices.sharded else ""
     host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
-    speeds = [share * peak / plan.flops_per_token for share in (shares if fits else ())]
+    prediction = predict(plan)
+    speed = prediction.tokens_per_second if fits else None
     return [
         str(devices),
         f"{microbatches} x {plural(size, 'pack')}{shards}{remark}",
         units.memory(takes / GIB) + host,
         units.memory(available),
-        " to ".join(f"{speed:,.0f}" for speed in speeds) or UNKNOWN,
-        " to ".join(units.duration(plan.total_tokens / speed) for speed in speeds) or UNKNOWN,
+        f"{speed:,.0f}" if speed else UNKNOWN,
+        units.duration(plan.total_tokens / speed) if speed else UNKNOWN,
+        prediction.basis if fits else UNKNOWN,
     ]

@@ -20,9 +20,9 @@ from foundation.reading import load_object
 from packing.batch import StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
+from pretrain.metrics.cards import bf16_peak
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
-from pretrain.metrics.peaks import peak
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import Record, last_screen, read_finished, same_measure
@@ -245,7 +245,7 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
     return Recorder(
         # No MFU is computed if the FLOPs of some weights are not counted.
         flops=None if flops.uncounted else flops,
-        peak_tflops=peak(job.plan.devices.name, "bf16"),
+        peak_tflops=bf16_peak(job.plan.devices.name),
         device=accelerator.device,
         world_size=accelerator.num_processes,
         pack_length=job.recipe.data.length,

@@ -85,7 +85,7 @@ def plan(add: Callable) -> None:
     """Estimate time and memory of a training on devices that this machine does not have.
 
         python -m pretrain plan my.yaml train.tokens=20e9        on H100, H200, B200 and 8 x B200
-        python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42   at an MFU that a run has reached
+        python -m pretrain plan my.yaml --on 8xH200 --on L40S    on other devices
 
     To plan a training on this machine, use accelerate launch ... train_accelerate.py RECIPE --plan.
     Unlike the command `plan`, it needs the packs.
@@ -97,14 +97,6 @@ def plan(add: Callable) -> None:
         metavar="DEVICE",
         help="device, with a number if there are several: H200, 8xB200, 'RTX 4090'; may be "
         f"repeated; default: {', '.join(USUAL)}",
-    )
-    add(
-        "--mfu",
-        action="append",
-        default=[],
-        type=positive,
-        metavar="SHARE",
-        help="assumed model FLOPs utilization, for example 0.4; repeat the option to get a range",
     )
 
 

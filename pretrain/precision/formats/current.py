@@ -9,7 +9,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 PRECISION = QuantizedPrecision(
     name="current",
     description="FP8 products; one scale per tensor, from the largest value of the same tensor",
-    peak="fp8",
     multiple_of=16,
     options={"fp8_format": "HYBRID"},
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),

@@ -115,8 +115,6 @@ class Precision:
     description: str
     # The dtype of activations. Without quantization it is also the dtype of the operands.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # The column of the table in pretrain.metrics.peaks with the peak throughput of the products.
-    peak: Literal["fp32", "bf16", "fp8", "fp4"]
     # in_features, out_features and the number of tokens must be multiples of this.
     multiple_of: int = 1
     # True if CUDA graphs may contain the products. tests/gpu/test_graphs_gpu.py tests this.

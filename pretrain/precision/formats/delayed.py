@@ -9,7 +9,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 PRECISION = QuantizedPrecision(
     name="delayed",
     description="FP8 products; one scale per tensor, from the largest values of past microbatches",
-    peak="fp8",
     multiple_of=16,
     options={
         "fp8_format": "HYBRID",

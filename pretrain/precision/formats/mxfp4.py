@@ -18,7 +18,6 @@ PRECISION = QuantizedPrecision(
     name="mxfp4",
     description="FP4 products; one power-of-two scale for every 32 values (OCP Microscaling); "
     "emulated only",
-    peak="fp4",
     multiple_of=32,
     options={"disable_rht": False, "disable_stochastic_rounding": False},
     hardware=Hardware(None, "no release of Transformer Engine offers this precision"),

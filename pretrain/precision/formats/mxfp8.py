@@ -6,7 +6,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 PRECISION = QuantizedPrecision(
     name="mxfp8",
     description="FP8 products; one power-of-two scale for every 32 values (OCP Microscaling)",
-    peak="fp8",
     multiple_of=32,
     options={"fp8_format": "E4M3"},
     # Transformer Engine documents 10.0 and 10.3. It refuses 12.x, because cuBLAS before 13.6 lacks

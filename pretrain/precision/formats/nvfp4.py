@@ -11,7 +11,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 PRECISION = QuantizedPrecision(
     name="nvfp4",
     description="FP4 products; one E4M3 scale for every 16 values and one FP32 scale per tensor",
-    peak="fp4",
     # The block size, 16, would not suffice: in both layouts, a row of codes must take a multiple of
     # 16 bytes, and two codes take one byte.
     multiple_of=32,

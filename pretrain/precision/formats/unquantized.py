@@ -9,11 +9,9 @@ FP32 = Precision(
     name="fp32",
     description="FP32 products; the reference for comparisons with all other precisions",
     compute_dtype="float32",
-    peak="fp32",
 )
 BF16 = Precision(
     name="bf16",
     description="BF16 products with FP32 accumulation",
-    peak="bf16",
     in_graphs=True,
 )

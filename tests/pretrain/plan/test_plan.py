@@ -15,6 +15,7 @@ from foundation.units import GIB
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
 from pretrain.plan.rendering import render
+from pretrain.plan.speed import predict
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.run.job import check_host_memory, cuda_graphs
@@ -65,11 +66,8 @@ def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> Non
     assert "nvfp4 leaves the last 5 layers in bf16" in " ".join(render(run_plan).split())
 
 
-def test_a_mixture_counts_chosen_experts_at_the_speed_of_their_format() -> None:
-    """A token takes 2 of 8 experts. FP8 is twice as fast as BF16 on an H100.
-
-    Experts compute in FP8 only if gradients are E4M3.
-    """
+def test_experts_compute_in_fp8_only_if_gradients_are_e4m3() -> None:
+    """A token takes 2 of 8 experts."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     model = on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes)
     experts = 28 * 2 * 3 * 2048 * 768
@@ -84,13 +82,12 @@ def test_a_mixture_counts_chosen_experts_at_the_speed_of_their_format() -> None:
             devices=Devices(name="NVIDIA H100 80GB HBM3"),
             schedule=schedule_of(recipe(), active),
             layers=layers,
+            attention="packed_varlen",
         )
     hybrid, e4m3 = plans.values()
-    in_bf16 = 6 * experts / 989.5
-    seconds = in_bf16 + (hybrid.flops_per_token - 6 * experts) / 1979.0
     assert hybrid.flops.expert_weights == experts and hybrid.flops.idle_weights == 3 * experts
-    assert hybrid.peak_tflops == pytest.approx(hybrid.flops_per_token / seconds)
-    assert e4m3.peak_tflops == 1979.0
+    slow, fast = (predict(planned) for planned in (hybrid, e4m3))
+    assert slow.parts["GEMMs"] > 1.1 * fast.parts["GEMMs"] and slow.gain < fast.gain
     assert "experts compute in BF16" in render(hybrid) and "experts" not in render(e4m3)
     assert (
         e4m3.memory(1)["quantized weights"]
@@ -155,14 +152,15 @@ def test_the_rendered_plan_has_all_facts_in_100_columns(
     qwen3: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    text = render(plan(qwen3, devices=Devices(name="NVIDIA H200", memory=140 * GIB)))
+    devices = Devices(name="NVIDIA H200", memory=140 * GIB)
+    text = render(plan(qwen3, devices=devices, attention="packed_fa4"))
     for fact in (
         "small: bf16 compute, fp32 weights, 1 x NVIDIA H200",
         "1.72 B parameters, 1.41 B without embeddings, head tied",
         "131,072 tokens = 32 packs of 4,096 = 1 device x 4 microbatches x 8 packs",
         "2,776 steps = 364 M tokens = 4.00 epochs of 22,206 packs",
         "10.58 GFLOP per token, 1.387 PFLOP per step, 3.849 EFLOP in total",
-        "2 h 10 m to 3 h 36 m at 50 to 30 % of the bf16 peak, 989.5 TFLOP/s",
+        "tokens/s: ± 15 %",
         "about 92.8 GiB of 140.0 GiB per device for tensors",
     ):
         assert fact in text

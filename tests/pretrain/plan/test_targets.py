@@ -53,7 +53,7 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
         ("H200", "mxfp8", {}, "needs a GPU of compute capability 10.0"),
         ("B200", "mxfp8", {}, None),
         ("B200", "block", {}, None),
-        ("A100", "current", {}, "the current peak"),
+        ("A100", "current", {}, "needs a GPU of compute capability 8.9"),
         ("8xB200", "bf16", {"batch": {"tokens": 4 * 4096}}, "set `batch.tokens` to at least 32768"),
     ],
 )

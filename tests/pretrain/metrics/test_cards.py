@@ -1,0 +1,61 @@
+"""Peaks and memory are looked up by the name that the driver reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretrain.metrics.cards import CARDS, Card, bf16_peak, card_of
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA H200", 989.5),
+        (None, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_a_name_has_its_dense_peak_and_similar_names_have_none(
+    name: str | None, tflops: float | None
+) -> None:
+    assert bf16_peak(name) == tflops
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_card_is_found_by_its_short_name(card: Card) -> None:
+    assert card_of(card.name) is card
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_peaks_are_dense_and_those_of_a_generation(card: Card) -> None:
+    """FP8 doubles BF16, and needs compute capability 8.9. A factor has an error."""
+    assert (card.fp8 is not None) == (card.capability >= (8, 9))
+    assert card.fp8 is None or card.fp8 / card.bf16 == pytest.approx(2, rel=0.02)
+    assert (card.factor is None) == (card.error is None)
+    assert 0.2 < card.bandwidth < 10 and 15 < card.fp32 < 130
+
+
+MEMORY = {
+    "h200": 139.8,
+    "NVIDIA H100 80GB HBM3": 79.1,
+    "NVIDIA H100 PCIe": 79.1,
+    "NVIDIA A100-SXM4-40GB": 39.3,
+    "NVIDIA A100-PCIE-40GB": 39.3,
+    "NVIDIA A100-SXM4-80GB": 79.1,
+    "NVIDIA A100 80GB PCIe": 79.1,
+    "NVIDIA RTX A6000": 47.4,
+    "NVIDIA GeForce RTX 4090": 23.5,
+    "NVIDIA GH200 480GB": 94.5,
+    "NVIDIA GH200 144G HBM3e": 142.4,
+    "NVIDIA GB200": 184.3,
+}
+
+
+@pytest.mark.parametrize(("name", "gib"), MEMORY.items())
+def test_a_name_has_the_memory_of_its_device(name: str, gib: float | None) -> None:
+    assert card_of(name).memory == gib
