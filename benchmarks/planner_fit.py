@@ -12,28 +12,30 @@ published speed. Then run this command, and change the shares in pretrain/plan/s
 factors in pretrain/metrics/cards.py. tests/pretrain/plan/test_speed.py compares them with the fit.
 The status of a row:
 
-* `fit`: a step of this trainer on one GPU, as the trainer is today. The shares are fitted to these
-  rows, and a plan quotes them.
-* `multi`: the same on several GPUs with NVLink. A plan quotes it.
-* `repeat`, `special`, `whole documents`, `experts`, `not fused`, `old code`, `tiny`: steps of this
-  trainer that are compared with the fit. The column `note` gives the reason.
-* `outside`: a published step of another trainer.
+* `fit`: a step of this trainer on one GPU. The shares are fitted to these rows, and a plan quotes
+  them.
+* `multi`: a step of this trainer on several GPUs with NVLink. A plan quotes it.
+* `not fused`, `experts`, `tiny`, `special`: other steps of this trainer, which are compared with
+  the fit. The column `note` gives the reason.
+* `published`: a step of another trainer. The column `file` names the source.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pretrain.metrics.cards import CARDS, Card
-from pretrain.plan.rows import read_rows, work_in
+from pretrain.plan.rows import Row, read_rows
 from pretrain.plan.speed import COSTS, Costs, rates_of, step_seconds
 from pretrain.plan.work import Work
 
+TRAINERS = ("llmq", "Megatron Bridge")
 # Shares that are fitted together, by their first precision.
 FITTED = {"bf16": ("bf16",), "delayed": ("delayed", "current"), "block": ("block",)}
 BY_NAME = {card.name: card for card in CARDS}
@@ -48,6 +50,25 @@ OF_OTHERS = {
 # Bytes of a parameter that another trainer sends in a step, and the share of the link's rate.
 SENT_BY_OTHERS = 4
 LINK_OF_OTHERS = 0.8
+# Cards whose factor is that of another card, at the same TFLOP/s per watt, and power limits.
+BY_WATTS = {
+    "H100 PCIe": "H100",
+    "H100 NVL": "H100",
+    "H200 NVL": "H200",
+    "RTX 6000 Ada": "L40S",
+    "RTX PRO 6000 Max-Q": "RTX PRO 6000 Server",
+}
+WATTS = {
+    "H100": 700,
+    "H200": 700,
+    "H100 PCIe": 350,
+    "H100 NVL": 400,
+    "H200 NVL": 600,
+    "L40S": 350,
+    "RTX 6000 Ada": 300,
+    "RTX PRO 6000 Server": 600,
+    "RTX PRO 6000 Max-Q": 300,
+}
 # A robust loss: errors above this value count less than their square.
 ROBUST = 0.05
 
@@ -55,27 +76,18 @@ Shares = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of rows.csv."""
+class Point:
+    """A row of rows.csv with its card."""
 
-    values: Mapping[str, str]
+    row: Row
     card: Card
     work: Work
-    measured: float
 
     @classmethod
-    def of(cls, values: Mapping[str, str]) -> Row:
-        """Convert a line of rows.csv."""
-        work = work_in(values)
-        if values["trainer"] != "ours":
-            work = _of_others(values, work)
-        measured = float(values["tokens_per_second"])
-        return cls(values, BY_NAME[values["card"]], work, measured)
-
-    @property
-    def is_ours(self) -> bool:
-        """Return True for a step of this trainer."""
-        return self.values["trainer"] == "ours"
+    def of(cls, row: Row) -> Point:
+        """Convert a row."""
+        work = row.work if row.values["trainer"] == "ours" else _of_others(row)
+        return cls(row, BY_NAME[row.values["card"]], work)
 
     def predicted(self, shares: Shares, factor: float | None = None) -> float:
         """Return the predicted tokens/s.
@@ -83,38 +95,42 @@ class Row:
         factor: the factor of the card. None: the factor in its table.
         """
         card = self.card if factor is None else replace(self.card, factor=factor)
-        seconds = step_seconds(card, self.work, rates_of(card, costs_with(shares)))
-        if not self.is_ours and self.work.gpus > 1:
-            share = (self.work.gpus - 1) / self.work.gpus
+        work = self.work
+        seconds = step_seconds(card, work, rates_of(card, costs_with(shares)))
+        if self.row.values["trainer"] != "ours":
+            sent = SENT_BY_OTHERS * work.flops.parameters * (work.gpus - 1) / work.gpus
             link = LINK_OF_OTHERS * (card.nvlink or card.pcie) * 1e9
-            seconds["communication"] = SENT_BY_OTHERS * self.work.parameters * share / link
-        return self.work.tokens * self.work.gpus / sum(seconds.values())
+            seconds["communication"] = sent / link
+        return work.tokens * work.gpus / sum(seconds.values())
 
     def error(self, shares: Shares, factor: float | None = None) -> float:
         """Return the predicted speed divided by the measured speed, minus 1."""
-        return self.predicted(shares, factor) / self.measured - 1
+        return self.predicted(shares, factor) / self.row.speed - 1
 
 
-def _of_others(values: Mapping[str, str], work: Work) -> Work:
+def _of_others(row: Row) -> Work:
     """Return the work of another trainer, which recomputes and offloads other parts than ours."""
+    values = row.values
+    shape = row.work.flops.shape
     qkv, gate_up, passes, attention = OF_OTHERS[values["recompute"]]
-    width = (work.heads + 2 * work.kv_heads) * work.head_dim * qkv
-    width += 2 * work.feed_forward * gate_up
-    gemms = work.layers * work.hidden * width / (3 * work.layer_weights)
-    # Bytes of a parameter of the model. The optimizer is sharded over all GPUs.
-    offloaded = 0.0 if values["offload"] == "none" else float(values["offload"]) * work.gpus
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * qkv
+    width += 2 * shape.feed_forward * gate_up
+    in_layers = row.work.flops.attention_weights + row.work.flops.mlp_weights
+    gemms = shape.layers * shape.hidden * width / (3 * in_layers)
+    # Bytes that a GPU copies for each parameter of the model. The optimizer is sharded.
+    offloaded = 0.0 if values["offload"] == "none" else float(values["offload"])
     return replace(
-        work,
+        row.work,
         recomputed=(gemms, passes, attention),
-        offloaded=offloaded,
+        offloaded=offloaded * row.work.gpus,
         topology="zero",
-        precision="current" if work.precision == "mxfp8" else work.precision,
+        precision="current" if row.work.precision == "mxfp8" else row.work.precision,
     )
 
 
-def rows_with(*statuses: str) -> list[Row]:
-    """Return the rows of rows.csv with one of these statuses."""
-    return [Row.of(values) for values in read_rows() if values["status"] in statuses]
+def points(*statuses: str) -> list[Point]:
+    """Return the rows with one of these statuses."""
+    return [Point.of(row) for row in read_rows(*statuses)]
 
 
 def costs_with(shares: Shares) -> dict[str, Costs]:
@@ -130,27 +146,157 @@ def shipped() -> dict[str, float]:
     return {first: COSTS[first].share for first in FITTED}
 
 
-def fit(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the shares that fit `rows` best.
+def fit(points: Sequence[Point]) -> dict[str, float]:
+    """Return the shares that fit the steps best.
 
-    The sum of squared logarithms of errors is minimized by Gauss-Newton. All rows of a model on a
-    card have the same weight together, and large errors count less.
+    The sum of squared logarithms of predicted over measured speed is minimized by Gauss-Newton. All
+    steps of a model on a card have the same weight together, and large errors count less.
     """
-    counts = Counter((row.values["model"], row.card.name) for row in rows)
-    weights = np.array([1 / counts[row.values["model"], row.card.name] for row in rows])
-    logs = np.log(list(shipped().values()))
+    models = [(point.row.values["model"], point.card.name) for point in points]
+    weights = np.array([1 / models.count(model) for model in models])
 
     def errors(logs: np.ndarray) -> np.ndarray:
         shares = dict(zip(FITTED, np.exp(logs), strict=True))
-        return np.array([math.log(row.predicted(shares) / row.measured) for row in rows])
+        return np.array([math.log(1 + point.error(shares)) for point in points])
 
+    logs = np.log(list(shipped().values()))
     for _ in range(20):
         error = errors(logs)
         slopes = [(errors(logs + 1e-4 * axis) - error) / 1e-4 for axis in np.eye(len(logs))]
-        robust = weights / np.sqrt(1 + weights * (error / ROBUST) ** 2)
-        slope = np.stack(slopes, axis=1) * np.sqrt(robust)[:, None]
-        step = np.linalg.lstsq(slope, -error * np.sqrt(robust), rcond=None)[0]
+        root = np.sqrt(weights / np.sqrt(1 + weights * (error / ROBUST) ** 2))
+        step = np.linalg.lstsq(np.stack(slopes, axis=1) * root[:, None], -error * root)[0]
         logs = logs + step
         if abs(step).max() < 1e-6:
             break
     return dict(zip(FITTED, map(float, np.exp(logs)), strict=True))
+
+
+def left_out(points: Sequence[Point]) -> list[tuple[Point, Shares]]:
+    """Return each step with the shares that fit the steps of all other models.
+
+    Steps with block scaling are skipped, because only one model has them.
+    """
+    result: list[tuple[Point, Shares]] = []
+    for model in sorted({point.row.values["model"] for point in points}):
+        is_left_out = [point.row.values["model"] == model for point in points]
+        shares = fit([point for point, out in zip(points, is_left_out, strict=True) if not out])
+        result += [
+            (point, shares)
+            for point, out in zip(points, is_left_out, strict=True)
+            if out and point.work.precision != "block"
+        ]
+    return result
+
+
+def published(trainer: str) -> dict[str, list[Point]]:
+    """Map each card to the published steps of a trainer."""
+    result = defaultdict(list)
+    for point in points("published"):
+        if point.row.values["trainer"] == trainer:
+            result[point.card.name].append(point)
+    return result
+
+
+def factor_of(points: Sequence[Point], shares: Shares) -> float:
+    """Return the factor of a card with which the mean logarithm of the errors is 0.
+
+    It is fitted to the BF16 steps on one GPU, or to all steps in FP8 if there are none.
+    """
+    fitted = [point for point in points if point.row.values["precision"] == "bf16"]
+    fitted = [point for point in fitted if point.work.gpus == 1]
+    fitted = fitted or [point for point in points if point.row.values["precision"] == "current"]
+    low, high = 0.3, 3.0
+    while high / low > 1.0001:
+        factor = math.sqrt(low * high)
+        if sum(math.log(1 + point.error(shares, factor)) for point in fitted) > 0:
+            high = factor
+        else:
+            low = factor
+    return high
+
+
+def all_factors(shares: Shares) -> dict[str, float]:
+    """Return the factor of each card with measured or published steps, or of a similar card.
+
+    The factor of a published card is relative to the H100 of the same trainer.
+    """
+    factors = {"H100": 1.0, "H200": 1.0}
+    for trainer in TRAINERS:
+        by_card = published(trainer)
+        of_h100 = factor_of(by_card["H100"], shares)
+        factors |= {
+            card: factor_of(steps, shares) / of_h100
+            for card, steps in by_card.items()
+            if card != "H100"
+        }
+    for name, similar in BY_WATTS.items():
+        watts = WATTS[name] / WATTS[similar]
+        factors[name] = factors[similar] * watts * BY_NAME[similar].bf16 / BY_NAME[name].bf16
+    factors["RTX PRO 6000 Workstation"] = factors["RTX PRO 6000 Server"]
+    factors["RTX 3090"] = math.sqrt(factors["RTX 4090"] * factors["RTX 5090"])
+    return factors
+
+
+def gains(points: Sequence[Point]) -> list[tuple[Point, Point]]:
+    """Return pairs of a step in low precision and the same step in BF16."""
+    names = ("trainer", "file", "model", "card", "gpus", "topology", "attention")
+    names += ("tokens_per_step", "mean_squared_length", "weights")
+    keys = [tuple(point.row.values[name] for name in names) for point in points]
+    plain = {
+        key: point
+        for key, point in zip(keys, points, strict=True)
+        if point.row.values["precision"] == "bf16"
+    }
+    return [
+        (point, plain[key])
+        for key, point in zip(keys, points, strict=True)
+        if key in plain and point.row.values["precision"] != "bf16"
+    ]
+
+
+def gain_error(low: Point, plain: Point, shares: Shares, factor: float | None = None) -> float:
+    """Return the predicted gain divided by the measured gain, minus 1."""
+    return (1 + low.error(shares, factor)) / (1 + plain.error(shares, factor)) - 1
+
+
+def text(errors: Sequence[float]) -> str:
+    """Return the median, the 95th percentile, the maximum and the sign of errors."""
+    sizes = sorted(map(abs, errors))
+    high = sizes[math.ceil(0.95 * len(sizes)) - 1]
+    return (
+        f"median {statistics.median(sizes):.1%}, 95 % within {high:.1%}, worst {sizes[-1]:.1%}, "
+        f"bias {statistics.median(errors):+.1%}, n={len(sizes)}"
+    )
+
+
+def main() -> int:
+    """Print the fitted shares and factors, and the errors of all classes of steps."""
+    fitted = points("fit")
+    shares = fit(fitted)
+    print("shares:", {name: round(share, 4) for name, share in shares.items()})
+    print("fitted steps:", text([point.error(shares) for point in fitted]))
+    without = left_out(fitted)
+    print("a model left out:", text([point.error(other) for point, other in without]))
+    shares_of = {id(point): other for point, other in without}
+    pairs = [pair for pair in gains(fitted) if id(pair[0]) in shares_of]
+    print("its gain:", text([gain_error(*pair, shares_of[id(pair[0])]) for pair in pairs]))
+    for card in ("H100", "H200"):
+        others = fit([point for point in fitted if point.card.name != card])
+        errors = [point.error(others) for point in fitted if point.card.name == card]
+        print(f"{card} from the other card:", text(errors))
+    for status in ("multi", "not fused", "experts", "tiny", "special"):
+        print(f"{status}:", text([point.error(shares) for point in points(status)]))
+    for trainer in TRAINERS:
+        for card, steps in published(trainer).items():
+            factor = factor_of(steps, shares)
+            print(f"{trainer}, {card}, as shipped:", text([point.error(shares) for point in steps]))
+            errors = [point.error(shares, factor) for point in steps]
+            print(f"  with its factor of {factor:.3f}:", text(errors))
+            if pairs := gains(steps):
+                print("  gain:", text([gain_error(*pair, shares, factor) for pair in pairs]))
+    print("factors:", {name: round(factor, 3) for name, factor in all_factors(shares).items()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -93,8 +93,8 @@ CARDS = (
         nvlink=300,
     ),
     # NVIDIA H100 data sheet, sparse peaks in BF16 and FP8: SXM 1,979 and 3,958, PCIe 1,513 and
-    # 3,026, NVL 1,671 and 3,341. The power limits are 700, 350 and 400 W. An H100 SXM needs its
-    # 700 W for 0.70 of its peak, so the factors of the other two are those of its TFLOP/s per watt.
+    # 3,026, NVL 1,671 and 3,341. The power limits are 700, 350 and 400 W. An H100 SXM needs 700 W
+    # for 0.70 of its peak, so the factors of the other two are those of its TFLOP/s per watt.
     Card(
         pattern=r"h100 pcie",
         name="H100 PCIe",
@@ -138,8 +138,8 @@ CARDS = (
         error=MEASURED,
     ),
     # NVIDIA H200 data sheet, sparse peaks in BF16 and FP8: SXM 1,979 and 3,958, NVL 1,671 and
-    # 3,341. The power limits are 700 and 600 W. By watts, an H200 NVL sustains the share of an H200
-    # SXM.
+    # 3,341. The power limits are 700 and 600 W. The factor of the NVL is that of the TFLOP/s per
+    # watt of an H200 SXM.
     Card(
         pattern=r"h200 nvl",
         name="H200 NVL",
@@ -151,7 +151,7 @@ CARDS = (
         fp32=60.0,
         pcie=64,
         nvlink=450,
-        factor=1.0,
+        factor=1.02,
         error=GUESSED,
     ),
     Card(
@@ -223,7 +223,7 @@ CARDS = (
         fp32=80.0,
         pcie=64,
         nvlink=900,
-        factor=0.90,
+        factor=0.89,
         error=PUBLISHED,
     ),
     # NVIDIA HGX B300 and GB300 NVL72 data sheets, sparse peaks per GPU in PFLOP/s. B300 and GB300
@@ -251,6 +251,8 @@ CARDS = (
         fp32=80.0,
         pcie=64,
         nvlink=900,
+        factor=1.14,
+        error=PUBLISHED,
     ),
     # NVIDIA L40S data sheet: BF16 is 362.05 dense and 733 sparse, FP8 is 733 dense and 1,466
     # sparse.
@@ -309,7 +311,7 @@ CARDS = (
         fp8=1000.0,
         fp32=120.0,
         pcie=64,
-        factor=1.10,
+        factor=1.09,
         error=PUBLISHED,
     ),
     Card(
@@ -322,7 +324,7 @@ CARDS = (
         fp8=1000.0,
         fp32=125.0,
         pcie=64,
-        factor=1.10,
+        factor=1.09,
         error=PUBLISHED,
     ),
     Card(
@@ -335,7 +337,7 @@ CARDS = (
         fp8=877.8,
         fp32=110.0,
         pcie=64,
-        factor=0.63,
+        factor=0.62,
         error=GUESSED,
     ),
     # NVIDIA GA102, Ada and RTX Blackwell white papers: dense peaks with FP32 accumulation. They are
@@ -350,7 +352,7 @@ CARDS = (
         bf16=71.0,
         fp32=35.6,
         pcie=32,
-        factor=1.38,
+        factor=1.37,
         error=GUESSED,
     ),
     Card(
@@ -376,7 +378,7 @@ CARDS = (
         fp8=419.0,
         fp32=104.8,
         pcie=64,
-        factor=1.45,
+        factor=1.44,
         error=PUBLISHED,
     ),
 )

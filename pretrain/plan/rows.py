@@ -1,7 +1,6 @@
 """Read rows.csv, the measured and published speeds of training steps.
 
-`python -m benchmarks.planner_fit` fits the constants of `pretrain.plan.speed` to the rows with the
-status `fit`, and describes all columns.
+`benchmarks/planner_fit.py` describes the columns and fits the constants of `pretrain.plan.speed`.
 """
 
 from __future__ import annotations
@@ -12,80 +11,82 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.plan.memory import BYTES
 from pretrain.plan.work import RECOMPUTED, Work
 
 ROWS = Path(__file__).with_name("rows.csv")
-# The rows that a plan may quote: steps of this trainer, as it is today.
-QUOTED = ("fit", "multi")
 
 
 @dataclass(frozen=True)
-class Step:
-    """A measured step."""
+class Row:
+    """A row of rows.csv: a training step and its speed."""
 
-    # Short name of the card.
-    card: str
+    values: Mapping[str, str]
     work: Work
-    # Of all devices together.
-    tokens_per_second: float
-
-
-def read_rows() -> list[dict[str, str]]:
-    """Return the rows of rows.csv."""
-    with ROWS.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    # Tokens per second of all devices together.
+    speed: float
 
 
 @cache
-def measured_steps() -> list[Step]:
-    """Return the steps of this trainer that a plan may quote."""
-    return [
-        Step(row["card"], work_in(row), float(row["tokens_per_second"]))
-        for row in read_rows()
-        if row["status"] in QUOTED
-    ]
+def read_rows(*statuses: str) -> list[Row]:
+    """Return the rows with one of these statuses."""
+    with ROWS.open(encoding="utf-8", newline="") as file:
+        return [
+            Row(values, _work_in(values), float(values["tokens_per_second"]))
+            for values in csv.DictReader(file)
+            if values["status"] in statuses
+        ]
 
 
-def work_in(row: Mapping[str, str]) -> Work:
+def _work_in(values: Mapping[str, str]) -> Work:
     """Return the work that a row describes."""
-    size = {
-        name: int(row[name])
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary", "gpus")
-    }
-    matrices = 2 + int(row["gated"])
-    experts = int(row["experts"])
-    width = int(row["experts_per_token"]) * int(row["expert_width"]) if experts else 0
-    per_width = size["layers"] * size["hidden"]
-    heads = 2 * (size["heads"] + size["kv_heads"])
-    in_attention = per_width * (heads * size["head_dim"] + experts)  # with routers
-    in_mlp = per_width * matrices * (width or int(row["intermediate"]))
-    in_experts = per_width * matrices * experts * int(row["expert_width"])
-    head = size["hidden"] * size["vocabulary"]
-    precision, _, low_head = row["precision"].partition("+")
-    tokens = int(row["tokens_per_step"]) // size["gpus"]
-    moments = 2 * BYTES[row["moments"]]
+    gpus = int(values["gpus"])
+    precision, _, head = values["precision"].partition("+")
+    moments = 2 * BYTES[values["moments"]]
+    is_recomputed = values["recompute"] == "full"
     return Work(
-        **size,
-        feed_forward=width or int(row["intermediate"]),
-        gated=matrices == 3,
-        tied=row["tied"] == "1",
-        parameters=in_attention + (in_experts or in_mlp) + head * (2 - int(row["tied"])),
-        layer_weights=in_attention + in_mlp,
-        expert_weights=in_mlp if experts else 0,
-        head_weights=head,
+        flops=_flops_in(values),
         precision=precision,
-        low_head=bool(low_head),
-        attention=f"packed_{row['attention']}",
-        squares=float(row["mean_squared_length"]),
-        tokens=tokens,
-        microbatch=min(int(row["microbatch_tokens"]), tokens),
-        shards=int(row["shards"]),
-        topology=row["topology"],
-        weights=2 if row["weights"] == "bf16" else 4,
-        gradients=BYTES[row["gradients"]],
+        low_head=head == "head",
+        attention=f"packed_{values['attention']}",
+        mean_squared=float(values["mean_squared_length"]),
+        tokens=int(values["tokens_per_step"]) // gpus,
+        microbatch=int(values["microbatch_tokens"]),
+        gpus=gpus,
+        shards=int(values["shards"]),
+        topology=values["topology"],
+        gradients=BYTES[values["gradients"]],
         moments=moments,
-        offloaded=moments if row["offload"] == "moments" else 0,
-        fused=row["fused"] == "1",
-        recomputed=RECOMPUTED if row["recompute"] == "full" else (0.0, 0.0, 0.0),
+        offloaded=moments if values["offload"] == "moments" else 0,
+        fused=values["fused"] == "1",
+        recomputed=RECOMPUTED if is_recomputed else (0.0, 0.0, 0.0),
+    )
+
+
+def _flops_in(values: Mapping[str, str]) -> ModelFlops:
+    """Return the sizes of a row's model. Norms and biases are not counted."""
+    shape = Shape(**{name: int(values[name]) for name in Shape.__dataclass_fields__})
+    unit = shape.layers * shape.hidden
+    matrices = 2 + int(values["gated"])
+    experts, chosen = int(values["experts"]), int(values["experts_per_token"])
+    expert = unit * matrices * int(values["expert_width"])
+    in_attention = 2 * unit * (shape.heads + shape.kv_heads) * shape.head_dim
+    # Layers with experts have a router instead of an MLP.
+    in_mlp = unit * (experts or matrices * shape.feed_forward)
+    head = shape.hidden * shape.vocabulary
+    tied = values["tied"] == "1"
+    return ModelFlops(
+        shape=shape,
+        attention_weights=in_attention,
+        mlp_weights=in_mlp,
+        head_weights=head,
+        uncounted=(),
+        parameters=in_attention + in_mlp + experts * expert + head * (1 if tied else 2),
+        embedding_parameters=head,
+        position_parameters=0,
+        tied=tied,
+        expert_weights=chosen * expert,
+        idle_weights=(experts - chosen) * expert,
+        choices=chosen,
     )

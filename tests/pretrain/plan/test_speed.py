@@ -1,0 +1,314 @@
+"""Predicted speeds agree with the measured and published steps in rows.csv."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from benchmarks import planner_fit
+from benchmarks.planner_fit import Point, Shares, gain_error, points
+from pretrain.metrics.cards import CARDS, card_of
+from pretrain.plan.memory import Devices, layers_of
+from pretrain.plan.plan import Plan
+from pretrain.plan.rows import read_rows
+from pretrain.plan.speed import (
+    COSTS,
+    QUOTED,
+    SAME,
+    Rates,
+    bar_of,
+    measured_seconds,
+    predict,
+    rates_of,
+    step_seconds,
+)
+from pretrain.plan.work import work_of
+from tests.conftest import ROOT
+from tests.pretrain.conftest import active_in
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
+
+PUBLISHED = [
+    (trainer, card) for trainer in planner_fit.TRAINERS for card in planner_fit.published(trainer)
+]
+
+
+@cache
+def fitted() -> Shares:
+    return planner_fit.fit(points("fit"))
+
+
+@cache
+def left_out() -> list[tuple[Point, Shares]]:
+    return planner_fit.left_out(points("fit"))
+
+
+def within(errors: Sequence[float], bar: float) -> float:
+    """Return the share of errors within a bar, which is a symmetric ratio."""
+    return sum(abs(math.log(1 + error)) <= math.log(1 + bar) for error in errors) / len(errors)
+
+
+def percentile(errors: Sequence[float]) -> float:
+    """Return the 95th percentile of the absolute errors."""
+    return sorted(map(abs, errors))[math.ceil(0.95 * len(errors)) - 1]
+
+
+# The rows and the fit
+
+
+def test_every_row_names_its_source() -> None:
+    rows = read_rows(*{"fit", "multi", "not fused", "experts", "tiny", "special", "published"})
+    lines = (ROOT / "pretrain/plan/rows.csv").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == len(lines) - 1, "the status of a row is not known"
+    for row in rows:
+        if row.values["trainer"] == "ours":
+            assert (ROOT / "benchmarks/results" / row.values["file"]).is_file(), row.values
+        assert row.values["file"] and card_of(row.values["card"]).name == row.values["card"]
+
+
+def test_the_shipped_constants_are_those_of_the_fit() -> None:
+    assert planner_fit.shipped() == {name: round(share, 3) for name, share in fitted().items()}
+    factors = planner_fit.all_factors(fitted())
+    assert {card.name: card.factor for card in CARDS if card.factor is not None} == {
+        name: round(factor, 2) for name, factor in factors.items()
+    }
+
+
+def test_a_model_that_was_left_out_is_predicted() -> None:
+    errors = [point.error(shares) for point, shares in left_out()]
+    assert statistics.median(map(abs, errors)) <= 0.03
+    assert percentile(errors) <= 0.07 and max(map(abs, errors)) <= 0.10
+
+
+def test_the_gain_of_a_model_that_was_left_out_is_predicted() -> None:
+    shares = {id(point): without for point, without in left_out()}
+    pairs = planner_fit.gains([point for point, _ in left_out()])
+    errors = [gain_error(*pair, shares[id(pair[0])]) for pair in pairs]
+    assert len(errors) > 40 and max(map(abs, errors)) <= 0.05
+
+
+@pytest.mark.parametrize("card", planner_fit.published("llmq"))
+def test_published_steps_are_predicted_with_one_factor_a_card(card: str) -> None:
+    steps = planner_fit.published("llmq")[card]
+    factor = planner_fit.factor_of(steps, fitted())
+    errors = [point.error(fitted(), factor) for point in steps]
+    assert len(steps) >= 7 and statistics.median(map(abs, errors)) <= 0.05
+    pairs = planner_fit.gains(steps)
+    assert max(abs(gain_error(*pair, fitted(), factor)) for pair in pairs) <= 0.10
+
+
+@pytest.mark.parametrize("card", planner_fit.published("Megatron Bridge"))
+def test_megatron_bridge_is_predicted_with_the_factors_of_the_table(card: str) -> None:
+    steps = planner_fit.published("Megatron Bridge")[card]
+    assert max(abs(point.error(planner_fit.shipped())) for point in steps) <= 0.15
+
+
+# The classes of errors
+
+
+def of_the_same_kind() -> list[float]:
+    """Return the errors of steps that other steps of their kind predict."""
+    errors = []
+    rows = read_rows(*QUOTED)
+    for row in rows:
+        others = [other for other in rows if other is not row]
+        seconds = measured_seconds(card_of(row.values["card"]), row.work, others)
+        if seconds:
+            errors.append(row.work.tokens * row.work.gpus / seconds / row.speed - 1)
+    return errors
+
+
+def of_class(bar: float) -> list[float]:
+    """Return the errors of steps with a bar, of which models are left out if they were fitted."""
+    steps = [*left_out()]
+    steps += [(point, fitted()) for point in points("multi", "not fused", "experts", "published")]
+    return [point.error(shares) for point, shares in steps if bar_of(point.card, point.work) == bar]
+
+
+def of_another_geforce() -> list[float]:
+    """Return the errors of two GeForce cards with the factor of the other."""
+    cards = {"RTX 4090": "RTX 5090", "RTX 5090": "RTX 4090"}
+    steps = planner_fit.published("llmq")
+    return [
+        point.error(fitted(), card_of(other).factor)
+        for card, other in cards.items()
+        for point in steps[card]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bar", "errors"),
+    [
+        (SAME, of_the_same_kind),
+        (0.07, lambda: of_class(0.07)),
+        (0.15, lambda: of_class(0.15)),
+        (0.25, of_another_geforce),
+        (0.35, lambda: of_class(0.35)),
+    ],
+    ids=["measured", "card", "few", "similar card", "fsdp2"],
+)
+def test_most_steps_of_a_class_lie_within_its_bar(
+    bar: float, errors: Callable[[], list[float]]
+) -> None:
+    assert len(errors()) >= 6 and within(errors(), bar) >= 0.95
+
+
+# The formula
+
+
+def test_the_parts_of_a_step_are_those_of_a_calculation_by_hand() -> None:
+    """Llama-3.1-8B on four H100s: 8 sequences of 8,192 tokens each, FP8 with its head."""
+    row = next(row for row in read_rows("fit") if row.values["model"] == "Llama-3.1-8B")
+    tokens = 8 * 8192
+    work = replace(
+        row.work,
+        **{"precision": "delayed", "low_head": True, "attention": "packed_fa4", "gpus": 4},
+        **{"shards": 4, "topology": "zero", "mean_squared": 8192.0, "offloaded": 0, "moments": 8},
+        **{"tokens": tokens, "microbatch": 8192, "recomputed": (0, 0, 0), "gradients": 4},
+    )
+    card = card_of("H100")
+    parts = step_seconds(card, work)
+    layers, head, hidden = 32 * 218_103_808, 4096 * 128_256, 4096
+    bf16, fp8 = 989.5e12 * COSTS["bf16"].share, 1979e12 * COSTS["delayed"].share
+    memory = 0.88 * 3.35e12
+    in_layer = 48 * hidden + 18 * 14_336 + 14 * (32 + 16) * 128
+    attention = 6 * 4096 * 8192 / (0.72 * bf16) + 32 * 1.7e-9
+    parameters = layers + 2 * head
+    assert parts == pytest.approx(
+        {
+            "GEMMs": tokens * 6 * (layers + head) / fp8,
+            "passes": tokens * 32 * in_layer / memory,
+            "attention": tokens * 32 * attention,
+            "loss": tokens * 8 * 128_256 / memory,
+            "gradient sums": 8 * 8 * (layers + head) / memory,
+            "optimizer": parameters / 4 * (8 + 12 + 16) / memory,
+            "launches": 8 * 32 * 100e-6,
+            "communication": 6 * parameters * 3 / 4 / (0.394 * 0.79 * 450e9),
+        },
+        rel=1e-6,
+    )
+
+
+# Plans
+
+RECOMPUTED = {"source": "some/model", "gradient_checkpointing": "full"}
+
+
+def plan(precision: str = "delayed", device: str = "H200", **changes: object) -> Plan:
+    """Return the plan of Qwen3-1.7B with the documents of the measured steps."""
+    devices = changes.pop("devices", Devices(name=device))
+    mean_squared = changes.pop("mean_squared", 527.0)
+    settings = {"weights": "bf16_exact", "train": {"steps": 10}, "schedule": {"warmup": 0}}
+    resolved = recipe(**(settings | changes))
+    model = on_meta(QWEN3)
+    flops = flops_of(model)
+    engine = "torch" if precision == "bf16" else "transformer_engine"
+    active = active_in(precision, engine, **changes.get("fp8_config", {}))
+    layers = layers_of(model, flops, resolved, active, "cuda", "packed_fa4", (9, 0))
+    return Plan(
+        resolved,
+        schedule_of(resolved, active),
+        devices,
+        flops,
+        mean_squared,
+        {active.precision.name: layers},
+        "packed_fa4",
+    )
+
+
+def test_a_plan_has_the_work_of_the_measured_step() -> None:
+    row = next(row for row in read_rows("fit") if row.values["precision"] == "delayed")
+    run_plan = plan()
+    work = work_of(run_plan, run_plan.precisions[0])
+    assert work.kind == row.work.kind
+    assert (work.tokens, work.microbatch) == (row.work.tokens, row.work.microbatch)
+    assert work.flops.parameters == pytest.approx(row.work.flops.parameters, rel=1e-3)
+    assert sum(step_seconds(card_of("H200"), work).values()) == pytest.approx(
+        sum(step_seconds(card_of("H200"), row.work).values()), rel=1e-3
+    )
+
+
+def test_a_measured_plan_quotes_the_measured_speed() -> None:
+    speeds = [
+        row.speed
+        for row in read_rows("fit")
+        if row.values["file"].startswith("speed/h200_throughput")
+        and (row.values["precision"], row.values["attention"]) == ("delayed", "fa4")
+        and (row.values["moments"], row.values["model"]) == ("fp32", "Qwen3-1.7B")
+    ]
+    low, plain = predict(plan()), predict(plan("bf16"))
+    assert low.tokens_per_second == pytest.approx(statistics.median(speeds), rel=2e-3)
+    assert low.basis == "measured (hosts differ by 4 %)" and (low.bar, low.gain_bar) == (0.04, 0.05)
+    assert low.gain == pytest.approx(low.tokens_per_second / plain.tokens_per_second)
+    assert sum(low.parts.values()) == pytest.approx(131_072 / low.tokens_per_second)
+    assert plain.gain == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "changes", "basis", "gain_bar"),
+    [
+        ("H200", "delayed", {"mean_squared": 4000.0}, "± 7 %", 0.05),
+        ("H200", "delayed", {"mean_squared": 4096.0}, "± 7 %, each pack counted as one", 0.05),
+        ("H200", "current", {"mean_squared": 4000.0}, "± 15 %", 0.10),
+        (
+            "H200",
+            "delayed",
+            {"model": {"source": "m", "gradient_checkpointing": "full"}},
+            "± 15 %",
+            0.10,
+        ),
+        ("L40S", "delayed", {}, "± 15 %", 0.10),
+        ("RTX 6000 Ada", "delayed", {}, "± 25 %", 0.10),
+        ("GH200", "delayed", {}, "no step was measured on a similar card", 0.10),
+        ("A100", "bf16", {}, "no step was measured on a similar card", 0.10),
+        ("A100", "delayed", {}, "this card has no GEMMs in delayed", None),
+        ("B200", "nvfp4", {}, "no step in nvfp4 was measured", None),
+        ("B200", "block", {}, "no step in block was measured", None),
+        ("H20", "delayed", {}, "this device is not in the table of cards", None),
+        ("H200", "delayed", {"devices": Devices(16, name="H200")}, "more than 8 cards", None),
+        ("L40S", "delayed", {"devices": Devices(4, name="L40S")}, "several cards without", None),
+        ("H200", "bf16", {"devices": Devices(4, name="H200")}, "± 15 %", 0.10),
+        ("H200", "bf16", {"devices": Devices(4, sharded=True, name="H200")}, "± 35 %", 0.10),
+        (
+            "H200",
+            "delayed",
+            {"batch": {"tokens": 65_536, "microbatch": 1}, "data": {"packs": "p", "length": 2048}},
+            "no microbatch of less than 4,096 tokens was measured",
+            None,
+        ),
+    ],
+)
+def test_a_prediction_says_how_sure_it_is(
+    device: str, precision: str, changes: dict, basis: str, gain_bar: float | None
+) -> None:
+    prediction = predict(plan(precision, device, **changes))
+    assert prediction.basis.startswith(basis) and prediction.gain_bar == gain_bar
+    assert (prediction.tokens_per_second is None) == (prediction.bar is None)
+    assert (prediction.bar is None) == ("±" not in basis)
+    assert (prediction.gain is None) == (gain_bar is None)
+
+
+def test_phases_are_weighted_by_their_steps() -> None:
+    low, plain = plan(), plan("bf16")
+    schedule = schedule_of(low.recipe, low.precisions[0], (None, plain.precisions[0]), until=0.8)
+    both = predict(replace(low, schedule=schedule, layers={**low.layers, **plain.layers}))
+    in_low, in_bf16 = (sum(predict(single).parts.values()) for single in (low, plain))
+    mean = 0.8 * in_low + 0.2 * in_bf16
+    assert both.tokens / both.tokens_per_second == pytest.approx(mean)
+    assert both.gain == pytest.approx(in_bf16 / mean)
+
+
+def test_measured_rates_replace_those_of_the_data_sheet() -> None:
+    """A GH200 has no factor. With its rates, its speed is known to 10 %."""
+    sheet = rates_of(card_of("GH200"))
+    rates = Rates({"delayed": sheet.gemm["delayed"] / 2}, sheet.bandwidth / 2, 2 * sheet.launch, {})
+    before, after = predict(plan(device="GH200")), predict(plan(device="GH200"), rates)
+    assert after.basis == "± 10 %" and after.tokens_per_second
+    ratios = {name: after.parts[name] / before.parts[name] for name in ("passes", "launches")}
+    assert ratios == pytest.approx({"passes": 2, "launches": 2})
+    assert before.parts["GEMMs"] < after.parts["GEMMs"] < 2 * before.parts["GEMMs"]
+    assert after.parts["attention"] == before.parts["attention"]
