@@ -14,9 +14,8 @@ The status of a row:
 
 * `fit`: a step of this trainer on one GPU. The shares are fitted to these rows, and a plan quotes
   them.
-* `multi`: a step of this trainer on several GPUs with NVLink. A plan quotes it.
-* `not fused`, `experts`, `tiny`, `special`: other steps of this trainer, which are compared with
-  the fit. The column `note` gives the reason.
+* `multi`, `not fused`, `experts`, `tiny`, `special`: a step of this trainer on several GPUs with
+  NVLink, or another step that the fit leaves out. The column `note` gives the reason.
 * `published`: a step of another trainer. The column `file` names the source.
 """
 

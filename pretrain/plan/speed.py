@@ -9,12 +9,13 @@ benchmarks/results.
 
 A prediction has one of these bases:
 
-* Measured: rows.csv has a step of the same kind on the same card. The same kind is the same model,
-  precision, kernels, state of the optimizer and topology. Microbatch and document lengths may
-  differ as long as the formula predicts at most 10 % more or less time per token. Then the measured
-  speed is scaled by the ratio of the predictions.
-* Predicted: the bar is the error of the card (`pretrain.metrics.cards`), and wider for work of
-  which few steps were measured.
+* Measured: rows.csv has a step of the same kind on one such card. The same kind is the same model,
+  precision, kernels and state of the optimizer. Microbatch and document lengths may differ as long
+  as the formula predicts at most 10 % more or less time per token. The measured speed is scaled by
+  the ratio of the predictions.
+* Predicted from rates that this machine has measured.
+* Predicted from the data sheet: the bar is the error of the card (`pretrain.metrics.cards`). It is
+  wider for work of which few steps were measured.
 * No speed, if no similar step was measured. The gain over BF16 may still be known, because most
   errors are the same in both precisions.
 """
@@ -86,10 +87,9 @@ OF_LINK = 0.79
 OF_PCIE = 0.7
 # A step waits as long as if it sent everything at this share of NCCL's rate after its backward.
 EXPOSED = 0.394
-# Bytes of a parameter that are sent if the gradients of a step are summed over all devices, and if
-# weights are gathered and gradients are reduced once.
-ALL_REDUCED = 8
-GATHERED = {"zero": 6, "fsdp2": 8}
+# Bytes of a parameter that are sent to sum the gradients of a step over all devices ("ddp"), and to
+# gather weights and reduce gradients once ("zero", "fsdp2").
+SENT = {"ddp": 8, "zero": 6, "fsdp2": 8}
 
 # Half-widths of the error of a speed, as fractions: measured on another host, with measured rates
 # of the card, work of which few steps were measured, and weights gathered for each use.
@@ -100,8 +100,6 @@ GATHERED_OFTEN = 0.35
 # Half-widths of the error of a gain: on cards with measured steps, and on others.
 GAIN = 0.05
 ROUGH_GAIN = 0.10
-# The status of rows that a plan quotes.
-QUOTED = ("fit", "multi")
 # The largest ratio of times per token between a plan and a measured step of the same kind.
 SIMILAR = 1.10
 # No speed is predicted for models with fewer parameters, because they wait for the host, for
@@ -121,8 +119,8 @@ class Rates:
     bandwidth: float
     # Seconds of the host for a kernel launch.
     launch: float
-    # Bytes/s of NCCL by the bytes of a message. It may be empty if one GPU was measured.
-    nccl: Mapping[int, float]
+    # Bytes/s of NCCL by operation and size of the message. It may be empty if one GPU was measured.
+    nccl: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def rates_of(card: Card, costs: Mapping[str, Costs] = COSTS) -> Rates:
     peaks = {name: card.bf16 if name == BF16.name else card.fp8 or card.bf16 for name in costs}
     gemm = {name: factor * costs[name].share * peak for name, peak in peaks.items()}
     link = OF_LINK * 1e9 * (card.nvlink or card.pcie)
-    return Rates(gemm, OF_BANDWIDTH * 1e12 * card.bandwidth, LAUNCH, {0: link})
+    return Rates(gemm, OF_BANDWIDTH * 1e12 * card.bandwidth, LAUNCH, {"link": link})
 
 
 def step_seconds(card: Card, work: Work, rates: Rates | None = None) -> dict[str, float]:
@@ -227,10 +225,10 @@ def _sent(work: Work, microbatches: float) -> float:
     copies = work.gpus // work.shards
     share = work.flops.parameters / work.shards
     # The devices that have the same shard sum its gradients. Without shards, these are all devices.
-    sent = ALL_REDUCED * share * (copies - 1) / copies
+    sent = SENT["ddp"] * share * (copies - 1) / copies
     if work.shards > 1:
         times = microbatches if work.topology == "fsdp2" else 1
-        sent += GATHERED[work.topology] * times * share * (work.shards - 1)
+        sent += SENT[work.topology] * times * share * (work.shards - 1)
     return sent
 
 
@@ -253,7 +251,8 @@ def predict(plan: Plan, rates: Rates | None = None) -> Prediction:
         return Prediction({}, plan.tokens_per_step, None, unknown or "")
     if rates is not None:
         sheet = rates_of(card)
-        rates = replace(rates, gemm={**sheet.gemm, **rates.gemm}, nccl=rates.nccl or sheet.nccl)
+        gemm = {**sheet.gemm, **rates.gemm}
+        rates = Rates(gemm, rates.bandwidth, rates.launch, rates.nccl or sheet.nccl)
     steps = [_predict_step(card, work, rates) for work in works]
     shares = [(span.last - span.first + 1) / plan.steps for span in spans]
     parts = {
@@ -277,15 +276,21 @@ def predict(plan: Plan, rates: Rates | None = None) -> Prediction:
 
 
 def _predict_step(card: Card, work: Work, rates: Rates | None) -> Prediction:
-    """Return the prediction for a step in one precision, scaled to measured steps of its kind."""
+    """Return the prediction for a step in one precision.
+
+    Without `rates`, it is scaled to the measured steps of the same kind. With `rates`, it depends
+    on them alone, because this machine may be faster or slower than that of the steps.
+    """
     plain = replace(work, precision=BF16.name, low_head=False)
     parts = step_seconds(card, work, rates)
     in_bf16 = sum(step_seconds(card, plain, rates).values())
     bar = bar_of(card, work, has_rates=rates is not None)
-    basis = "no step was measured on a similar card" if bar is None else f"± {100 * bar:.0f} %"
-    rows = read_rows(*QUOTED)
+    basis = "no step was measured on a similar card"
+    if bar is not None:
+        basis = f"± {100 * bar:.0f} %" + ", with the rates measured here" * (rates is not None)
+    rows = read_rows("fit")
     measured = measured_seconds(card, work, rows)
-    if measured is not None:
+    if measured is not None and rates is None:
         bar = SAME
         basis = f"measured (hosts differ by {100 * SAME:.0f} %)"
         scale = measured / sum(parts.values())

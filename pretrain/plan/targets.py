@@ -73,15 +73,15 @@ def _attention(plan: Plan) -> str:
     It is assumed that the devices have all packages of requirements-cuda.txt.
     """
     requested = plan.recipe.model.attention
+    if requested not in ("auto", "flash_attn"):
+        return f"packed_{requested}"
     generation, _ = plan.devices.capability or (0, 0)
     head_dim = plan.flops.shape.head_dim
     is_short = generation == HOPPER[0] and head_dim == 64 and plan.mean_squared <= SHORT
-    if requested == "triton" or (requested == "auto" and is_short):
+    if requested == "auto" and is_short:
         return "packed_triton"
     has_flash = generation in FA4_GENERATIONS and head_dim in FA4_HEAD_DIMS
-    if has_flash and requested in ("auto", "flash_attn"):
-        return "packed_fa4"
-    return "packed_varlen"
+    return "packed_fa4" if has_flash else "packed_varlen"
 
 
 def _layers(
