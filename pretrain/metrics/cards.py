@@ -48,7 +48,8 @@ class Card:
     # None if the tensor cores do not support FP8.
     fp8: float | None = None
     fp32: float
-    # GB/s in one direction, to the host and between GPUs. `nvlink` is 0 without NVLink.
+    # GB/s in one direction, to the host and between GPUs. `nvlink` is 0 unless NVLink connects all
+    # GPUs of a host. Bridges between PCIe cards connect only two or four.
     pcie: int
     nvlink: int = 0
     # Sustained share of the BF16 peak, divided by the share that an H100 and an H200 sustain
@@ -105,7 +106,6 @@ CARDS = (
         fp8=1513.0,
         fp32=51.0,
         pcie=64,
-        nvlink=300,
         factor=0.65,
         error=GUESSED,
     ),
@@ -119,7 +119,6 @@ CARDS = (
         fp8=1670.5,
         fp32=60.0,
         pcie=64,
-        nvlink=300,
         factor=0.68,
         error=GUESSED,
     ),
@@ -150,7 +149,6 @@ CARDS = (
         fp8=1670.5,
         fp32=60.0,
         pcie=64,
-        nvlink=450,
         factor=1.02,
         error=GUESSED,
     ),

@@ -119,7 +119,7 @@ class Rates:
     bandwidth: float
     # Seconds of the host for a kernel launch.
     launch: float
-    # Bytes/s of NCCL by operation and size of the message. It may be empty if one GPU was measured.
+    # Bytes/s of NCCL by operation and size of the message. Empty if they were not measured.
     nccl: Mapping[str, float]
 
 
@@ -156,8 +156,7 @@ def rates_of(card: Card, costs: Mapping[str, Costs] = COSTS) -> Rates:
     factor = 1e12 * (card.factor or 1.0)
     peaks = {name: card.bf16 if name == BF16.name else card.fp8 or card.bf16 for name in costs}
     gemm = {name: factor * costs[name].share * peak for name, peak in peaks.items()}
-    link = OF_LINK * 1e9 * (card.nvlink or card.pcie)
-    return Rates(gemm, OF_BANDWIDTH * 1e12 * card.bandwidth, LAUNCH, {"link": link})
+    return Rates(gemm, OF_BANDWIDTH * 1e12 * card.bandwidth, LAUNCH, {})
 
 
 def step_seconds(card: Card, work: Work, rates: Rates | None = None) -> dict[str, float]:
@@ -173,6 +172,7 @@ def step_seconds(card: Card, work: Work, rates: Rates | None = None) -> dict[str
     in_layers, in_head = _gemm_seconds(work, rates)
     summed = flops.parameters - (0 if flops.tied else flops.embedding_parameters)
     share = flops.parameters / work.shards
+    link = max(rates.nccl.values(), default=OF_LINK * 1e9 * (card.nvlink or card.pcie))
     state = 8 + 3 * work.gradients + (0 if work.offloaded else 2 * work.moments)
     return {
         "GEMMs": work.tokens * (in_layers * gemms + in_head),
@@ -183,7 +183,7 @@ def step_seconds(card: Card, work: Work, rates: Rates | None = None) -> dict[str
         "optimizer": share * state / rates.bandwidth
         + share * work.offloaded / (OF_PCIE * 1e9 * card.pcie),
         "launches": microbatches * shape.layers * LAUNCHES * rates.launch,
-        "communication": _sent(work, microbatches) / (EXPOSED * max(rates.nccl.values())),
+        "communication": _sent(work, microbatches) / (EXPOSED * link),
     }
 
 
@@ -238,7 +238,8 @@ def _sent(work: Work, microbatches: float) -> float:
 def predict(plan: Plan, rates: Rates | None = None) -> Prediction:
     """Return the predicted speed of a run on the devices of its plan.
 
-    rates: measured rates of the devices. By default, those of their data sheet.
+    rates: measured rates of the devices. By default, and if they lack a precision of the run, those
+        of the data sheet.
     """
     card = card_of(plan.devices.name)
     spans = plan.schedule.spans
@@ -249,10 +250,8 @@ def predict(plan: Plan, rates: Rates | None = None) -> Prediction:
     unknown = next(filter(None, reasons), None)
     if card is None or unknown:
         return Prediction({}, plan.tokens_per_step, None, unknown or "")
-    if rates is not None:
-        sheet = rates_of(card)
-        gemm = {**sheet.gemm, **rates.gemm}
-        rates = Rates(gemm, rates.bandwidth, rates.launch, rates.nccl or sheet.nccl)
+    if rates is not None and any(work.precision not in rates.gemm for work in works):
+        rates = None
     steps = [_predict_step(card, work, rates) for work in works]
     shares = [(span.last - span.first + 1) / plan.steps for span in spans]
     parts = {
@@ -281,7 +280,7 @@ def _predict_step(card: Card, work: Work, rates: Rates | None) -> Prediction:
     Without `rates`, it is scaled to the measured steps of the same kind. With `rates`, it depends
     on them alone, because this machine may be faster or slower than that of the steps.
     """
-    plain = replace(work, precision=BF16.name, low_head=False)
+    plain = replace(work, precision=BF16.name, low_head=False, kept=0.0, experts_kept=0.0)
     parts = step_seconds(card, work, rates)
     in_bf16 = sum(step_seconds(card, plain, rates).values())
     bar = bar_of(card, work, has_rates=rates is not None)

@@ -304,10 +304,14 @@ def test_phases_are_weighted_by_their_steps() -> None:
 def test_measured_rates_replace_those_of_the_data_sheet() -> None:
     """A GH200 has no factor. With its rates, its speed is known to 10 %."""
     sheet = rates_of(card_of("GH200"))
-    rates = Rates({"delayed": sheet.gemm["delayed"] / 2}, sheet.bandwidth / 2, 2 * sheet.launch, {})
+    gemm = sheet.gemm | {"delayed": sheet.gemm["delayed"] / 2}
+    rates = Rates(gemm, sheet.bandwidth / 2, 2 * sheet.launch, {})
     before, after = predict(plan(device="GH200")), predict(plan(device="GH200"), rates)
     assert after.basis == "± 10 %, with the rates measured here" and after.tokens_per_second
     ratios = {name: after.parts[name] / before.parts[name] for name in ("passes", "launches")}
     assert ratios == pytest.approx({"passes": 2, "launches": 2})
     assert before.parts["GEMMs"] < after.parts["GEMMs"] < 2 * before.parts["GEMMs"]
     assert after.parts["attention"] == before.parts["attention"]
+    assert predict(plan(device="GH200"), replace(rates, gemm={"bf16": 1e15})) == before, (
+        "rates without the precision of the run are not used"
+    )

@@ -28,7 +28,11 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
     """Return a function that plans a billion tokens of Qwen3-1.7B on a target."""
 
     def make(
-        target: str, precision: str = "bf16", trained: PreTrainedModel = shapes, **changes: Any
+        target: str,
+        precision: str = "bf16",
+        trained: PreTrainedModel = shapes,
+        mean_squared: float = 745.0,
+        **changes: Any,
     ) -> Plan:
         settings = LowPrecisionSettings(on_unsupported="emulate", **changes.get("fp8_config", {}))
         active = select_precision(precision, settings, missing_on("cpu"))
@@ -40,7 +44,7 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
             schedule_of(resolved, active),
             Devices(),
             flops_of(trained),
-            745.0,
+            mean_squared,
         )
         return targets.plan_on(devices_called(target), plan, trained)
 
@@ -112,3 +116,30 @@ def test_unknown_devices_are_rejected(text: str) -> None:
     assert [str(device) for device in devices] == ["1 x H200", "8 x b200"]
     with pytest.raises(InputError, match=f"--on {text}: "):
         devices_called(text)
+
+
+@pytest.mark.parametrize(
+    ("target", "requested", "head_dim", "length", "attention"),
+    [
+        ("H100", "auto", 128, 745, "fa4"),
+        ("B200", "flash_attn", 128, 745, "fa4"),
+        ("H100", "auto", 64, 745, "triton"),
+        ("H100", "auto", 64, 1024, "fa4"),
+        ("B200", "auto", 64, 745, "fa4"),
+        ("RTX 4090", "auto", 64, 745, "varlen"),
+        ("RTX 5090", "auto", 128, 745, "varlen"),
+        ("H100", "sdpa", 128, 745, "sdpa"),
+    ],
+)
+def test_a_target_uses_the_attention_that_is_chosen_there(
+    target: str,
+    requested: str,
+    head_dim: int,
+    length: int,
+    attention: str,
+    plan_on: Callable[..., Plan],
+) -> None:
+    config = QWEN3 | {"head_dim": head_dim}
+    settings = {"config": config, "attention": requested}
+    plan = plan_on(target, trained=on_meta(config), model=settings, mean_squared=float(length))
+    assert plan.attention == f"packed_{attention}"
