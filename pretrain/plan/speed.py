@@ -11,7 +11,7 @@ A prediction has one of these bases:
 
 * Measured: rows.csv has a step of the same kind on one such card. The same kind is the same model,
   precision, kernels and state of the optimizer. Microbatch and document lengths may differ as long
-  as the formula predicts at most 10 % more or less time per token. The measured speed is scaled by
+  as the formula predicts at most 5 % more or less time per token. The measured speed is scaled by
   the ratio of the predictions.
 * Predicted from rates that this machine has measured.
 * Predicted from the data sheet: the bar is the error of the card (`pretrain.metrics.cards`). It is
@@ -101,7 +101,7 @@ GATHERED_OFTEN = 0.35
 GAIN = 0.05
 ROUGH_GAIN = 0.10
 # The largest ratio of times per token between a plan and a measured step of the same kind.
-SIMILAR = 1.10
+SIMILAR = 1.05
 # No speed is predicted for models with fewer parameters, because they wait for the host, for
 # microbatches with fewer tokens, and for more GPUs. None of these was measured.
 SMALL = 50_000_000
