@@ -8,7 +8,7 @@ speed divided by measured speed, minus 1.
 A row of rows.csv is one measured step. To add a row, append a line with the sizes of the model,
 the settings of the run, the mean over tokens of the length of the token's document, the speed in
 tokens/s of all GPUs together, and the result file in benchmarks/results, or the source of a
-published speed. Then run this command, and change the shares in pretrain/plan/speed.py and the
+published speed. Then run this command, and change the shares in pretrain/precision/formats and the
 factors in pretrain/metrics/cards.py. tests/pretrain/plan/test_speed.py compares them with the fit.
 The status of a row:
 
@@ -31,8 +31,9 @@ import numpy as np
 
 from pretrain.metrics.cards import CARDS, Card
 from pretrain.plan.rows import Row, read_rows
-from pretrain.plan.speed import COSTS, Costs, rates_of, step_seconds
+from pretrain.plan.speed import COSTS, rates_of, step_seconds
 from pretrain.plan.work import Work
+from pretrain.precision.formats.definition import StepCosts
 
 TRAINERS = ("llmq", "Megatron Bridge")
 # Shares that are fitted together, by their first precision.
@@ -132,7 +133,7 @@ def points(*statuses: str) -> list[Point]:
     return [Point.of(row) for row in read_rows(*statuses)]
 
 
-def costs_with(shares: Shares) -> dict[str, Costs]:
+def costs_with(shares: Shares) -> dict[str, StepCosts]:
     """Return the costs of all precisions with other shares."""
     costs = dict(COSTS)
     for first, names in FITTED.items():
@@ -141,7 +142,7 @@ def costs_with(shares: Shares) -> dict[str, Costs]:
 
 
 def shipped() -> dict[str, float]:
-    """Return the shares of `pretrain.plan.speed`."""
+    """Return the shares that the precisions have."""
     return {first: COSTS[first].share for first in FITTED}
 
 

@@ -31,38 +31,11 @@ from pretrain.metrics.flops import TRAINED
 from pretrain.plan.plan import Plan
 from pretrain.plan.rows import Row, read_rows
 from pretrain.plan.work import Work, work_of
-from pretrain.precision.formats.definition import BLACKWELL
-from pretrain.precision.settings import BF16
+from pretrain.precision.formats.definition import StepCosts
+from pretrain.precision.settings import BF16, PRECISIONS
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Costs of a step in one precision."""
-
-    # Share of the dense peak that long GEMMs sustain. It is fitted, so it makes up for errors of
-    # the other constants.
-    share: float
-    # Bytes that a token moves in forward and backward of a layer for each value of its hidden
-    # width, of the MLP's width, and of queries, keys and values, if the layer is fused.
-    hidden: int
-    mlp: int
-    qkv: int
-    # These bytes are multiplied by this factor if layers are not fused.
-    unfused: float = 2.4
-    # Speed of the grouped GEMMs of experts, as a share of the speed of other GEMMs.
-    grouped: float = 0.67
-    # True if only one model was measured.
-    rare: bool = False
-    # Compute capability from which other kernels compute the GEMMs, which were not measured.
-    below: tuple[int, int] = (99, 0)
-
-
-COSTS = {
-    "bf16": Costs(0.696, 24, 18, 12, unfused=1.8, grouped=0.87),
-    "delayed": Costs(0.644, 48, 18, 14),
-    "current": Costs(0.644, 54, 27, 20, rare=True),
-    "block": Costs(0.519, 58, 27, 18, rare=True, below=BLACKWELL),
-}
+# The precisions in which steps were measured.
+COSTS = {name: precision.costs for name, precision in PRECISIONS.items() if precision.costs}
 # Bytes that a token moves for each logit.
 LOGIT = 8
 # Bytes that a microbatch moves for each parameter to sum gradients, by the bytes of a sum. GEMMs
@@ -148,7 +121,7 @@ class Prediction:
 # ── The formula ───────────────────────────────────────────────────────────────────────────────────
 
 
-def rates_of(card: Card, costs: Mapping[str, Costs] = COSTS) -> Rates:
+def rates_of(card: Card, costs: Mapping[str, StepCosts] = COSTS) -> Rates:
     """Return the rates that steps sustain, by the data sheet of a card and its factor.
 
     costs: the costs of each precision, with the shares of the peak.

@@ -105,6 +105,29 @@ class Hardware:
         return None
 
 
+@dataclass(frozen=True)
+class StepCosts:
+    """Costs of a training step in a precision, by which `pretrain.plan.speed` predicts its time."""
+
+    # Share of the dense peak that long GEMMs sustain. `benchmarks/planner_fit.py` fits it to
+    # measured steps, so it makes up for errors of the other constants.
+    share: float
+    # Bytes that a token moves in forward and backward of a layer for each value of its hidden
+    # width, of the MLP's width, and of queries, keys and values. They are read off profiles of
+    # steps with fused layers (benchmarks/results/speed/*_profile*.md).
+    hidden: int
+    mlp: int
+    qkv: int
+    # Factor of these bytes if layers are not fused.
+    unfused: float = 2.4
+    # Speed of the grouped GEMMs of experts, as a share of the speed of other GEMMs.
+    grouped: float = 0.67
+    # True if only one model was measured.
+    rare: bool = False
+    # Compute capability from which other kernels, which were not measured, compute the GEMMs.
+    below: tuple[int, int] = (99, 0)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Precision:
     """A precision without quantization, and the base class of precisions with quantization."""
@@ -115,6 +138,8 @@ class Precision:
     description: str
     # The dtype of activations. Without quantization it is also the dtype of the operands.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # None if no steps were measured.
+    costs: StepCosts | None = None
     # in_features, out_features and the number of tokens must be multiples of this.
     multiple_of: int = 1
     # True if CUDA graphs may contain the products. tests/gpu/test_graphs_gpu.py tests this.

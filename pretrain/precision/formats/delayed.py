@@ -4,11 +4,12 @@
 """
 
 from pretrain.precision import quantizers
-from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
+from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling, StepCosts
 
 PRECISION = QuantizedPrecision(
     name="delayed",
     description="FP8 products; one scale per tensor, from the largest values of past microbatches",
+    costs=StepCosts(0.644, hidden=48, mlp=18, qkv=14),
     multiple_of=16,
     options={
         "fp8_format": "HYBRID",
