@@ -39,6 +39,14 @@ def used_memory() -> list[float]:
     return []
 
 
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, or None if the machine has no driver."""
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    return None
+
+
 def _handle(name: str) -> pynvml.c_nvmlDevice_t:
     """Return NVML's handle of the GPU with an index or a UUID."""
     if name.isdecimal():

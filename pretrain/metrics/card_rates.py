@@ -1,0 +1,77 @@
+"""The sustained rates of a GPU, which `python -m pretrain doctor` measures and stores.
+
+They are stored in the folder of caches, in one JSON file for each kind of GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from foundation.files import CACHE, write_json
+from foundation.gpus import driver_version
+from pretrain.metrics.run_folder import version_of
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class CardRates:
+    """The rates that a machine with one or several GPUs of one kind sustains."""
+
+    # Name of the GPU, as the driver reports it.
+    device: str
+    # FLOP/s of long GEMMs at the power limit, by precision: bf16, and each quantized precision that
+    # the GPU computes. Quantization is not included.
+    gemm: dict[str, Rate]
+    # Bytes/s of a copy within the GPU's memory, counted as bytes read plus bytes written.
+    bandwidth: Rate
+    # Seconds of the host for the launch of one kernel.
+    launch: Rate
+    # Link between the GPUs: "NVLink" or "PCIe". None with one GPU, or if the driver does not say.
+    link: str | None
+    # Bus bandwidth between the GPUs in bytes/s, as nccl-tests defines it, by operation and size of
+    # the complete message in bytes, such as "all_gather 100000000". Empty with one GPU.
+    nccl: dict[str, Rate]
+    # Versions of the libraries and of the driver, see `versions_here`.
+    versions: dict[str, str]
+    # Date of the measurement, such as 2026-11-28.
+    date: str
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions of torch, Transformer Engine and the driver, if they are installed."""
+    versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
+    versions["driver"] = driver_version()
+    return {name: version for name, version in versions.items() if version}
+
+
+def read_rates(device: str) -> CardRates | None:
+    """Return the stored rates of a GPU, or None if they must be measured.
+
+    This is the case if no rates are stored, if the file is damaged, or if a version differs from
+    the one that this machine has. A library or driver that this machine does not have is not
+    compared, so a machine without a GPU can use the rates too.
+
+    device: name of the GPU, as the driver reports it.
+    """
+    with suppress(OSError, ValueError):
+        rates = TypeAdapter(CardRates).validate_json(rates_file(device).read_bytes())
+        if rates.device == device and versions_here().items() <= rates.versions.items():
+            return rates
+    return None
+
+
+def write_rates(rates: CardRates) -> None:
+    """Store the rates of a GPU in place of earlier ones. Raise InputError if this fails."""
+    write_json(rates_file(rates.device), asdict(rates))
+
+
+def rates_file(device: str) -> Path:
+    """Return the path of the file with the rates of a GPU."""
+    return CACHE / "card_rates" / (re.sub(r"\W+", "-", device) + ".json")

@@ -1,0 +1,95 @@
+"""The rates of a GPU are stored, and read if the file and the versions are right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.metrics import card_rates
+from pretrain.metrics.card_rates import (
+    CardRates,
+    rates_file,
+    read_rates,
+    versions_here,
+    write_rates,
+)
+
+H100 = "NVIDIA H100 80GB HBM3"
+RATES = CardRates(
+    device=H100,
+    gemm={"bf16": 6.9e14, "delayed": 1.3e15},
+    bandwidth=2.9e12,
+    launch=4.2e-6,
+    link="NVLink",
+    nccl={"all_gather 100000000": 3.5e11},
+    versions=versions_here(),
+    date="2026-11-28",
+)
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_rates, "CACHE", tmp_path)
+
+
+def test_stored_rates_are_read_again() -> None:
+    assert read_rates(H100) is None
+    write_rates(replace(RATES, bandwidth=1.0))
+    write_rates(RATES)
+    assert read_rates(H100) == RATES
+    assert read_rates("NVIDIA H200") is None
+
+
+def test_names_of_devices_are_safe_names_of_files() -> None:
+    odd = replace(RATES, device="../RTX 6000/Ada (48 GB)")
+    write_rates(odd)
+    assert read_rates(odd.device) == odd
+    assert rates_file(odd.device).parent == rates_file(H100).parent
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b'{"device": "NVIDIA H100 80GB HBM3"}',
+        b"cos\nsystem\n(S'true'\ntR.",
+    ],
+)
+def test_a_damaged_file_counts_as_missing(content: bytes) -> None:
+    write_rates(RATES)
+    rates_file(H100).write_bytes(content)
+    assert read_rates(H100) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "NVIDIA H200"},
+        {"bandwidth": 0.0},
+        {"launch": -1.0},
+        {"gemm": {"bf16": float("inf")}},
+        {"gemm": {"bf16": "fast"}},
+        {"versions": {}},
+        {"versions": {**RATES.versions, "torch": "1.0"}},
+    ],
+)
+def test_wrong_values_and_other_versions_count_as_missing(changes: dict[str, object]) -> None:
+    write_rates(replace(RATES, device=H100))
+    wrong = replace(RATES, **changes)  # type: ignore[arg-type]
+    write_rates(wrong)
+    rates_file(wrong.device).replace(rates_file(H100))
+    assert read_rates(H100) is None
+
+
+def test_a_driver_is_compared_if_this_machine_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver in ("580.1", None):
+        monkeypatch.setattr(card_rates, "driver_version", lambda driver=driver: driver)
+        if driver:
+            write_rates(replace(RATES, versions=versions_here()))
+        assert read_rates(H100) is not None
+    monkeypatch.setattr(card_rates, "driver_version", lambda: "590.2")
+    assert read_rates(H100) is None
