@@ -47,6 +47,34 @@ def driver_version() -> str | None:
     return None
 
 
+def memory_bandwidth() -> float | None:
+    """Return the peak bandwidth of the first visible GPU's memory in bytes/s, as in data sheets.
+
+    Return None if NVML does not know the clock or the width of the memory's bus.
+    """
+    with suppress(pynvml.NVMLError, IndexError):
+        gpu = _handle(visible_gpus()[0])
+        megahertz = pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_MEM)
+        # Each wire of the bus transfers two bits a clock.
+        return 2e6 * megahertz * pynvml.nvmlDeviceGetMemoryBusWidth(gpu) / 8
+    return None
+
+
+def link_between_gpus() -> str | None:
+    """Return "NVLink" if NVLink connects the first of several GPUs to all others, else "PCIe".
+
+    Return None if NVML does not know the link.
+    """
+    with suppress(pynvml.NVMLError, ValueError):
+        first, *others = map(_handle, visible_gpus())
+        statuses = {
+            pynvml.nvmlDeviceGetP2PStatus(first, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            for other in others
+        }
+        return "NVLink" if statuses == {pynvml.NVML_P2P_STATUS_OK} else "PCIe"
+    return None
+
+
 def _handle(name: str) -> pynvml.c_nvmlDevice_t:
     """Return NVML's handle of the GPU with an index or a UUID."""
     if name.isdecimal():

@@ -9,15 +9,12 @@ import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import PositiveFloat, TypeAdapter
 
 from foundation.files import CACHE, write_json
 from foundation.gpus import driver_version
 from pretrain.metrics.run_folder import version_of
-
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -28,16 +25,16 @@ class CardRates:
     device: str
     # FLOP/s of long GEMMs at the power limit, by precision: bf16, and each quantized precision that
     # the GPU computes. Quantization is not included.
-    gemm: dict[str, Rate]
+    gemm: dict[str, PositiveFloat]
     # Bytes/s of a copy within the GPU's memory, counted as bytes read plus bytes written.
-    bandwidth: Rate
+    bandwidth: PositiveFloat
     # Seconds of the host for the launch of one kernel.
-    launch: Rate
+    launch: PositiveFloat
     # Link between the GPUs: "NVLink" or "PCIe". None with one GPU, or if the driver does not say.
     link: str | None
     # Bus bandwidth between the GPUs in bytes/s, as nccl-tests defines it, by operation and size of
     # the complete message in bytes, such as "all_gather 100000000". Empty with one GPU.
-    nccl: dict[str, Rate]
+    nccl: dict[str, PositiveFloat]
     # Versions of the libraries and of the driver, see `versions_here`.
     versions: dict[str, str]
     # Date of the measurement, such as 2026-11-28.
@@ -46,8 +43,11 @@ class CardRates:
 
 def versions_here() -> dict[str, str]:
     """Return the versions of torch, Transformer Engine and the driver, if they are installed."""
-    versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
-    versions["driver"] = driver_version()
+    versions = {
+        "torch": version_of("torch"),
+        "transformer-engine": version_of("transformer-engine"),
+        "driver": driver_version(),
+    }
     return {name: version for name, version in versions.items() if version}
 
 

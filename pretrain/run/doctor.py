@@ -21,13 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from foundation.errors import InputError
+from foundation.gpus import memory_bandwidth
 from foundation.signals import StopRequest
-from foundation.units import UNKNOWN, markdown, three_digits
+from foundation.units import TERA, UNKNOWN, markdown, percent, three_digits
 from packing.arrow import Pack, write_packs
 from pretrain.launch.configuration import Launch, find_configuration
 from pretrain.launch.processes import start_training
+from pretrain.metrics.card_rates import CardRates, rates_file, write_rates
+from pretrain.metrics.peaks import peak
+from pretrain.metrics.rate_measurement import measure_rates
 from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import kind, read_metrics
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -83,6 +88,7 @@ def main(options: argparse.Namespace) -> int:
     print(
         f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}"
     )
+    report_rates()
     rows = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(Path(folder), gpu=gpu)
@@ -93,6 +99,41 @@ def main(options: argparse.Namespace) -> int:
             print(f"{name}: {rows[-1][1]}", file=sys.stderr, flush=True)
     print(markdown(HEADER, rows, names=2))
     return int(any(row[1] == "nothing" for row in rows))
+
+
+def report_rates() -> None:
+    """Measure, print and store the rates of this machine's GPUs. Print the error if this fails."""
+    try:
+        rates = measure_rates()
+        print(rates_table(rates), end="\n\n")
+        write_rates(rates)
+        print(f"Stored in {rates_file(rates.device)} for predictions of plan, which and train.")
+    except (InputError, ProcessRaisedException, ProcessExitedException) as error:
+        # The last line of a ProcessRaisedException is the error of the process.
+        print(f"No card rates are stored: {str(error).strip().splitlines()[-1]}")
+
+
+def rates_table(rates: CardRates) -> str:
+    """Return a table of the rates of a GPU, with their shares of the peaks of its data sheet."""
+
+    def share(rate: float, best: float | None) -> str:
+        return percent(rate / best) if best else UNKNOWN
+
+    rows = [
+        (
+            f"{name} GEMMs",
+            f"{rate / TERA:,.0f} TFLOP/s",
+            share(rate / TERA, peak(rates.device, PRECISIONS[name].peak)),
+        )
+        for name, rate in rates.gemm.items()
+    ]
+    copied = f"{rates.bandwidth / 1e9:,.0f} GB/s"
+    rows.append(("memory", copied, share(rates.bandwidth, memory_bandwidth())))
+    rows.append(("kernel launches", f"{1 / rates.launch:,.0f} a second", UNKNOWN))
+    for message, rate in rates.nccl.items():
+        name = f"{message} bytes, {rates.link or 'unknown link'}"
+        rows.append((name, f"{rate / 1e9:,.0f} GB/s", UNKNOWN))
+    return markdown((rates.device, "rate", "of the peak"), rows)
 
 
 def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:

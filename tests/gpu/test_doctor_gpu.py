@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks import operand_bits
+from foundation.gpus import memory_bandwidth
+from foundation.units import TERA
 from pretrain import __main__ as commands
+from pretrain.metrics import card_rates
+from pretrain.metrics.card_rates import read_rates
+from pretrain.metrics.peaks import peak
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.gpu.conftest import needs
@@ -41,7 +48,11 @@ def test_the_librarys_operands_equal_ours_bit_for_bit(name: str) -> None:
     assert [operand for operand in operands if not operand_bits.equal(operand)] == []
 
 
-def test_doctor_prints_its_table_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_its_table_and_stores_rates_of_this_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rates lie between a fifth of the data sheet's peak and a little more than the peak."""
+    monkeypatch.setattr(card_rates, "CACHE", tmp_path)
     precisions = [
         "bf16",
         "mxfp4",
@@ -52,3 +63,16 @@ def test_doctor_prints_its_table_on_this_gpu(capsys: pytest.CaptureFixture[str])
     assert all(f"| {name} " in table for name in precisions)
     assert "Traceback" not in table
     assert "| emulation " in table, "mxfp4 is emulated, not timed"
+    device = torch.cuda.get_device_name()
+    rates = read_rates(device)
+    assert rates is not None
+    supported = [name for name in AVAILABLE if not unavailable_because(PRECISIONS[name])]
+    assert list(rates.gemm) == ["bf16", *supported]
+    for name, rate in rates.gemm.items():
+        if best := peak(device, PRECISIONS[name].peak):
+            assert 0.2 < rate / TERA / best < 1.2, name
+    if best := memory_bandwidth():
+        assert 0.2 < rates.bandwidth / best < 1.1
+    assert 1e-7 < rates.launch < 1e-4
+    several = torch.cuda.device_count() > 1
+    assert len(rates.nccl) == 9 * several

@@ -71,7 +71,7 @@ def test_a_damaged_file_counts_as_missing(content: bytes) -> None:
         {"device": "NVIDIA H200"},
         {"bandwidth": 0.0},
         {"launch": -1.0},
-        {"gemm": {"bf16": float("inf")}},
+        {"gemm": {"bf16": float("nan")}},
         {"gemm": {"bf16": "fast"}},
         {"versions": {}},
         {"versions": {**RATES.versions, "torch": "1.0"}},
