@@ -47,19 +47,6 @@ def driver_version() -> str | None:
     return None
 
 
-def memory_bandwidth() -> float | None:
-    """Return the peak bandwidth of the first visible GPU's memory in bytes/s, as in data sheets.
-
-    Return None if NVML does not know the clock or the width of the memory's bus.
-    """
-    with suppress(pynvml.NVMLError, IndexError):
-        gpu = _handle(visible_gpus()[0])
-        megahertz = pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_MEM)
-        # Each wire of the bus transfers two bits a clock.
-        return 2e6 * megahertz * pynvml.nvmlDeviceGetMemoryBusWidth(gpu) / 8
-    return None
-
-
 def link_between_gpus() -> str | None:
     """Return "NVLink" if NVLink connects the first of several GPUs to all others, else "PCIe".
 

@@ -1,5 +1,7 @@
 """`python -m pretrain doctor`: print which precisions work on this machine, and their speed.
 
+Before that, the rates of a GPU are measured, printed and stored (`pretrain.metrics.card_rates`).
+
 A library may report that a device supports a precision although the products of this precision fail
 on the device. So the doctor trains a model of one layer for a few steps in each precision (a
 trial). Each trial runs in a separate process, because a CUDA error may end the process. Before the
@@ -24,14 +26,13 @@ import yaml
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from foundation.errors import InputError
-from foundation.gpus import memory_bandwidth
 from foundation.signals import StopRequest
 from foundation.units import TERA, UNKNOWN, markdown, percent, three_digits
 from packing.arrow import Pack, write_packs
 from pretrain.launch.configuration import Launch, find_configuration
 from pretrain.launch.processes import start_training
 from pretrain.metrics.card_rates import CardRates, rates_file, write_rates
-from pretrain.metrics.peaks import peak
+from pretrain.metrics.peaks import entry_of
 from pretrain.metrics.rate_measurement import measure_rates
 from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import kind, read_metrics
@@ -114,25 +115,18 @@ def report_rates() -> None:
 
 
 def rates_table(rates: CardRates) -> str:
-    """Return a table of the rates of a GPU, with their shares of the peaks of its data sheet."""
-
-    def share(rate: float, best: float | None) -> str:
-        return percent(rate / best) if best else UNKNOWN
-
-    rows = [
-        (
-            f"{name} GEMMs",
-            f"{rate / TERA:,.0f} TFLOP/s",
-            share(rate / TERA, peak(rates.device, PRECISIONS[name].peak)),
-        )
-        for name, rate in rates.gemm.items()
-    ]
-    copied = f"{rates.bandwidth / 1e9:,.0f} GB/s"
-    rows.append(("memory", copied, share(rates.bandwidth, memory_bandwidth())))
+    """Return a table of the rates of a GPU. GEMMs have their share of the data sheet's peak."""
+    rows = []
+    for name, rate in rates.gemm.items():
+        kind = "fp8" if PRECISIONS[name].quantized else "bf16"
+        best = getattr(entry_of(rates.device), kind, None)
+        share = f"{percent(rate / TERA / best)} of {kind.upper()}" if best else UNKNOWN
+        rows.append((f"{name} GEMMs", f"{rate / TERA:,.0f} TFLOP/s", share))
+    rows.append(("memory", f"{rates.bandwidth / 1e9:,.0f} GB/s", UNKNOWN))
     rows.append(("kernel launches", f"{1 / rates.launch:,.0f} a second", UNKNOWN))
     for message, rate in rates.nccl.items():
-        name = f"{message} bytes, {rates.link or 'unknown link'}"
-        rows.append((name, f"{rate / 1e9:,.0f} GB/s", UNKNOWN))
+        link = rates.link or "unknown link"
+        rows.append((f"{message} bytes, {link}", f"{rate / 1e9:,.0f} GB/s", UNKNOWN))
     return markdown((rates.device, "rate", "of the peak"), rows)
 
 
