@@ -90,9 +90,9 @@ def gemm_rates(
     A precision whose GEMMs fail has no rate. Its error is printed.
     """
     rates = {}
+    emulating = LowPrecisionSettings(on_unsupported="emulate")
     for name, precision in PRECISIONS.items():
-        settings = LowPrecisionSettings(on_unsupported="emulate")
-        active = select_precision(name, settings, missing_on(device.type))
+        active = select_precision(name, emulating, missing_on(device.type))
         if active.engine != "emulation" and precision.compute_dtype == "bfloat16":
             try:
                 rates[name] = gemm_rate(active, device, shape, seconds)
@@ -145,7 +145,10 @@ def copy_rate(device: torch.device, size: int = 2**28, seconds: float = 0.5) -> 
 
 
 def launch_seconds(device: torch.device, seconds: float = 0.5) -> float:
-    """Return the seconds of one launch, as the mean of many kernels that add two numbers."""
+    """Return the seconds of one launch, measured with many kernels that add two numbers.
+
+    Such a kernel takes less time than its launch, so the device waits for the host.
+    """
     number = torch.zeros(1, device=device)
     return sustained_seconds(lambda: number.add_(number), seconds)
 
