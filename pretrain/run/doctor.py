@@ -118,9 +118,9 @@ def rates_table(rates: CardRates) -> str:
     """Return a table of the rates of a GPU. GEMMs have their share of the data sheet's peak."""
     rows = []
     for name, rate in rates.gemm.items():
-        kind = "fp8" if PRECISIONS[name].quantized else "bf16"
-        best = getattr(entry_of(rates.device), kind, None)
-        share = f"{percent(rate / TERA / best)} of {kind.upper()}" if best else UNKNOWN
+        dtype = "fp8" if PRECISIONS[name].quantized else "bf16"
+        best = getattr(entry_of(rates.device), dtype, None)
+        share = f"{percent(rate / TERA / best)} of {dtype.upper()}" if best else UNKNOWN
         rows.append((f"{name} GEMMs", f"{rate / TERA:,.0f} TFLOP/s", share))
     rows.append(("memory", f"{rates.bandwidth / 1e9:,.0f} GB/s", UNKNOWN))
     rows.append(("kernel launches", f"{1 / rates.launch:,.0f} a second", UNKNOWN))
