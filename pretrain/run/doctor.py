@@ -32,7 +32,7 @@ from packing.arrow import Pack, write_packs
 from pretrain.launch.configuration import Launch, find_configuration
 from pretrain.launch.processes import start_training
 from pretrain.metrics.card_rates import CardRates, rates_file, write_rates
-from pretrain.metrics.peaks import entry_of
+from pretrain.metrics.cards import card_of
 from pretrain.metrics.rate_measurement import measure_rates
 from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import kind, read_metrics
@@ -119,10 +119,12 @@ def rates_table(rates: CardRates) -> str:
     rows = []
     for name, rate in rates.gemm.items():
         dtype = "fp8" if PRECISIONS[name].quantized else "bf16"
-        best = getattr(entry_of(rates.device), dtype, None)
+        best = getattr(card_of(rates.device), dtype, None)
         share = f"{percent(rate / TERA / best)} of {dtype.upper()}" if best else UNKNOWN
         rows.append((f"{name} GEMMs", f"{rate / TERA:,.0f} TFLOP/s", share))
-    rows.append(("memory", f"{rates.bandwidth / 1e9:,.0f} GB/s", UNKNOWN))
+    best = getattr(card_of(rates.device), "bandwidth", None)
+    share = percent(rates.bandwidth / TERA / best) if best else UNKNOWN
+    rows.append(("memory", f"{rates.bandwidth / 1e9:,.0f} GB/s", share))
     rows.append(("kernel launches", f"{1 / rates.launch:,.0f} a second", UNKNOWN))
     for message, rate in rates.nccl.items():
         link = rates.link or "unknown link"

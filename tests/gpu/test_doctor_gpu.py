@@ -12,7 +12,7 @@ from foundation.units import TERA
 from pretrain import __main__ as commands
 from pretrain.metrics import card_rates
 from pretrain.metrics.card_rates import read_rates
-from pretrain.metrics.peaks import entry_of
+from pretrain.metrics.cards import card_of
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.gpu.conftest import needs
@@ -68,7 +68,7 @@ def test_doctor_prints_its_table_and_stores_rates_of_this_gpu(
     supported = [name for name in AVAILABLE if not unavailable_because(PRECISIONS[name])]
     assert list(rates.gemm) == ["bf16", *supported]
     for name, rate in rates.gemm.items():
-        best = getattr(entry_of(device), "fp8" if PRECISIONS[name].quantized else "bf16", None)
+        best = getattr(card_of(device), "fp8" if PRECISIONS[name].quantized else "bf16", None)
         if best:
             assert 0.2 < rate / TERA / best < 1.2, name
     assert 1e11 < rates.bandwidth < 2e13

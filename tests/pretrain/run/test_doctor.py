@@ -66,7 +66,7 @@ def test_rates_of_a_gpu_are_printed_and_stored(reported: Callable[..., str]) -> 
     rows = rows_of(output)
     assert rows["bf16 GEMMs"] == [["693 TFLOP/s", "70.0 % of BF16"]]
     assert rows["delayed GEMMs"] == [["1,286 TFLOP/s", "65.0 % of FP8"]]
-    assert rows["memory"] == [["2,900 GB/s", "–"]]
+    assert rows["memory"] == [["2,900 GB/s", "86.6 %"]]
     assert rows["kernel launches"] == [["250,000 a second", "–"]]
     assert rows["all_reduce 100000000 bytes, NVLink"] == [["355 GB/s", "–"]]
     assert str(card_rates.rates_file(RATES.device)) in output
