@@ -207,7 +207,7 @@ CARDS = (
         fp32=75.0,
         pcie=64,
         nvlink=900,
-        factor=0.96,
+        factor=0.94,
         error=PUBLISHED,
     ),
     Card(
@@ -221,7 +221,7 @@ CARDS = (
         fp32=80.0,
         pcie=64,
         nvlink=900,
-        factor=0.89,
+        factor=0.87,
         error=PUBLISHED,
     ),
     # NVIDIA HGX B300 and GB300 NVL72 data sheets, sparse peaks per GPU in PFLOP/s. B300 and GB300
@@ -249,7 +249,7 @@ CARDS = (
         fp32=80.0,
         pcie=64,
         nvlink=900,
-        factor=1.14,
+        factor=1.09,
         error=PUBLISHED,
     ),
     # NVIDIA L40S data sheet: BF16 is 362.05 dense and 733 sparse, FP8 is 733 dense and 1,466
@@ -290,7 +290,7 @@ CARDS = (
         fp8=728.5,
         fp32=91.1,
         pcie=32,
-        factor=0.65,
+        factor=0.64,
         error=GUESSED,
     ),
     # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 is 4,000 sparse for the Server Edition and the
@@ -363,7 +363,7 @@ CARDS = (
         fp8=330.3,
         fp32=82.6,
         pcie=32,
-        factor=1.31,
+        factor=1.3,
         error=PUBLISHED,
     ),
     Card(
