@@ -13,7 +13,12 @@ import pytest
 
 from benchmarks.machine import with_tables
 from benchmarks.readers import table
-from pretrain.compare.differences import EQUIVALENT, MOST_ESTIMATED_SEEDS, LossDifference
+from pretrain.compare.differences import (
+    EQUIVALENT,
+    MOST_ESTIMATED_SEEDS,
+    LossDifference,
+    error_of,
+)
 from pretrain.compare.verdicts import USE, Verdict
 from pretrain.compare.which_answer import interval_within
 from pretrain.compare.which_plan import WhichPlan
@@ -207,30 +212,39 @@ def test_the_recommendation_of_fp8_for_gpt2_is_that_of_which():
     assert f"{delayed.gain:.2f} times ({low:.2f} to {high:.2f}) BF16's speed" in readme
 
 
-def test_qwen3_0_6b_has_the_speed_and_loss_of_three_rounds():
-    file = RESULTS / "loss/h100_which_qwen3_0_6b.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    rounds = {
-        (run["precision"], run["seed"]): run for run in content["runs"] if run["part"] == "rounds"
-    }
+def test_qwen3_0_6b_has_the_speed_and_loss_of_seven_rounds():
     page = (ROOT / "docs/developers/experiments.md").read_text(encoding="utf-8")
+    evidence = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
     for name, label in (("delayed", "FP8 delayed"), ("delayed+head", "FP8 delayed, head in FP8")):
-        pairs = [(rounds["bf16", seed], rounds[name, seed]) for seed in content["seeds"]]
-        speedup = statistics.mean(
-            run["tokens_per_second"] / base["tokens_per_second"] for base, run in pairs
-        )
-        cells = [label, f"{speedup:.2f} ×"]
-        for key in ("held_out_loss", "loss_at_end"):
-            costs = [100 * (run[key] / base[key] - 1) for base, run in pairs]
-            cells.append(", ".join(f"+{cost:.2f} %" for cost in costs))
-        assert f"| {' | '.join(cells)} |" in page
-        served = [run["held_out_loss"] / base["held_out_loss"] - 1 for base, run in pairs]
-        # t of 2 degrees of freedom times the standard error.
-        half_width = 4.303 * statistics.stdev(served) / math.sqrt(3)
-        assert f"{100 * statistics.mean(served):.2f} ± {100 * half_width:.2f} %" in page
+        served = []
+        for card, suffix in (("h100", ""), ("h200", ", H200")):
+            file = RESULTS / f"loss/{card}_which_qwen3_0_6b.json"
+            content = json.loads(file.read_text(encoding="utf-8"))
+            rounds = {
+                (run["precision"], run["seed"]): run
+                for run in content["runs"]
+                if run["part"] == "rounds"
+            }
+            pairs = [(rounds["bf16", seed], rounds[name, seed]) for seed in content["seeds"]]
+            speedup = statistics.mean(
+                run["tokens_per_second"] / base["tokens_per_second"] for base, run in pairs
+            )
+            cells = [f"{label}{suffix}", f"{speedup:.2f} ×"]
+            for key in ("held_out_loss", "loss_at_end"):
+                costs = [100 * (run[key] / base[key] - 1) for base, run in pairs]
+                cells.append(", ".join(f"{cost:+.2f} %".replace("-", "−") for cost in costs))
+            assert f"| {' | '.join(cells)} |" in page
+            served += [run["held_out_loss"] / base["held_out_loss"] - 1 for base, run in pairs]
+        # t of 6 degrees of freedom times the standard error.
+        half_width = 2.447 * statistics.stdev(served) / math.sqrt(7)
+        cost = f"{100 * statistics.mean(served):.2f} ± {100 * half_width:.2f} %"
+        assert cost in " ".join(page.split())
         if name == "delayed":
-            evidence = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-            assert f"{100 * statistics.mean(served):.2f} ± {100 * half_width:.2f} %" in evidence
+            assert cost in evidence
+        difference = LossDifference(dict(enumerate(served)), 1.0)
+        half_width = difference.half_width(error_of(2))
+        assert f"± {100 * half_width:.2f} %" in page
+        assert difference.verdict(0.003, error_of(2)) == "cannot tell"
 
 
 def gains_of_fp8(result: dict[str, Any]) -> list[float]:
