@@ -122,8 +122,6 @@ class StepCosts:
     unfused: float = 2.4
     # Speed of the grouped GEMMs of experts, as a share of the speed of other GEMMs.
     grouped: float = 0.67
-    # True if only one model was measured.
-    rare: bool = False
     # Compute capability from which other kernels, which were not measured, compute the GEMMs.
     below: tuple[int, int] = (99, 0)
 
