@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from pretrain.metrics.cards import MEASURED, Card, card_of
 from pretrain.metrics.flops import TRAINED
@@ -282,16 +281,17 @@ def _predict_step(card: Card, work: Work, rates: Rates | None) -> Prediction:
 def measured_seconds(card: Card, work: Work, rows: Sequence[Row]) -> float | None:
     """Return the seconds of a step, scaled from the measured steps of the same kind in `rows`.
 
-    The result is the median of these steps. Return None if `rows` has no step of this kind.
+    The result is that of the newest step, so precisions that were measured together are compared.
+    Return None if `rows` has no step of this kind.
     """
     per_token = sum(step_seconds(card, work).values()) / work.tokens
-    seconds = []
+    seconds = {}
     for row in rows:
         if row.values["card"] == card.name and row.work.kind == work.kind:
             ratio = per_token * row.work.tokens / sum(step_seconds(card, row.work).values())
             if 1 / SIMILAR < ratio < SIMILAR:
-                seconds.append(ratio * work.tokens * work.gpus / row.speed)
-    return median(seconds) if seconds else None
+                seconds[row.values["date"]] = ratio * work.tokens * work.gpus / row.speed
+    return seconds[max(seconds)] if seconds else None
 
 
 def bar_of(card: Card, work: Work, *, has_rates: bool = False) -> float | None:

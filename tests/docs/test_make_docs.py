@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from docs import recipe_schema, recipes_page, settings_page
+from docs import gpus_page, recipe_schema, recipes_page, settings_page
 from pretrain.settings.config import flatten, load_recipe, resolved
 from tests.conftest import ROOT
 
@@ -13,9 +13,11 @@ from tests.conftest import ROOT
 def test_make_docs_changes_nothing() -> None:
     settings = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     recipes = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    gpus = (ROOT / "docs/gpus.md").read_text(encoding="utf-8")
     schema = (ROOT / recipe_schema.FILE).read_text(encoding="utf-8")
     assert settings == settings_page.page()
     assert recipes == recipes_page.page()
+    assert gpus == gpus_page.page()
     assert json.loads(schema) == recipe_schema.recipe_schema()
 
 
