@@ -32,6 +32,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -173,34 +174,40 @@ def entry_of(name: str, missing: Mapping[str, str]) -> Entry:
     return entry
 
 
-def train(settings: Settings, entries: Sequence[Entry], gpus: int, *, brief: bool) -> Bench:
-    """Train the entries, at most one on each of `gpus` GPUs at the same time.
+def train(
+    settings: Settings, entries: Sequence[Entry], gpus: int, file: Path, *, brief: bool
+) -> dict[str, Any]:
+    """Train the entries, at most one on each of `gpus` GPUs at the same time. Return the result.
 
-    `brief` skips limits, see `Bench`.
+    Trainings that `file` already has are not repeated. Each training is written to `file` when it
+    ends. `brief` skips limits, see `Bench`.
     """
-    with tempfile.TemporaryDirectory(prefix="card-") as folder:
-        bench = Bench(settings, Path(folder, "result.json"), command(), brief=brief)
-        # Measure the limits, and write the packs, before GPUs are busy.
-        bench.run([])
-        write_json(bench.out, bench.result)
+    bench = Bench(settings, file, command(), go_on=True, brief=brief)
+    # Measure the limits, and write the packs, before GPUs are busy.
+    bench.run([])
+    write_json(file, bench.result)
+    missing = [entry for entry in entries if entry.name not in bench.result["ways"]]
+    lock = Lock()
 
-        def train_on(gpu: str, own: Sequence[Entry]) -> dict[str, Any]:
-            out = Path(folder, f"gpu_{gpu}.json")
-            shutil.copy(bench.out, out)
-            on_gpu = Bench(settings, out, command(), go_on=True, brief=brief, gpu=gpu)
-            on_gpu.run(own)
-            return on_gpu.result["ways"]
+    def train_on(gpu: str, own: Sequence[Entry]) -> None:
+        out = file.with_name(f"{file.stem}_gpu_{gpu}.json")
+        shutil.copy(file, out)
+        on_gpu = Bench(settings, out, command(), go_on=True, brief=brief, gpu=gpu)
+        for entry in own:
+            on_gpu.run([entry])
+            with lock:
+                bench.result["ways"][entry.name] = on_gpu.result["ways"][entry.name]
+                write_json(file, bench.result)
 
-        for ways in on_all_gpus(train_on, entries, gpus):
-            bench.result["ways"] |= ways
-    return bench
+    on_all_gpus(train_on, missing, gpus)
+    return bench.result
 
 
 def on_all_gpus(function: Callable, items: Sequence[Any], gpus: int) -> list[Any]:
     """Return the results of `function` for each of `gpus` GPUs and its part of the items.
 
-    The first argument of `function` is the GPU for CUDA_VISIBLE_DEVICES. The functions run at the
-    same time.
+    The first argument of `function` is the GPU for CUDA_VISIBLE_DEVICES. The functions run in
+    threads.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible is not None else [*map(str, range(gpus))]
@@ -218,11 +225,15 @@ def make(out: Path, names: Iterable[str] | None, gpus: int = 1) -> int:
     names: None for all precisions except FP32, and the first quantized one with its head.
     gpus: the number of GPUs that are used at the same time.
 
+    If the command is interrupted, it continues with the parts in the folder OUT_parts.
+
     Returns 1 if a precision failed, else 0. Raises InputError if the hardware has none of `names`,
     or if `out` cannot be written.
     """
     if out.is_dir() or not os.access(out.parent, os.W_OK):
         raise InputError(f"{out}: cannot be written; name a file in a writable folder")
+    parts = out.with_name(f"{out.stem}_parts")
+    parts.mkdir(exist_ok=True)
     gpu = torch.cuda.is_available()
     missing, memory = describe_device_elsewhere() if gpu else describe_device()
     if not gpu:
@@ -234,15 +245,16 @@ def make(out: Path, names: Iterable[str] | None, gpus: int = 1) -> int:
     if not entries:
         raise InputError("; ".join(f"{name} {reason}" for name, reason in left_out.items()))
     print("speed, and the limits of this machine:", flush=True)
-    bench = train(settings_of_speed(gpu, memory), entries, gpus, brief=False)
+    speeds = train(settings_of_speed(gpu, memory), entries, gpus, parts / "speed.json", brief=False)
+    print(f"\nlosses of {STEPS} steps, deterministic:", flush=True)
+    losses = train(settings_of_losses(gpu), entries, gpus, parts / "losses.json", brief=True)
+    checker = Bench(settings_of_losses(gpu), parts / "bits.json", command(), brief=True)
     bits = {
-        name: bench.worker(["benchmarks.operand_bits", name], {})
+        name: checker.worker(["benchmarks.operand_bits", name], {})
         for name in (entry.name for entry in entries if gpu and not entry.name.endswith(HEAD))
         if PRECISIONS[name].quantized
     }
-    print(f"\nlosses of {STEPS} steps, deterministic:", flush=True)
-    losses = train(settings_of_losses(gpu), entries, gpus, brief=True).result
-    card = {**bench.result, "losses": losses, "bits": bits, "left_out": left_out, "code": code()}
+    card = {**speeds, "losses": losses, "bits": bits, "left_out": left_out, "code": code()}
     if not gpu:
         card["note"] = CPU_NOTE
     write_json(out, signed(card))
@@ -252,7 +264,7 @@ def make(out: Path, names: Iterable[str] | None, gpus: int = 1) -> int:
     for name, reasons in {**failed, **{name: [left_out[name]] for name in left_out}}.items():
         for reason in reasons:
             print(f"{name}: {reason}")
-    limits = bench.result["limits"]
+    limits = speeds["limits"]
     for name, reason in limits.get("failed", {"all precisions": limits.get("reason")}).items():
         print(f"limit of {name}: {reason}")
     print(f"the card is {out}")
@@ -349,12 +361,14 @@ def check(path: Path, names: Iterable[str] | None, gpus: int = 1) -> int:
             f"{', '.join(trained) or 'none'}"
         )
     missing, _ = describe_device_elsewhere() if gpu else describe_device()
-    bench = train(settings, [entry_of(name, missing) for name in names], gpus, brief=True)
+    entries = [entry_of(name, missing) for name in names]
+    with tempfile.TemporaryDirectory(prefix="card-") as folder:
+        repeated = train(settings, entries, gpus, Path(folder, "losses.json"), brief=True)["ways"]
     differences = differing(card, environment_from_elsewhere() | {"processor": processor()})
     print()
     agreed = []
     for name in names:
-        agrees, text = compare(bench.result["ways"][name], trained[name], differences)
+        agrees, text = compare(repeated[name], trained[name], differences)
         print(f"{name}: {'agrees' if agrees else 'DISAGREES'}: {text}")
         agreed.append(agrees)
     return int(not all(agreed))

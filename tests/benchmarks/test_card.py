@@ -19,6 +19,7 @@ from tests.pretrain.compare.made_runs import rows_of
 
 pytestmark = pytest.mark.long
 PRECISIONS = ("bf16", "nvfp4+head")
+ALL = ",".join(PRECISIONS)
 
 
 def start(*options: str) -> subprocess.CompletedProcess[str]:
@@ -38,10 +39,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(path: Path) -> str:
-    """Output of the command that writes the card."""
-    done = start("--card", str(path), "--precisions", ",".join(PRECISIONS))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Output of the command that writes the card. It continues with the parts of an earlier one."""
+    done = [start("--card", str(path), "--precisions", names) for names in ("bf16", ALL)]
+    assert [process.returncode for process in done] == [0, 0], done[-1].stderr
+    assert [process.stdout.count("bf16 ...") for process in done] == [2, 0]
+    assert done[-1].stdout.count("nvfp4+head ...") == 2
+    return done[-1].stdout
 
 
 @pytest.fixture
