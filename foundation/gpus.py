@@ -39,6 +39,22 @@ def used_memory() -> list[float]:
     return []
 
 
+def load_of(index: int) -> tuple[int, float]:
+    """Return the number of processes on a visible GPU, and the share of time in which it is idle.
+
+    NVML measures the share over the last second or less. Return (1, 0.0) if NVML does not know the
+    load of the GPU.
+    """
+    with suppress(pynvml.NVMLError, IndexError):
+        gpu = _handle(visible_gpus()[index])
+        return (
+            # In a container, NVML may not list the process that asks.
+            max(1, len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))),
+            1 - pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+        )
+    return 1, 0.0
+
+
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, or None if the machine has no driver."""
     with suppress(pynvml.NVMLError):

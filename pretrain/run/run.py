@@ -16,6 +16,7 @@ import yaml
 from accelerate import Accelerator
 
 from foundation.files import replace_file, write_json
+from foundation.gpus import load_of
 from foundation.reading import load_object
 from packing.batch import StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints
@@ -34,9 +35,11 @@ from pretrain.observe.observers import Observers, is_due
 from pretrain.observe.profile import StepProfile
 from pretrain.optimizer import adamw
 from pretrain.plan.rendering import render
+from pretrain.plan.speed import Prediction
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
+from pretrain.run.speed_check import COMPARED, compare, predict_phase, start_line
 from pretrain.run.tokenizer import fingerprint_in_use
 from pretrain.settings.config import resolved
 
@@ -65,6 +68,9 @@ class Run:
     profile: StepProfile | None
     observers: Observers = field(init=False)
     graphs: MicrobatchGraphs = field(init=False)
+    prediction: Prediction = field(init=False)
+    # The records of the last COMPARED steps of this process.
+    recent_steps: list[Record] = field(default_factory=list)
     # The evaluation with the lowest held-out loss, or None. Its checkpoint is not deleted
     # (`checkpoint.best`).
     best: Record | None = None
@@ -103,6 +109,9 @@ class Run:
         notes: lines about the checkpoint that the run resumes or branches from.
         """
         self.console.notice(render(self.job.plan, brief=True))
+        self.prediction = predict_phase(self.job, self.resumed_step + 1, self.job.attention.name)
+        if self.prediction.bar:
+            self.console.notice(start_line(self.prediction, self.job, self.resumed_step + 1))
         self._take_over_parity()
         self.console.panel(
             f"observed precision of the linear layers (details: {self.folder.audit})",
@@ -229,6 +238,8 @@ class Run:
     def log(self, figures: dict[str, Any], *, data_wait_ms: float) -> None:
         """Write a step to metrics.jsonl and to the trackers. Print it if `log.every` is due.
 
+        After the first COMPARED steps, also compare their speed with the prediction.
+
         figures: the metrics of the step, from `record_of_step`.
         data_wait_ms: the time that the step has waited for its packs.
         """
@@ -237,6 +248,21 @@ class Run:
         self.console.step(
             record, show=is_due(self.state.step, self.job.recipe.log.every) or self.state.finished
         )
+        self.recent_steps = [*self.recent_steps[1 - COMPARED :], record]
+        if (
+            self.prediction.bar
+            and self.state.step == self.resumed_step + COMPARED
+            # The prediction is for the precision of the first step.
+            and record.get("precision") == self.recent_steps[0].get("precision")
+        ):
+            event = compare(
+                self.prediction,
+                self.recent_steps,
+                self.assembly.surroundings["cuda_graphs"],
+                *load_of(self.accelerator.device.index or 0),
+            )
+            self.trackers.log(event)
+            self.console.notice(event["text"])
 
 
 def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:

@@ -10,6 +10,7 @@ import pytest
 from foundation.gpus import (
     driver_version,
     link_between_gpus,
+    load_of,
     used_memory,
     visible_gpus,
 )
@@ -68,6 +69,7 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch)
     assert visible_gpus() == []
     assert used_memory() == []
     assert driver_version() is link_between_gpus() is None
+    assert load_of(0) == (1, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,22 @@ def test_nvlink_is_told_from_pcie(
 ) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", lambda first, other, index: status)
     assert link_between_gpus() == link
+
+
+@pytest.mark.parametrize(
+    ("index", "pids", "load"),
+    [(0, [7], (1, 0.25)), (1, [7, 8], (2, 0.25)), (1, [], (1, 0.25)), (2, [7], (1, 0.0))],
+    ids=["alone", "shared", "hidden by a container", "no such GPU"],
+)
+def test_the_load_of_a_gpu_is_its_processes_and_idle_time(
+    index: int,
+    pids: list[int],
+    load: tuple[int, float],
+    two_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    rates = SimpleNamespace(gpu=75)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda gpu: rates)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda gpu: pids)
+    assert load_of(index) == load
