@@ -68,6 +68,7 @@ class Run:
     profile: StepProfile | None
     observers: Observers = field(init=False)
     graphs: MicrobatchGraphs = field(init=False)
+    # The predicted speed in the precision of this process's first step.
     prediction: Prediction = field(init=False)
     # The records of the last COMPARED steps of this process.
     recent_steps: list[Record] = field(default_factory=list)
