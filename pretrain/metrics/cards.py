@@ -30,7 +30,7 @@ class Card:
     """
 
     # Regular expression that matches the whole name of the device. The driver reports this name. It
-    # is matched in lower case and without "NVIDIA", "GeForce" and "Tesla".
+    # is matched in lower case and without "NVIDIA", "GeForce", "RTX" and "Tesla".
     pattern: str
     # Short name, which `pattern` matches too.
     name: str
@@ -72,7 +72,7 @@ CARDS = (
     # bandwidth is 1.555 TB/s with 40 GB, 2.039 with 80 GB, and 1.935 with 80 GB and PCIe.
     # An A100 without a memory size in its name is assumed to have 80 GB.
     Card(
-        pattern=r"a100(?: sxm4| pcie)? 40gb",
+        pattern=r"a100(?: sxm4| pcie)? 40gb?",
         name="A100 40GB",
         capability=(8, 0),
         memory=39.3,
@@ -123,7 +123,7 @@ CARDS = (
         error=GUESSED,
     ),
     Card(
-        pattern=rf"h100(?: sxm5?)?{NUMBERS}",
+        pattern=rf"h100(?: ?sxm5?)?{NUMBERS}",
         name="H100",
         capability=(9, 0),
         memory=79.1,
@@ -153,7 +153,7 @@ CARDS = (
         error=GUESSED,
     ),
     Card(
-        pattern=rf"h200(?: sxm5?)?{NUMBERS}",
+        pattern=rf"h200(?: ?sxm5?)?{NUMBERS}",
         name="H200",
         capability=(9, 0),
         memory=139.8,
@@ -271,7 +271,7 @@ CARDS = (
     # white paper. NVIDIA RTX 6000 Ada data sheet: FP8 is 1,457 sparse. Its factor is that of the
     # TFLOP/s per watt of an L40S (350 W), with 300 W.
     Card(
-        pattern=r"rtx a6000",
+        pattern=r"a6000",
         name="RTX A6000",
         capability=(8, 6),
         memory=47.4,
@@ -281,7 +281,7 @@ CARDS = (
         pcie=32,
     ),
     Card(
-        pattern=r"rtx 6000 ada(?: generation)?",
+        pattern=r"6000 ?ada(?: generation)?",
         name="RTX 6000 Ada",
         capability=(8, 9),
         memory=47.4,
@@ -298,9 +298,10 @@ CARDS = (
     # for the Workstation Edition, and 110 for the Max-Q. FP8 has half the throughput of FP4, and
     # BF16 has half the throughput of FP8. Unlike GeForce cards, these cards do not halve the
     # throughput for FP32 accumulation. The power limits are 600, 600 and 300 W. The factor of the
-    # Max-Q is that of the TFLOP/s per watt of the other two.
+    # Max-Q is that of the TFLOP/s per watt of the other two. A card without an edition in its name
+    # is assumed to be a Workstation Edition.
     Card(
-        pattern=r"rtx pro 6000 (?:blackwell )?server(?: edition)?",
+        pattern=r"pro 6000 (?:blackwell )?server(?: edition)?",
         name="RTX PRO 6000 Server",
         capability=(12, 0),
         memory=94.9,
@@ -313,7 +314,7 @@ CARDS = (
         error=PUBLISHED,
     ),
     Card(
-        pattern=r"rtx pro 6000 (?:blackwell )?workstation(?: edition)?",
+        pattern=r"pro 6000(?: blackwell)?(?: workstation)?(?: edition)?",
         name="RTX PRO 6000 Workstation",
         capability=(12, 0),
         memory=94.9,
@@ -326,7 +327,7 @@ CARDS = (
         error=PUBLISHED,
     ),
     Card(
-        pattern=r"rtx pro 6000 (?:blackwell )?max q(?: workstation edition)?",
+        pattern=r"pro 6000 (?:blackwell )?max q(?: workstation edition)?",
         name="RTX PRO 6000 Max-Q",
         capability=(12, 0),
         memory=94.9,
@@ -342,7 +343,7 @@ CARDS = (
     # half of the peaks with FP16 accumulation. The factor of the RTX 3090 is the geometric mean of
     # the other two.
     Card(
-        pattern=r"rtx 3090",
+        pattern=r"3090",
         name="RTX 3090",
         capability=(8, 6),
         memory=23.5,
@@ -354,7 +355,7 @@ CARDS = (
         error=GUESSED,
     ),
     Card(
-        pattern=r"rtx 4090",
+        pattern=r"4090",
         name="RTX 4090",
         capability=(8, 9),
         memory=23.5,
@@ -367,7 +368,7 @@ CARDS = (
         error=PUBLISHED,
     ),
     Card(
-        pattern=r"rtx 5090",
+        pattern=r"5090",
         name="RTX 5090",
         capability=(12, 0),
         memory=31.3,
@@ -386,11 +387,12 @@ def card_of(device_name: str | None) -> Card | None:
     """Return the table entry of a device, or None if the table does not have it.
 
     device_name: result of `torch.cuda.get_device_name`, such as "NVIDIA H100 80GB HBM3" or
-        "NVIDIA A100-SXM4-80GB", or the short name of a card. None for a device without a name.
+        "NVIDIA A100-SXM4-80GB", or a short name, such as "H100", "rtx4090" or "pro6000". None for a
+        device without a name.
     """
-    # "NVIDIA A100-SXM4-80GB" -> "a100 sxm4 80gb"
-    words = re.split(r"[\s\-_]+", (device_name or "").strip().lower())
-    name = " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})
+    # "NVIDIA A100-SXM4-80GB" -> "a100 sxm4 80gb", "rtx4090" -> "4090"
+    words = re.split(r"[\s\-_]+|(?<=rtx)|(?<=pro)", (device_name or "").strip().lower())
+    name = " ".join(word for word in words if word not in {"", "nvidia", "geforce", "rtx", "tesla"})
     return next((card for card in CARDS if re.fullmatch(card.pattern, name)), None)
 
 

@@ -40,6 +40,33 @@ def test_peaks_are_dense_and_those_of_a_generation(card: Card) -> None:
     assert 0.2 < card.bandwidth < 10 and 15 < card.fp32 < 130
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("rtx4090", "RTX 4090"),
+        ("RTX-4090", "RTX 4090"),
+        ("5090", "RTX 5090"),
+        ("h100-sxm", "H100"),
+        ("h100sxm5", "H100"),
+        ("H100 80GB", "H100"),
+        ("a100", "A100"),
+        ("a100-40g", "A100 40GB"),
+        ("A6000", "RTX A6000"),
+        ("rtx6000ada", "RTX 6000 Ada"),
+        ("pro6000", "RTX PRO 6000 Workstation"),
+        ("RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Server"),
+        ("Quadro RTX 6000", None),
+        ("4090 D", None),
+        ("4080", None),
+        ("pro", None),
+        ("", None),
+    ],
+)
+def test_a_card_is_found_by_a_near_name(text: str, name: str | None) -> None:
+    card = card_of(text)
+    assert (card.name if card else None) == name
+
+
 MEMORY = {
     "h200": 139.8,
     "NVIDIA H100 80GB HBM3": 79.1,
