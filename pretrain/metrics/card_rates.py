@@ -1,6 +1,8 @@
 """The sustained rates of a GPU, which `python -m pretrain doctor` measures and stores.
 
-They are stored in the folder of caches, in one JSON file for each kind of GPU.
+They are stored in the folder of caches, in one JSON file for each entry in the table of cards. So
+the rates of an "NVIDIA H100 80GB HBM3" are those of an "H100". A GPU that is not in the table has a
+file of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pydantic import PositiveFloat, TypeAdapter
 
 from foundation.files import CACHE, write_json
 from foundation.gpus import driver_version
+from pretrain.metrics.cards import card_of
 from pretrain.metrics.run_folder import version_of
 
 
@@ -58,11 +61,12 @@ def read_rates(device: str) -> CardRates | None:
     the one that this machine has. A library or driver that this machine does not have is not
     compared, so a machine without a GPU can use the rates too.
 
-    device: name of the GPU, as the driver reports it.
+    device: name of the GPU, as the driver reports it, or the short name of its card.
     """
     with suppress(OSError, ValueError):
         rates = TypeAdapter(CardRates).validate_json(rates_file(device).read_bytes())
-        if rates.device == device and versions_here().items() <= rates.versions.items():
+        is_same = rates_file(rates.device) == rates_file(device)
+        if is_same and versions_here().items() <= rates.versions.items():
             return rates
     return None
 
@@ -74,4 +78,6 @@ def write_rates(rates: CardRates) -> None:
 
 def rates_file(device: str) -> Path:
     """Return the path of the file with the rates of a GPU."""
-    return CACHE / "card_rates" / (re.sub(r"\W+", "-", device) + ".json")
+    card = card_of(device)
+    name = re.sub(r"\W+", "-", card.name if card else device)
+    return CACHE / "card_rates" / f"{name}.json"

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pretrain.metrics.card_rates import CardRates
 from pretrain.metrics.cards import MEASURED, Card, card_of
 from pretrain.metrics.flops import TRAINED
 from pretrain.plan.plan import Plan
@@ -83,20 +84,6 @@ HOST_GPUS = 8
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Rates that a card sustains."""
-
-    # FLOP/s of long GEMMs, by the name of the precision.
-    gemm: Mapping[str, float]
-    # Bytes/s that a copy in memory reads and writes, together.
-    bandwidth: float
-    # Seconds of the host for a kernel launch.
-    launch: float
-    # Bytes/s of NCCL by operation and size of the message. Empty if they were not measured.
-    nccl: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Prediction:
     """Predicted speed, as a mean over the steps of a run."""
 
@@ -121,7 +108,7 @@ class Prediction:
 # ── The formula ───────────────────────────────────────────────────────────────────────────────────
 
 
-def rates_of(card: Card, costs: Mapping[str, StepCosts] = COSTS) -> Rates:
+def rates_of(card: Card, costs: Mapping[str, StepCosts] = COSTS) -> CardRates:
     """Return the rates that steps sustain, by the data sheet of a card and its factor.
 
     costs: the costs of each precision, with the shares of the peak.
@@ -129,10 +116,19 @@ def rates_of(card: Card, costs: Mapping[str, StepCosts] = COSTS) -> Rates:
     factor = 1e12 * (card.factor or 1.0)
     peaks = {name: card.bf16 if name == BF16.name else card.fp8 or card.bf16 for name in costs}
     gemm = {name: factor * costs[name].share * peak for name, peak in peaks.items()}
-    return Rates(gemm, OF_BANDWIDTH * 1e12 * card.bandwidth, LAUNCH, {})
+    return CardRates(
+        device=card.name,
+        gemm=gemm,
+        bandwidth=OF_BANDWIDTH * 1e12 * card.bandwidth,
+        launch=LAUNCH,
+        link=None,
+        nccl={},
+        versions={},
+        date="",
+    )
 
 
-def step_seconds(card: Card, work: Work, rates: Rates | None = None) -> dict[str, float]:
+def step_seconds(card: Card, work: Work, rates: CardRates | None = None) -> dict[str, float]:
     """Return the seconds of each part of a step.
 
     rates: rates of the card. By default, those of its data sheet.
@@ -145,7 +141,9 @@ def step_seconds(card: Card, work: Work, rates: Rates | None = None) -> dict[str
     in_layers, in_head = _gemm_seconds(work, rates)
     summed = flops.parameters - (0 if flops.tied else flops.embedding_parameters)
     share = flops.parameters / work.shards
-    link = max(rates.nccl.values(), default=OF_LINK * 1e9 * (card.nvlink or card.pcie))
+    # The bandwidth of all_reduce is not the link's if switches add the values.
+    nccl = [rate for name, rate in rates.nccl.items() if not name.startswith("all_reduce")]
+    link = max(nccl, default=OF_LINK * 1e9 * (card.nvlink or card.pcie))
     state = 8 + 3 * work.gradients + (0 if work.offloaded else 2 * work.moments)
     return {
         "GEMMs": work.tokens * (in_layers * gemms + in_head),
@@ -160,7 +158,7 @@ def step_seconds(card: Card, work: Work, rates: Rates | None = None) -> dict[str
     }
 
 
-def _gemm_seconds(work: Work, rates: Rates) -> tuple[float, float]:
+def _gemm_seconds(work: Work, rates: CardRates) -> tuple[float, float]:
     """Return the seconds of a token in the GEMMs of the layers, and in those of the LM head."""
     flops = work.flops
     low = TRAINED / rates.gemm[work.precision]
@@ -185,7 +183,7 @@ def _moved(work: Work) -> float:
     return moved if work.fused else costs.unfused * moved
 
 
-def _attention_seconds(card: Card, work: Work, rates: Rates) -> float:
+def _attention_seconds(card: Card, work: Work, rates: CardRates) -> float:
     """Return the seconds of a token in the attention of all layers."""
     share, short = ATTENTION[work.attention]
     long = work.flops.per_squared_length * work.mean_squared / (share * rates.gemm[BF16.name])
@@ -208,7 +206,7 @@ def _sent(work: Work, microbatches: float) -> float:
 # ── The prediction and its error ──────────────────────────────────────────────────────────────────
 
 
-def predict(plan: Plan, rates: Rates | None = None) -> Prediction:
+def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
     """Return the predicted speed of a run on the devices of its plan.
 
     rates: measured rates of the devices. By default, and if they lack a precision of the run, those
@@ -236,7 +234,7 @@ def predict(plan: Plan, rates: Rates | None = None) -> Prediction:
         for step, share in zip(steps, shares, strict=True)
     )
     least_sure = max(steps, key=lambda step: step.bar or 1.0)
-    is_one_document = plan.mean_squared == plan.recipe.data.length
+    is_one_document = plan.mean_squared == plan.recipe.data.length and least_sure.bar is not None
     return replace(
         least_sure,
         parts=parts,
@@ -247,7 +245,7 @@ def predict(plan: Plan, rates: Rates | None = None) -> Prediction:
     )
 
 
-def _predict_step(card: Card, work: Work, rates: Rates | None) -> Prediction:
+def _predict_step(card: Card, work: Work, rates: CardRates | None) -> Prediction:
     """Return the prediction for a step in one precision.
 
     Without `rates`, it is scaled to the measured steps of the same kind. With `rates`, it depends

@@ -42,6 +42,16 @@ def test_stored_rates_are_read_again() -> None:
     assert read_rates("NVIDIA H200") is None
 
 
+def test_a_card_has_the_rates_of_its_devices() -> None:
+    """The newest measurement counts."""
+    write_rates(RATES)
+    assert read_rates("H100") == read_rates("h100-sxm") == RATES
+    assert read_rates("H100 PCIe") is None and read_rates("NVIDIA GeForce RTX 4090 D") is None
+    newer = replace(RATES, device="NVIDIA H100 SXM5")
+    write_rates(newer)
+    assert read_rates(H100) == newer
+
+
 def test_names_of_devices_are_safe_names_of_files() -> None:
     odd = replace(RATES, device="../RTX 6000/Ada (48 GB)")
     write_rates(odd)

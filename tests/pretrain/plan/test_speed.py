@@ -19,7 +19,6 @@ from pretrain.plan.rows import read_rows
 from pretrain.plan.speed import (
     COSTS,
     SAME,
-    Rates,
     bar_of,
     measured_seconds,
     predict,
@@ -304,7 +303,7 @@ def test_measured_rates_replace_those_of_the_data_sheet() -> None:
     """A GH200 has no factor. With its rates, its speed is known to 10 %."""
     sheet = rates_of(card_of("GH200"))
     gemm = sheet.gemm | {"delayed": sheet.gemm["delayed"] / 2}
-    rates = Rates(gemm, sheet.bandwidth / 2, 2 * sheet.launch, {})
+    rates = replace(sheet, gemm=gemm, bandwidth=sheet.bandwidth / 2, launch=2 * sheet.launch)
     before, after = predict(plan(device="GH200")), predict(plan(device="GH200"), rates)
     assert after.basis == "± 10 %, with the rates measured here" and after.tokens_per_second
     ratios = {name: after.parts[name] / before.parts[name] for name in ("passes", "launches")}
@@ -314,3 +313,13 @@ def test_measured_rates_replace_those_of_the_data_sheet() -> None:
     assert predict(plan(device="GH200"), replace(rates, gemm={"bf16": 1e15})) == before, (
         "rates without the precision of the run are not used"
     )
+
+
+def test_the_fastest_all_gather_or_reduce_scatter_is_the_rate_of_the_link() -> None:
+    row = next(row for row in read_rows("multi") if row.values["topology"] == "ddp")
+    card = card_of(row.values["card"])
+    nccl = {"all_gather 10000000": 1e11, "reduce_scatter 1000000000": 3e11}
+    rates = replace(rates_of(card), nccl={**nccl, "all_reduce 1000000000": 9e11})
+    ratio = step_seconds(card, row.work)["communication"]
+    ratio /= step_seconds(card, row.work, rates)["communication"]
+    assert ratio == pytest.approx(3e11 / (0.79 * 450e9))
