@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from difflib import get_close_matches
 
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from foundation.units import GIB, plural
-from pretrain.metrics.cards import card_of
+from pretrain.metrics.cards import CARDS, Card, card_of
 from pretrain.model.attention import FA4_GENERATIONS, FA4_HEAD_DIMS, SHORT
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
@@ -18,41 +19,44 @@ from pretrain.precision.settings import ActivePrecision, configured
 
 
 def devices_called(text: str) -> Devices:
-    """Return the devices that a text such as `H200` or `8xB200` describes.
+    """Return the devices that a text such as `H200`, `8xB200` or `rtx4090` describes.
 
     The memory of a device is the part that a plan may use. Raise InputError if the device is not
     in the table of cards.
     """
-    count, name = re.findall(r"(?s)^\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*$", text)[0]
-    device = card_of(name)
-    if device is None or count == "0":
-        raise InputError(
-            f"--on {text}: this device is not in the table; use the name that its "
-            "driver reports, with the number of devices if there are several, such as H200, "
-            "8xB200 or 'RTX 4090'"
-        )
-    usable = int((1 - KEPT_FREE) * int(device.memory * GIB))
-    return Devices(int(count or 1), name=name, memory=usable, capability=device.capability)
+    # "0xH200" is not in the table.
+    count, name = re.findall(r"(?s)^\s*(?:([1-9]\d*)\s*[xX]\s*)?(.*?)\s*$", text)[0]
+    card = card_called(name, f"--on {text}")
+    usable = int((1 - KEPT_FREE) * int(card.memory * GIB))
+    return Devices(int(count or 1), name=card.name, memory=usable, capability=card.capability)
 
 
-def plan_on(devices: Devices, plan: Plan, shapes: PreTrainedModel) -> Plan:
+def card_called(name: str, option: str) -> Card:
+    """Return the card with a name that `card_of` accepts.
+
+    Raise InputError with the names of all cards if there is none. Its message begins with `option`.
+    """
+    if card := card_of(name):
+        return card
+    names = [card.name for card in CARDS]
+    similar = get_close_matches(name.upper(), names, n=1, cutoff=0.7)
+    hint = "".join(f"did you mean {match}? " for match in similar)
+    raise InputError(
+        f"{option}: this device is not in the table; {hint}the table has {', '.join(names)}"
+    )
+
+
+def plan_on(
+    devices: Devices, plan: Plan, shapes: PreTrainedModel, topology: str | None = None
+) -> Plan:
     """Return a copy of `plan` for `devices`.
-
-    Precisions that are emulated on this machine are computed by the hardware of the devices. The
-    model is sharded if it does not fit into one device. Weights are then gathered once a step if
-    they fit.
 
     devices: the result of `devices_called`.
     shapes: the model on the meta device.
+    topology: "ddp", "zero" or "fsdp2", which a single device ignores. By default, the first of them
+        that fits into the memory of several devices.
     """
-    phases = [
-        (until, replace(active, engine="transformer_engine", reason=None))
-        if active.engine == "emulation"
-        else (until, active)
-        for until, active in plan.schedule.phases
-    ]
-    schedule = replace(plan.schedule, phases=phases)
-    plan = replace(plan, schedule=schedule, devices=devices)
+    plan = replace(plan, devices=devices)
     attention = _attention(plan)
     layers = {
         active.precision.name: _layers(plan, shapes, active, attention)
@@ -60,10 +64,12 @@ def plan_on(devices: Devices, plan: Plan, shapes: PreTrainedModel) -> Plan:
     }
     unsharded = replace(plan, layers=layers, attention=attention)
     fitted = spend_spare_memory(unsharded)
-    if devices.count == 1 or fitted.takes(1) <= devices.memory:
+    is_default = topology is None and fitted.takes(1) <= devices.memory
+    if devices.count == 1 or topology == "ddp" or is_default:
         return fitted
     sharded = replace(unsharded, devices=replace(devices, sharded=True))
-    gathered = replace(sharded.devices, gathered=fits_gathered(sharded))
+    is_gathered = topology == "zero" or (topology is None and fits_gathered(sharded))
+    gathered = replace(sharded.devices, gathered=is_gathered)
     return spend_spare_memory(replace(sharded, devices=gathered))
 
 
@@ -107,7 +113,8 @@ def obstacle(plan: Plan) -> str | None:
         if isinstance(precision, QuantizedPrecision) and devices.capability:
             missing = precision.hardware.missing(devices.capability)
             if missing:
-                return f"{precision.name} needs {missing}"
+                # The GPUs in parentheses make the reason too long for a line of the table.
+                return f"needs {missing.partition(' (')[0]}"
     if plan.packs_per_step < devices.count:
         least = devices.count * plan.recipe.data.length
         return (

@@ -100,16 +100,15 @@ def select_precision(
 
 
 def select_phases(
-    setting: Any, fp8_config: LowPrecisionSettings, device_type: str
+    setting: Any, fp8_config: LowPrecisionSettings, missing: Missing
 ) -> tuple[list[Phase], ActivePrecision | None]:
     """Replace the precisions of a recipe that the device does not support.
 
-    `setting` is the recipe's `precision`, and `device_type` is "cpu" or "cuda". Return two values:
-    the phases with supported precisions, and the unquantized precision with which `log.gap`
-    compares low precision, or None if no phase is quantized. Raise InputError as `select_precision`
-    does.
+    `setting` is the recipe's `precision`, and `missing` checks a precision against the device.
+    Return two values: the phases with supported precisions, and the unquantized precision with
+    which `log.gap` compares low precision, or None if no phase is quantized. Raise InputError as
+    `select_precision` does.
     """
-    missing = missing_on(device_type)
     phases = [
         (until, select_precision(use, fp8_config, missing)) for until, use in phases_of(setting)
     ]

@@ -50,7 +50,7 @@ from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
-from pretrain.precision.selection import select_phases
+from pretrain.precision.selection import Missing, missing_on, select_phases
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.run.data import (
     Data,
@@ -204,7 +204,13 @@ def prepare_job(
 
     Raises InputError if the recipe, the model, the packs and the machine do not fit together.
     """
-    checked = check_recipe(recipe, overrides, accelerator, accelerator.num_processes)
+    checked = check_recipe(
+        recipe,
+        overrides,
+        accelerator,
+        accelerator.num_processes,
+        missing_on(accelerator.device.type),
+    )
     is_main_process = accelerator.is_main_process
     if recipe.data.prepares:
         # Open the packs after all other checks, because preparing them may take hours. Their
@@ -216,7 +222,7 @@ def prepare_job(
         data = opener(recipe.data, is_main_process=is_main_process)
         model, tokenizer = _check_model_here(checked, data, accelerator)
     _check_data(model, data)
-    plan = _plan_of(model, data, accelerator, overrides)
+    plan = _plan_of(model, data, _devices_of(accelerator, checked.phases), overrides)
     plan, chosen = _fit_to_machine(plan, model, accelerator)
     return Job(
         plan,
@@ -235,10 +241,12 @@ def plan_elsewhere(
 ) -> tuple[Plan, PreTrainedModel]:
     """Check a recipe that other machines will train. The packs may be missing on this machine.
 
+    Every precision counts as supported. `pretrain.plan.targets.obstacle` checks the devices.
+
     Returns two values: the plan without its `layers`, which `plan_on` assesses for each device, and
     the model on the meta device. The arguments and errors are those of `prepare_job`.
     """
-    checked = check_recipe(recipe, overrides, accelerator, None)
+    checked = check_recipe(recipe, overrides, accelerator, None, lambda precision: None)
     data = None
     if not unprepared(recipe.data):
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
@@ -250,18 +258,41 @@ def plan_elsewhere(
             f"`train.epochs` needs the number of packs, but {recipe.data.packs} has none yet; to "
             "plan without packs, set train.steps=N or train.tokens=N instead"
         )
-    return _plan_of(model, data, accelerator, overrides), model.shapes
+    return _plan_of(model, data, Devices(), overrides), model.shapes
+
+
+def in_precision(plan: Plan, shapes: PreTrainedModel, name: str, scope: str) -> Plan:
+    """Return a copy of a plan for other machines whose steps all compute in one precision.
+
+    plan, shapes: the results of `plan_elsewhere`.
+    scope: `fp8_config.scope`, "linear" or "linear+head".
+
+    Raises InputError if the precision does not suit the recipe or the model.
+    """
+    settings = plan.recipe.fp8_config.model_copy(update={"scope": scope})
+    recipe = plan.recipe.model_copy(update={"precision": name, "fp8_config": settings})
+    phases, unquantized = select_phases(name, settings, lambda precision: None)
+    check_settings(recipe, name, None, 1)
+    for _, active in phases:
+        check_precision(active, recipe, shapes)
+    schedule = replace(plan.schedule, phases=phases, unquantized=unquantized)
+    return replace(plan, recipe=recipe, schedule=schedule)
 
 
 # ── 1: the recipe ─────────────────────────────────────────────────────────────────────────────────
 
 
 def check_recipe(
-    recipe: Recipe, overrides: Sequence[str], accelerator: Accelerator, processes: int | None
+    recipe: Recipe,
+    overrides: Sequence[str],
+    accelerator: Accelerator,
+    processes: int | None,
+    missing: Missing,
 ) -> CheckedRecipe:
     """Check what needs neither the model nor the packs: the settings, files and precisions.
 
     processes: the number of processes that will train, or None if it is not known.
+    missing: function that checks a precision against the devices that will train.
     """
     run_dir = run_dir_of(recipe)
     branch_checkpoint(recipe)
@@ -271,9 +302,7 @@ def check_recipe(
     if recipe.train.epochs is None:
         steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
         recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
-    phases, unquantized = select_phases(
-        recipe.precision, recipe.fp8_config, accelerator.device.type
-    )
+    phases, unquantized = select_phases(recipe.precision, recipe.fp8_config, missing)
     _, first = phases[0]
     check_settings(recipe, first.precision.name, processes, replicas_of(accelerator))
     if recipe.model.source:
@@ -346,9 +375,9 @@ def _check_data(model: CheckedModel, data: Data) -> None:
 
 
 def _plan_of(
-    model: CheckedModel, data: Data | None, accelerator: Accelerator, overrides: Sequence[str]
+    model: CheckedModel, data: Data | None, devices: Devices, overrides: Sequence[str]
 ) -> Plan:
-    """Return the plan of the run, without its `layers`.
+    """Return the plan of the run on `devices`, without its `layers`.
 
     data: the packs, or None if they do not exist.
     overrides: the key=value overrides on the command line.
@@ -365,7 +394,7 @@ def _plan_of(
     return Plan(
         recipe,
         PrecisionSchedule(checked.phases, steps, checked.unquantized),
-        _devices_of(accelerator, checked.phases),
+        devices,
         model.flops,
         # Without packs, assume that every pack contains one document.
         data.mean_squared if data else float(recipe.data.length),

@@ -6,13 +6,15 @@ import argparse
 import os
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
 
 from foundation import units
-from foundation.units import GIB, UNKNOWN, markdown, plural
+from foundation.errors import InputError
+from foundation.units import GIB, UNKNOWN, markdown, or_dash
 from pretrain.launch.environment import with_precision
-from pretrain.metrics.cards import Card, card_of
+from pretrain.metrics.card_rates import read_rates
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
@@ -24,64 +26,82 @@ from pretrain.plan.rendering import (
     render,
     width,
 )
-from pretrain.plan.speed import predict
-from pretrain.plan.targets import devices_called, obstacle, plan_on
-from pretrain.run.job import Job, plan_elsewhere
+from pretrain.plan.speed import SAME, Prediction, predict
+from pretrain.plan.targets import card_called, devices_called, obstacle, plan_on
+from pretrain.plan.work import work_of
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.settings import BF16, PRECISIONS
+from pretrain.run.job import Job, in_precision, plan_elsewhere
 from pretrain.run.resume_point import where_to_resume
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
-# The precision of `python -m pretrain plan` if neither the recipe nor the command line sets a
-# precision. It is the precision of a launch on GPUs, where bf16.yaml or ddp.yaml sets it.
-DEFAULT_PRECISION = "bf16"
-WHY_DEFAULT = (
-    f"{DEFAULT_PRECISION} is the precision of a launch of this recipe on GPUs, because the recipe "
-    "sets no precision and accelerate_configs/bf16.yaml sets bf16; on a CPU, cpu.yaml sets fp32"
+# The quantized precisions that some GPU computes.
+ON_GPUS = [
+    name
+    for name, precision in PRECISIONS.items()
+    if isinstance(precision, QuantizedPrecision) and precision.hardware.capability
+]
+# The last column needs a price.
+COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
+NOTES = (
+    f"tokens/s: measured on another host, which may differ by {100 * SAME:.0f} %, or predicted, ± "
+    "the error of the prediction",
+    "gain: speed divided by the speed in BF16 with the same microbatch and configuration",
+    "packs: microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
+    f"they are the most that leave {100 * KEPT_FREE:.0f} % of the memory free",
+    "time: all training steps, without evaluations and starts",
+)
+WITHOUT_PACKS = (
+    "each pack is counted as one document, which is an upper limit of FLOPs and time, because no "
+    "packs are prepared here"
 )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan of a recipe for the devices in --on, and return 0.
+    """Print the plans of a recipe in several precisions for the devices in --on, and return 0.
 
     Raises InputError for invalid options, and if the recipe cannot be planned.
     """
     targets = [devices_called(text) for text in options.on or USUAL]
+    prices = {card_called(name, f"--price {name}").name: dollars for name, dollars in options.price}
+    for card in prices.keys() - {devices.name for devices in targets}:
+        raise InputError(f"--price: no plan on {card} is requested; add --on {card!r}")
+    if options.config and all(devices.count == 1 for devices in targets):
+        raise InputError(f"--config {options.config}: set several devices, such as --on 8xH100")
     loaded = load_recipe(options.recipe, options.overrides)
-    # Emulate precisions that this machine does not support, because the plan is for other machines.
-    planned = emulating(loaded).model_copy(
-        update={"precision": loaded.precision or DEFAULT_PRECISION}
-    )
-    recipe = with_precision(planned, os.environ)
+    in_one = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
+    recipe = with_precision(in_one, os.environ)
     accelerator, notices = as_launched(recipe)
     plan, shapes = plan_elsewhere(recipe, accelerator, options.overrides)
-    plans = [plan_on(devices, plan, shapes) for devices in targets]
+    plans, unsuitable = _in_precisions(plan, shapes, is_set=loaded.precision is not None)
 
+    print(f"{plan.recipe.name}: {plan.recipe.weights} weights\n{'─' * width()}")
     print(
-        f"{plan.recipe.name}: {plan.schedule.label} compute, {plan.recipe.weights} weights\n"
-        f"{'─' * width()}"
+        in_subjects(
+            {
+                "model": model_lines(plan),
+                "horizon": horizon_lines(plan),
+                "FLOPs": [flops_line(plan)],
+            }
+        ),
+        end="\n\n",
     )
-    subjects: dict[str, Sequence[str]] = {
-        "model": model_lines(plan),
-        "horizon": horizon_lines(plan),
-        "FLOPs": [flops_line(plan)],
-    }
-    print(in_subjects(subjects), end="\n\n")
-    print(
-        markdown(
-            ["on", "microbatch", "needs", "available", "tokens/s", "time", "basis"],
-            [_row(planned) for planned in plans],
-        )
-    )
+    for devices in targets:
+        on_devices = {
+            label: plan_on(devices, each, shapes, options.config) for label, each in plans.items()
+        }
+        print(device_table(on_devices, prices.get(devices.name)), end="\n\n")
     notes = [
-        *([] if loaded.precision else [WHY_DEFAULT]),
-        *_notes(plan),
-        *_reasons(plans),
+        *NOTES,
+        *([] if plan.packs else [WITHOUT_PACKS]),
+        *unsuitable,
         *([plan.flops.left_out] if plan.flops.uncounted else []),
         *plan.notices,
         *notices,
     ]
-    print("\n".join(textwrap.fill(f"* {text}", width(), subsequent_indent="  ") for text in notes))
+    print("\n".join(_wrapped(f"* {text}") for text in notes))
     return 0
 
 
@@ -95,34 +115,102 @@ def emulating(recipe: Recipe) -> Recipe:
     )
 
 
-def _notes(plan: Plan) -> list[str]:
-    """Return the lines that explain the table."""
-    notes = [
-        "the time is the time of all training steps, without evaluations and starts",
-        "the microbatch is set by the recipe, or is the largest one that leaves "
-        f"{units.percent(KEPT_FREE)} of a device's memory free",
-    ]
-    if not plan.packs:
-        notes.append(
-            "the FLOPs are an upper limit, which counts each pack as one document, because no "
-            "packs are prepared here"
-        )
-    return notes
+def _in_precisions(
+    plan: Plan, shapes: PreTrainedModel, *, is_set: bool
+) -> tuple[dict[str, Plan], list[str]]:
+    """Map each precision to the plan in it, and return the reasons why others do not suit the run.
 
-
-def _reasons(plans: Sequence[Plan]) -> list[str]:
-    """Return lines "DEVICES: reason" about devices with restrictions.
-
-    A reason explains why the devices cannot run the plan, or why experts compute in BF16 on them.
-
-    plans: the plans of the recipe on all devices.
+    plan, shapes: the results of `plan_elsewhere`.
+    is_set: True if the user has set the precision of `plan`. Then it is compared with BF16 alone.
     """
-    devices = defaultdict(list)
-    for plan in plans:
+    scope = plan.recipe.fp8_config.scope
+    choices = [(BF16.name, "linear")]
+    if not is_set:
+        choices += [(name, scope) for name in ON_GPUS]
+        # Otherwise the head stays in BF16.
+        suits_head = plan.flops.shape.vocabulary % PRECISIONS[ON_GPUS[0]].multiple_of == 0
+        choices += [(ON_GPUS[0], "linear+head")] * suits_head
+    # Without a quantized phase, the scope has no meaning.
+    head = scope.removeprefix("linear") if plan.schedule.unquantized else ""
+    plans = {plan.schedule.label + head: plan}
+    unsuitable = []
+    for name, in_scope in choices:
+        label = name + in_scope.removeprefix("linear")
+        try:
+            plans.setdefault(label, in_precision(plan, shapes, name, in_scope))
+        except InputError as error:
+            unsuitable.append(f"{label}: {error}")
+    return plans, unsuitable
+
+
+def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
+    """Return a heading, a table of the precisions, the fastest first, and lines with reasons.
+
+    plans: maps each precision to the plan in it. The plans are for the same devices.
+    price: dollars for an hour of one device, or None.
+    """
+    devices = next(iter(plans.values())).devices
+    rates = read_rates(devices.name)
+    rows = []
+    reasons = defaultdict(list)
+    for label, plan in plans.items():
+        prediction = predict(plan, rates)
         missing = obstacle(plan)
-        for reason in [missing] if missing else plan.experts_in_bf16:
-            devices[reason].append(str(plan.devices))
-    return [f"{', '.join(names)}: {reason}" for reason, names in devices.items()]
+        if missing is None:
+            rows.append(_row(label, plan, prediction, price))
+        unknown = [prediction.basis] * (prediction.bar is None)
+        for reason in [missing] if missing else [*plan.experts_in_bf16, *unknown]:
+            reasons[reason].append(label)
+    columns = len(COLUMNS) - (price is None)
+    cells = [row[:columns] for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
+    lines = [
+        f"{devices}, {units.memory(devices.memory / (1 - KEPT_FREE) / GIB)}, compute capability "
+        + "{}.{}".format(*devices.capability or ())
+        + ", with the rates measured here" * (rates is not None),
+        *([markdown(COLUMNS[:columns], cells)] if cells else []),
+        *(_wrapped(f"{', '.join(labels)}: {reason}") for reason, labels in reasons.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _row(
+    label: str, plan: Plan, prediction: Prediction, price: float | None
+) -> tuple[float, list[str]]:
+    """Return the rank of a plan, and its cells in the table."""
+    devices = plan.devices
+    size = min(plan.expected_microbatch, plan.packs_per_rank)
+    takes = plan.takes(size)
+    # `devices.memory` is the part of the memory that a plan should use.
+    fits = takes <= devices.memory / (1 - KEPT_FREE)
+    remark = ", barely" * (fits and takes > devices.memory)
+    host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
+    topology = f", {work_of(plan, plan.precisions[0]).topology}" if devices.count > 1 else ""
+    speed = prediction.tokens_per_second if fits else None
+    seconds = plan.total_tokens / speed if speed else None
+    dollars = f"{price * devices.count * seconds / 3600:,.2f}" if price and seconds else UNKNOWN
+    cells = [
+        label,
+        _with_bar(speed, prediction.bar, ",.0f") if fits else "does not fit",
+        _with_bar(
+            prediction.gain, prediction.gain_bar if plan.schedule.unquantized else None, ".2f"
+        ),
+        f"{-(-plan.packs_per_rank // size)} x {size}{topology}",
+        units.memory(takes / GIB) + host + remark,
+        or_dash(seconds, units.duration),
+        dollars,
+    ]
+    return speed or prediction.gain or 0.0, cells
+
+
+def _wrapped(text: str) -> str:
+    """Return a text as lines that fit into the width of the output."""
+    return textwrap.fill(text, width(), subsequent_indent="  ")
+
+
+def _with_bar(value: float | None, bar: float | None, form: str) -> str:
+    """Return a value with the half-width of its error, or a dash if the value is not known."""
+    error = " measured" if bar == SAME else f" ± {100 * (bar or 0.0):.0f} %" * bool(bar)
+    return UNKNOWN if value is None else f"{value:{form}}{error}"
 
 
 def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
@@ -149,33 +237,3 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
         lines += [f"{verb} {source.path}", *source.notes]
     console.notice("\n".join(lines))
     return 0
-
-
-def _row(plan: Plan) -> list[str]:
-    """Return the row of the devices of `plan` in the table."""
-    devices = plan.devices
-    if obstacle(plan):
-        return [str(devices), *[UNKNOWN] * 6]
-    size = min(plan.expected_microbatch, plan.packs_per_rank)
-    takes = plan.takes(size)
-    # The device is in the table, because `devices_called` has found it there.
-    available = cast(Card, card_of(devices.name)).memory
-    fits = takes <= available * GIB
-    # `devices.memory` is the part of the available memory that a plan should use.
-    remark = ""
-    if takes > devices.memory:
-        remark = ": barely fits" if fits else ": does not fit"
-    microbatches = -(-plan.packs_per_rank // size)
-    shards = " in shards" if devices.sharded else ""
-    host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
-    prediction = predict(plan)
-    speed = prediction.tokens_per_second if fits else None
-    return [
-        str(devices),
-        f"{microbatches} x {plural(size, 'pack')}{shards}{remark}",
-        units.memory(takes / GIB) + host,
-        units.memory(available),
-        f"{speed:,.0f}" if speed else UNKNOWN,
-        units.duration(plan.total_tokens / speed) if speed else UNKNOWN,
-        prediction.basis if fits else UNKNOWN,
-    ]

@@ -21,7 +21,7 @@ ON_CPU = Path("accelerate_configs/cpu.yaml")
 # Default of --margin in percent of the baseline's loss, for `which` and `report`.
 MARGIN_PERCENT = 0.3
 # Devices of the command `plan` if --on is not set.
-USUAL = ("H100", "H200", "B200", "8xB200")
+USUAL = ("H100", "H200", "B200", "8xH100", "RTX 4090", "RTX 5090")
 # Defaults of the command `sample`: at most 64 new tokens, temperature 0.8 and top-p 0.95.
 TOKENS = 64
 TEMPERATURE = 0.8
@@ -55,6 +55,12 @@ def positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
+def priced(text: str) -> tuple[str, float]:
+    """Parse `DEVICE=DOLLARS`. Raises ArgumentTypeError if the dollars are not a number above 0."""
+    device, _, dollars = text.rpartition("=")
+    return device, positive(dollars)
+
+
 def train(add: Callable) -> None:
     """Train a recipe on the devices of this machine, or resume its training.
 
@@ -82,21 +88,37 @@ def train(add: Callable) -> None:
 
 
 def plan(add: Callable) -> None:
-    """Estimate time and memory of a training on devices that this machine does not have.
+    """Predict speed, time and memory of a training on other devices, precision by precision.
 
-        python -m pretrain plan my.yaml train.tokens=20e9        on H100, H200, B200 and 8 x B200
-        python -m pretrain plan my.yaml --on 8xH200 --on L40S    on other devices
+        python -m pretrain plan my.yaml train.tokens=20e9          on the usual devices
+        python -m pretrain plan my.yaml --on 8xH200,rtx4090        on other devices
+        python -m pretrain plan my.yaml precision=delayed          in delayed and BF16 alone
 
-    To plan a training on this machine, use accelerate launch ... train_accelerate.py RECIPE --plan.
-    Unlike the command `plan`, it needs the packs.
+    If the recipe or the command line sets a precision, only this precision and BF16 are planned.
+    To plan a training on this machine, use python -m pretrain train RECIPE --plan. Unlike the
+    command `plan`, it needs the packs.
     """
     add(
         "--on",
-        action="append",
+        action="extend",
+        type=lambda text: text.split(","),
         default=[],
         metavar="DEVICE",
-        help="device, with a number if there are several: H200, 8xB200, 'RTX 4090'; may be "
-        f"repeated; default: {', '.join(USUAL)}",
+        help="device, with a number if there are several: H200, 8xB200, rtx4090; a wrong name "
+        f"prints all names; may be repeated; default: {', '.join(USUAL)}",
+    )
+    add(
+        "--config",
+        choices=["ddp", "zero", "fsdp2"],
+        help="Accelerate configuration for several devices; default: the first that fits",
+    )
+    add(
+        "--price",
+        action="append",
+        type=priced,
+        default=[],
+        metavar="DEVICE=DOLLARS",
+        help="dollars for an hour of one device, such as H100=2.5; may be repeated",
     )
 
 

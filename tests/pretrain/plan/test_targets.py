@@ -13,7 +13,7 @@ from pretrain.plan import targets
 from pretrain.plan.memory import Devices
 from pretrain.plan.plan import Plan
 from pretrain.plan.targets import devices_called, obstacle
-from pretrain.precision.selection import missing_on, select_precision
+from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
 
@@ -32,10 +32,11 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
         precision: str = "bf16",
         trained: PreTrainedModel = shapes,
         mean_squared: float = 745.0,
+        topology: str | None = None,
         **changes: Any,
     ) -> Plan:
-        settings = LowPrecisionSettings(on_unsupported="emulate", **changes.get("fp8_config", {}))
-        active = select_precision(precision, settings, missing_on("cpu"))
+        settings = LowPrecisionSettings(**changes.get("fp8_config", {}))
+        active = select_precision(precision, settings, lambda precision: None)
         resolved = recipe(
             precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes)
         )
@@ -46,7 +47,7 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
             flops_of(trained),
             mean_squared,
         )
-        return targets.plan_on(devices_called(target), plan, trained)
+        return targets.plan_on(devices_called(target), plan, trained, topology)
 
     return make
 
@@ -110,12 +111,38 @@ def test_triton_attention_needs_the_memory_of_flash_attention_4(plan_on: Callabl
     assert layers["triton"].rotated > layers["varlen"].rotated == 0
 
 
-@pytest.mark.parametrize("text", ["Q9", "8x", "0xH200"])
-def test_unknown_devices_are_rejected(text: str) -> None:
-    devices = [devices_called(name) for name in ("H200", " 8 X b200")]
-    assert [str(device) for device in devices] == ["1 x H200", "8 x b200"]
-    with pytest.raises(InputError, match=f"--on {text}: "):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Q9", "the table has A100 40GB, A100, H100 PCIe"),
+        ("RTX 4080", "did you mean RTX 4090\\? the table has"),
+        ("8x", "the table has"),
+        ("0xH200", "the table has"),
+    ],
+)
+def test_an_unknown_device_raises_the_names_of_the_table(text: str, message: str) -> None:
+    with pytest.raises(
+        InputError, match=f"--on {text}: this device is not in the table; .*{message}"
+    ):
         devices_called(text)
+
+
+def test_several_devices_may_be_written_in_several_ways() -> None:
+    texts = ("H200", " 8 X b200", "8xH100", "8 x rtx4090")
+    devices = [str(devices_called(text)) for text in texts]
+    assert devices == ["1 x H200", "8 x B200", "8 x H100", "8 x RTX 4090"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "sharded", "gathered"),
+    [(None, False, False), ("ddp", False, False), ("zero", True, True), ("fsdp2", True, False)],
+)
+def test_a_topology_replaces_the_first_that_fits(
+    topology: str | None, sharded: bool, gathered: bool, plan_on: Callable[..., Plan]
+) -> None:
+    devices = plan_on("8xH100", topology=topology).devices
+    assert (devices.sharded, devices.gathered) == (sharded, gathered)
+    assert not plan_on("H100", topology=topology).devices.sharded
 
 
 @pytest.mark.parametrize(

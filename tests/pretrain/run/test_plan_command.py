@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,20 @@ import yaml
 from accelerate.state import AcceleratorState
 
 from pretrain.__main__ import main
+from pretrain.metrics import card_rates
+from pretrain.metrics.card_rates import versions_here, write_rates
+from pretrain.metrics.cards import card_of
+from pretrain.plan.speed import rates_of
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
 
 RunPlan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds the rates of this machine."""
+    monkeypatch.setattr(card_rates, "CACHE", tmp_path / "caches")
 
 
 @pytest.fixture
@@ -33,30 +46,132 @@ def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> I
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def row(out: str, on: str) -> dict[str, str]:
-    """Return the table's row of a device by column."""
-    header, *lines = [
+def table(out: str, on: str) -> dict[str, dict[str, str]]:
+    """Return the table of a device: rows by precision, cells by column."""
+    _, _, after = out.partition(f"\n{on}, ")
+    lines = after.partition("\n\n")[0].splitlines()
+    header, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in out.splitlines()
+        for line in lines
         if line.startswith("| ")
     ]
-    return next(dict(zip(header, line, strict=True)) for line in lines if line[0] == on)
+    return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+
+
+def lines_on(out: str, on: str) -> list[str]:
+    """Return the lines below the table of a device."""
+    _, _, after = out.partition(f"\n{on}, ")
+    return [line for line in after.partition("\n\n")[0].splitlines()[1:] if line[0] != "|"]
 
 
 def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: RunPlan) -> None:
     status, out, err = plan("data.packs=/no/such", "train.tokens=1000000", "--on", "8xB200")
     assert (status, err) == (0, "") and "3,907 steps = 1.00 M tokens" in " ".join(out.split())
     assert "no packs are prepared here" in " ".join(out.split())
-    assert row(out, "8 x B200")["microbatch"] == "1 x 1 pack", (
+    assert table(out, "8 x B200")["bf16"]["packs"] == "1 x 1, ddp", (
         "a device gets fewer packs than the recipe's microbatch of two"
     )
     assert " = 1.00 epochs" in plan("train={epochs: 1}")[1]
 
 
+@pytest.fixture
+def plan_benchmark(capsys, monkeypatch) -> Iterator[RunPlan]:
+    """Return a function that plans a recipe of the benchmarks without packs."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    def run(recipe: str, *arguments: str) -> tuple[int, str, str]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        status = main(["plan", str(ROOT / recipe), "data.packs=/no/such", *arguments])
+        return status, *capsys.readouterr()
+
+    yield run
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def plan_llama(plan_benchmark: RunPlan) -> RunPlan:
+    """Return a function that plans Llama-3.1-8B, whose steps were measured on one H200."""
+    recipe = "benchmarks/llama_3_1_8b.yaml"
+    settings = ("model.gradient_checkpointing=none", "batch.tokens=65536", "batch.microbatch=1")
+    return partial(plan_benchmark, recipe, *settings, "optimizer.moments=bf16")
+
+
+def test_the_docs_show_the_output_of_the_command(plan_benchmark: RunPlan) -> None:
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    block = page.partition("```\npython -m pretrain plan ")[2].partition("```")[0]
+    command, *shown = block.replace("\\\n", "").splitlines()
+    out = plan_benchmark(*shlex.split(command))[1].splitlines()
+    assert len(shown) > 5 and [line for line in shown if line not in (*out, "...")] == []
+
+
+def test_a_table_has_all_precisions_the_fastest_first(plan_llama: RunPlan) -> None:
+    on = ("--on", "H200,B200", "--price", "h200=3.5")
+    status, out, err = plan_llama(
+        "optimizer.moments=bf16", "optimizer.gradients=fp32", "train.steps=1000", *on
+    )
+    rows = table(out, "1 x H200")
+    assert (status, err) == (0, "")
+    assert list(rows) == ["delayed+head", "delayed", "current", "block", "bf16"]
+    assert rows["delayed"] == {
+        "precision": "delayed",
+        "tokens/s": "16,981 measured",
+        "gain": "1.46 ± 5 %",
+        "packs": "8 x 1",
+        "needs": rows["delayed"]["needs"],
+        "time": "1 h 04 m",
+        "dollars": f"{3.5 * 65_536_000 / 16_981 / 3600:.2f}",
+    }
+    assert rows["current"]["tokens/s"].endswith(" ± 15 %")
+    assert rows["delayed"]["needs"].endswith(" GiB, barely"), "more than 92 % of 139.8 GiB"
+    assert (rows["bf16"]["tokens/s"], rows["bf16"]["gain"]) == ("11,664 measured", "1.00")
+    assert lines_on(out, "1 x H200") == [
+        "mxfp8, nvfp4: needs a GPU of compute capability 10.0 or higher and below 11.0"
+    ]
+    unknown = table(out, "1 x B200")["nvfp4"]
+    assert "dollars" not in unknown and unknown["tokens/s"] == unknown["gain"] == "–"
+    assert "nvfp4: no step in nvfp4 was measured on such a card" in lines_on(out, "1 x B200")
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_precision_that_a_card_lacks_has_a_reason_and_no_row(plan_llama: RunPlan) -> None:
+    out = plan_llama("--on", "rtx5090,a100")[1]
+    known = ["delayed+head", "delayed", "current", "bf16", "block"]
+    assert list(table(out, "1 x RTX 5090")) == known
+    assert list(table(out, "1 x A100")) == ["bf16"]
+    assert lines_on(out, "1 x RTX 5090")[-1].startswith("mxfp8, nvfp4: needs a GPU of compute")
+    assert "delayed, current, delayed+head: needs a GPU of compute capability 8.9 or higher" in (
+        lines_on(out, "1 x A100")
+    )
+
+
+def test_a_requested_precision_is_compared_with_bf16_alone(plan: RunPlan) -> None:
+    head = ("precision=delayed", "fp8_config.scope=linear+head", "--on", "H100")
+    assert list(table(plan(*head)[1], "1 x H100")) == ["delayed+head", "bf16"]
+    assert list(table(plan("precision=bf16", "--on", "H100")[1], "1 x H100")) == ["bf16"]
+    phases = "precision=[{until: 0.5, use: current}, {use: bf16}]"
+    out = plan(phases, "--on", "H100")[1]
+    assert set(table(out, "1 x H100")) == {"current to 50 %, then bf16", "bf16"}
+
+
+def test_a_precision_that_does_not_suit_the_recipe_has_a_reason(plan: RunPlan) -> None:
+    out = plan("--on", "H100")[1]
+    assert "block" not in table(out, "1 x H100") and "* block: `data.length: 32` is not" in out
+
+
+def test_rates_of_this_machine_give_a_new_card_a_speed(plan_llama: RunPlan) -> None:
+    before = plan_llama("--on", "GH200 144GB")[1]
+    rates = replace(rates_of(card_of("H200")), device="NVIDIA GH200 144G HBM3e")
+    write_rates(replace(rates, versions=versions_here(), date="2026-11-28"))
+    after = plan_llama("--on", "GH200 144GB")[1]
+    assert table(before, "1 x GH200 144GB")["bf16"]["tokens/s"] == "–"
+    assert table(after, "1 x GH200 144GB")["bf16"]["tokens/s"].endswith(" ± 10 %")
+    assert "compute capability 9.0, with the rates measured here\n" in after
+
+
 @pytest.mark.parametrize("attention", ["flash_attn", "triton"])
 def test_a_plan_may_request_an_attention_that_needs_a_gpu(plan: RunPlan, attention: str) -> None:
     status, out, err = plan(f"model.attention={attention}", "--on", "H100")
-    assert (status, err) == (0, "") and row(out, "1 x H100")["needs"]
+    assert (status, err) == (0, "") and table(out, "1 x H100")["bf16"]["needs"]
 
 
 @pytest.mark.parametrize(
@@ -84,26 +199,30 @@ def test_qwen2_5_14b_fits_where_its_recipe_says(
     values = [f"{key}={value}" for key, value in overrides.items()] + ["data.packs=/no/such"]
     values += [f"model.config={json.dumps(shape)}", "batch.microbatch=auto", *settings.split()]
     _, out, err = plan(*values, "--on", on)
-    shown = row(out, on.replace("x", " x "))
-    assert err == "" and ("does not fit" not in shown["microbatch"]) == fits
-    assert shown["needs"].endswith(" + 110.0 GiB host") == ("offload" in settings)
+    precision = settings.partition(" ")[0].removeprefix("precision=")
+    row = table(out, on.replace("x", " x "))[precision]
+    assert err == "" and (row["tokens/s"] != "does not fit") == fits
+    assert (" + 110.0 GiB host" in row["needs"]) == ("offload" in settings)
 
 
-def test_a_plan_that_does_not_fit_shows_no_speed(plan: RunPlan) -> None:
-    vocabulary = "model.config.vocab_size=40000000"
-    _, out, err = plan(vocabulary, "batch.microbatch=2", "--on", "RTX 4090", "--on", "H200")
-    small = row(out, "1 x RTX 4090")
-    large = row(out, "1 x H200")
-    assert err == "" and small["microbatch"].endswith("does not fit")
-    assert small["available"] == "23.5 GiB"
-    assert small["tokens/s"] == small["basis"] == "–" != large["basis"]
-    assert "fit" not in large["microbatch"]
+def test_a_plan_that_does_not_fit_shows_no_speed(plan_llama: RunPlan) -> None:
+    _, out, err = plan_llama("--on", "RTX 4090", "--on", "H200")
+    small = table(out, "1 x RTX 4090")["bf16"]
+    large = table(out, "1 x H200")["bf16"]
+    assert (err, small["tokens/s"], small["time"]) == ("", "does not fit", "–")
+    assert "\n1 x RTX 4090, 23.5 GiB, compute capability 8.9\n" in out
+    assert float(small["needs"].split()[0]) > 23.5 and large["needs"].endswith("GiB")
+    assert "±" in large["tokens/s"] and large["time"] != "–"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--on", "Q9"), "--on Q9"),
+        (("--on", "H100,Q9"), "--on Q9"),
+        (("--price", "Q9=2"), "--price Q9"),
+        (("--price", "A100=2"), "no plan on A100 is requested; add --on 'A100'"),
+        (("--price", "H100=free"), "argument --price: free is not a number above 0"),
+        (("--config", "zero", "--on", "H100"), "--config zero: set several devices"),
         (("train.epochs=2", "data.packs=/no/such"), "`train.epochs` needs the number of packs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -127,4 +246,5 @@ def test_devices_whose_experts_stay_in_bf16_are_named(plan: RunPlan) -> None:
     _, out, err = plan(
         *mixture, "precision=delayed", "fp8_config.fp8_format=E4M3", "--on", "H100", "--on", "B200"
     )
-    assert err == "" and "* 1 x B200: experts compute in BF16" in out and "1 x H100:" not in out
+    assert err == "" and lines_on(out, "1 x B200")[0].startswith("delayed: experts compute in BF16")
+    assert not any("experts compute" in line for line in lines_on(out, "1 x H100"))
