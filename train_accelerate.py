@@ -86,7 +86,9 @@ def launch(arguments: argparse.Namespace) -> int:
     recipe = config.load_recipe(arguments.recipe, arguments.overrides)
     recipe = with_precision(recipe, os.environ)
     if arguments.plan and recipe.fp8_config.on_unsupported == "error":
-        recipe = plan_command.emulating(recipe)
+        # Emulate precisions that this machine lacks, so that a launch on GPUs can be planned here.
+        settings = recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})
+        recipe = recipe.model_copy(update={"fp8_config": settings})
     accelerator, notices = distributed.as_launched(recipe)
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)

@@ -273,8 +273,8 @@ def in_precision(plan: Plan, shapes: PreTrainedModel, name: str, scope: str) -> 
     recipe = plan.recipe.model_copy(update={"precision": name, "fp8_config": settings})
     phases, unquantized = select_phases(name, settings, lambda precision: None)
     check_settings(recipe, name, None, 1)
-    for _, active in phases:
-        check_precision(active, recipe, shapes)
+    _, active = phases[0]
+    check_precision(active, recipe, shapes)
     schedule = replace(plan.schedule, phases=phases, unquantized=unquantized)
     return replace(plan, recipe=recipe, schedule=schedule)
 

@@ -35,7 +35,6 @@ from pretrain.run.job import Job, in_precision, plan_elsewhere
 from pretrain.run.resume_point import where_to_resume
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
-from pretrain.settings.recipe import Recipe
 
 # The quantized precisions that some GPU computes.
 ON_GPUS = [
@@ -105,16 +104,6 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def emulating(recipe: Recipe) -> Recipe:
-    """Return a copy of the recipe that emulates each precision that this machine does not support.
-
-    So a launch on GPUs can be planned on a machine without a GPU.
-    """
-    return recipe.model_copy(
-        update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})}
-    )
-
-
 def _in_precisions(
     plan: Plan, shapes: PreTrainedModel, *, is_set: bool
 ) -> tuple[dict[str, Plan], list[str]]:
@@ -144,7 +133,7 @@ def _in_precisions(
 
 
 def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
-    """Return a heading, a table of the precisions, the fastest first, and lines with reasons.
+    """Return a heading, a table of the precisions, the fastest first, and remarks.
 
     plans: maps each precision to the plan in it. The plans are for the same devices.
     price: dollars for an hour of one device, or None.
@@ -152,23 +141,24 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
     devices = next(iter(plans.values())).devices
     rates = read_rates(devices.name)
     rows = []
-    reasons = defaultdict(list)
+    remarks = defaultdict(list)
     for label, plan in plans.items():
         prediction = predict(plan, rates)
         missing = obstacle(plan)
         if missing is None:
             rows.append(_row(label, plan, prediction, price))
-        unknown = [prediction.basis] * (prediction.bar is None)
-        for reason in [missing] if missing else [*plan.experts_in_bf16, *unknown]:
-            reasons[reason].append(label)
+        # Rates may lack a precision, so each precision has its basis.
+        basis = [prediction.basis] if prediction.bar is None or rates is not None else []
+        for remark in [missing] if missing else [*plan.experts_in_bf16, *basis]:
+            remarks[remark].append(label)
     columns = len(COLUMNS) - (price is None)
     cells = [row[:columns] for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
+    major, minor = devices.capability or (0, 0)
     lines = [
-        f"{devices}, {units.memory(devices.memory / (1 - KEPT_FREE) / GIB)}, compute capability "
-        + "{}.{}".format(*devices.capability or ())
-        + ", with the rates measured here" * (rates is not None),
+        f"{devices}, {units.memory(devices.memory / (1 - KEPT_FREE) / GIB)}, "
+        f"compute capability {major}.{minor}",
         *([markdown(COLUMNS[:columns], cells)] if cells else []),
-        *(_wrapped(f"{', '.join(labels)}: {reason}") for reason, labels in reasons.items()),
+        *(_wrapped(f"{', '.join(labels)}: {remark}") for remark, labels in remarks.items()),
     ]
     return "\n".join(lines)
 

@@ -165,7 +165,10 @@ def test_rates_of_this_machine_give_a_new_card_a_speed(plan_llama: RunPlan) -> N
     after = plan_llama("--on", "GH200 144GB")[1]
     assert table(before, "1 x GH200 144GB")["bf16"]["tokens/s"] == "–"
     assert table(after, "1 x GH200 144GB")["bf16"]["tokens/s"].endswith(" ± 10 %")
-    assert "compute capability 9.0, with the rates measured here\n" in after
+    assert lines_on(after, "1 x GH200 144GB")[0].startswith(
+        "bf16, delayed, delayed+head: ± 10 %, with the rates measured here"
+    )
+    assert "the rates measured here" not in before
 
 
 @pytest.mark.parametrize("attention", ["flash_attn", "triton"])
