@@ -17,7 +17,7 @@ from pretrain.plan.speed import SAME, Prediction, predict
 from pretrain.plan.targets import devices_called, plan_on
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.schedule import PrecisionSchedule
-from pretrain.precision.selection import missing_on, select_precision
+from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -80,8 +80,8 @@ def prediction(card: Card, precision: str, **sizes: int) -> Prediction | None:
     settings = [f"precision={precision}", "weights=bf16_exact", "batch.microbatch=auto"]
     recipe: Recipe = load_recipe(RECIPE, settings)
     model, flops = model_of(**sizes)
-    emulating = LowPrecisionSettings(on_unsupported="emulate")
-    active = select_precision(precision, emulating, missing_on("cpu"))
+    # `cells_of` checks whether the card runs the precision.
+    active = select_precision(precision, LowPrecisionSettings(), lambda _: None)
     schedule = PrecisionSchedule([(None, active)], recipe.train.steps or 1)
     plan = Plan(recipe, schedule, Devices(), flops, MEAN_SQUARED)
     plan = plan_on(devices_called(card.name), plan, model)

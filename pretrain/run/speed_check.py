@@ -7,7 +7,7 @@ without a profiler. It is made once, from the records of steps, and does not slo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from pretrain.metrics.card_rates import read_rates
 from pretrain.metrics.run_record import Record, summary
@@ -28,7 +28,7 @@ def predict_phase(job: Job, step: int, attention: str) -> Prediction:
         schedule=replace(job.plan.schedule, phases=[(None, job.plan.schedule.at(step))]),
         attention=attention,
     )
-    return predict(plan, cast(Any, read_rates(plan.devices.name)))
+    return predict(plan, read_rates(plan.devices.name))
 
 
 def start_line(prediction: Prediction, job: Job, step: int) -> str:
