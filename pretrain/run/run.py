@@ -39,7 +39,7 @@ from pretrain.plan.speed import Prediction
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
-from pretrain.run.speed_check import COMPARED, compare, predict_phase, start_line
+from pretrain.run.speed_check import COMPARED, compare, line_about_attention, predict_phase
 from pretrain.run.tokenizer import fingerprint_in_use
 from pretrain.settings.config import resolved
 
@@ -111,8 +111,8 @@ class Run:
         """
         self.console.notice(render(self.job.plan, brief=True))
         self.prediction = predict_phase(self.job, self.resumed_step + 1, self.job.attention.name)
-        if self.prediction.bar:
-            self.console.notice(start_line(self.prediction, self.job, self.resumed_step + 1))
+        if line := line_about_attention(self.job, self.resumed_step + 1):
+            self.console.notice(line)
         self._take_over_parity()
         self.console.panel(
             f"observed precision of the linear layers (details: {self.folder.audit})",

@@ -31,18 +31,13 @@ def predict_phase(job: Job, step: int, attention: str) -> Prediction:
     return predict(plan, read_rates(plan.devices.name))
 
 
-def start_line(prediction: Prediction, job: Job, step: int) -> str:
-    """Return a line with the predicted speed, and with the speed that a missing package would give.
-
-    prediction: the predicted speed of `job` from `step` on. It must be known.
-    """
-    line = f"speed: {prediction.tokens_per_second:,.0f} tokens/s predicted: {prediction.basis}"
-    if "needs the package flash-attn-4" in job.attention.reason:
-        line += (
-            f"; {predict_phase(job, step, 'packed_fa4').tokens_per_second:,.0f} with "
-            f"FlashAttention-4, but this attention is the {job.attention.reason}"
-        )
-    return line
+def line_about_attention(job: Job, step: int) -> str | None:
+    """Return a line with the speed that a missing FlashAttention-4 would give, or None."""
+    reason = job.attention.reason
+    speed = predict_phase(job, step, "packed_fa4").tokens_per_second
+    if speed is None or "needs the package flash-attn-4" not in reason:
+        return None
+    return f"FlashAttention-4 would give {speed:,.0f} tokens/s; the attention is the {reason}"
 
 
 def compare(
