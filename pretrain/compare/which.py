@@ -89,10 +89,8 @@ def main(options: argparse.Namespace) -> int:
     accelerate = ON_GPU if has_gpu() else ON_CPU
     if options.config:
         accelerate = find_configuration(options.config)
-    recipe = load_recipe(options.recipe, options.overrides)
-    begin_with = options.begin_with or branch_checkpoint(recipe)
-    options.begin_with = os.path.abspath(begin_with) if begin_with else None
-    check_options(options, recipe)
+    recipe = checked_recipe(options)
+    check_epoch(options, recipe)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
     trainings = WhichTrainings(
         recipe, options.recipe, tuple(options.overrides), accelerate, folder, options.gpus
@@ -116,11 +114,14 @@ def main(options: argparse.Namespace) -> int:
     return 1 if any(verdict.is_open for verdict in verdicts) else 0
 
 
-def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Raise InputError if an option is invalid.
+def checked_recipe(options: argparse.Namespace) -> Recipe:
+    """Return the recipe, and set `options.begin_with` to an absolute path or None.
 
-    No check needs the result of a trial.
+    Raises InputError if the recipe or an option is invalid. No check needs the packs or a GPU.
     """
+    recipe = load_recipe(options.recipe, options.overrides)
+    begin_with = options.begin_with or branch_checkpoint(recipe)
+    options.begin_with = os.path.abspath(begin_with) if begin_with else None
     names = options.precisions or list(PRECISIONS)
     unknown = [name for name in names if name.removesuffix(HEAD) not in PRECISIONS]
     if unknown or len(names) < 2 or len(set(names)) < len(names):
@@ -146,6 +147,11 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
             f"--steps, or else `train.steps` in the recipe, sets {steps} steps per run, but "
             f"{minimum} is the minimum; set --steps {minimum} or more"
         )
+    return recipe
+
+
+def check_epoch(options: argparse.Namespace, recipe: Recipe) -> None:
+    """Raise InputError if runs with --steps would repeat the training data."""
     if options.steps and options.steps > (most := steps_in_an_epoch(recipe)):
         raise InputError(
             f"--steps {options.steps}: the data is repeated after step {most}, and repeated data "
@@ -211,12 +217,7 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
         deadline: Value of time.monotonic() at which --hours are over.
     """
     names = options.precisions or default_candidates(trainings.recipe.weights)
-    minimum = fewest_seeds(error_of(len(names) - 1))
-    if options.seeds < minimum:
-        raise InputError(
-            f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
-            f"{minimum} seeds; set --seeds {minimum} or more"
-        )
+    check_seeds(options, names)
     matrix = trainings.trial(names)
     start, per_step = USUAL_ON_CPU if matrix.on_cpu else USUAL_ON_GPU
     plan = WhichPlan(
@@ -271,6 +272,16 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
     )
     write_json(trainings.folder / PLAN_FILE, asdict(plan))
     return plan
+
+
+def check_seeds(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise InputError if no verdict about precisions called `names` is possible after --seeds."""
+    minimum = fewest_seeds(error_of(len(names) - 1))
+    if options.seeds < minimum:
+        raise InputError(
+            f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
+            f"{minimum} seeds; set --seeds {minimum} or more"
+        )
 
 
 def distinct_runs(trials: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
