@@ -324,6 +324,12 @@ def which(add: Callable) -> None:
     input, and 128 plus the number of the signal if a signal stopped the command.
     """
     add(
+        "--on",
+        metavar="CARD",
+        help="train nothing, and predict the answer on this card: recorded answers, predicted "
+        "speeds, measured losses, and the --hours that this command needs there; needs no GPU",
+    )
+    add(
         "--hours",
         type=positive,
         default=4.0,
@@ -506,7 +512,7 @@ COMMANDS: dict[str, tuple[type[CommandParser], Callable, str]] = {
     "export": (CommandParser, export, "pretrain.run.export:main"),
     "sample": (CommandParser, sample, "pretrain.run.sampling:main"),
     "matrix": (CommandParser, matrix, "pretrain.compare.matrix:main"),
-    "which": (LaunchParser, which, "pretrain.compare.which:main"),
+    "which": (LaunchParser, which, "pretrain.run.which_on:main"),
     "tokenizer": (PacksParser, tokenizer, "pretrain.run.pack_commands:tokenizer_command"),
     "prepare": (PacksParser, prepare, "pretrain.run.pack_commands:prepare_command"),
     "follow": (PacksParser, follow, "pretrain.run.pack_commands:follow_command"),
