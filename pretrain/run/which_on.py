@@ -128,7 +128,8 @@ def main(options: argparse.Namespace) -> int:
 def plans_on(options: argparse.Namespace, recipe: Recipe) -> dict[str, Plan]:
     """Return the plans of the trials of `which` on the card, by precision, the baseline first.
 
-    Print the reason for each candidate that is skipped, because the card cannot train it.
+    Print the reason for each candidate that is skipped, because the card cannot train it, and for
+    experts that stay in BF16.
     """
     devices = devices_called(options.on)
     if devices.count > 1:
@@ -147,6 +148,8 @@ def plans_on(options: argparse.Namespace, recipe: Recipe) -> dict[str, Plan]:
             plan = plan_on(devices, *plan_elsewhere(cell.recipe, accelerator, overrides))
             check_card(plan)
             plans[candidate_of(cell)] = plan
+            for reason in plan.experts_in_bf16:
+                print(f"{candidate_of(cell)}: {reason}")
         except InputError as error:
             if not plans:
                 raise

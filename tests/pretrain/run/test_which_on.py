@@ -121,6 +121,13 @@ def test_a_model_larger_than_all_measured_ones_is_named(which_on: RunWhich) -> N
     assert table(out, "predicted")["delayed"]["measured with"] == "Qwen3-0.6B"
 
 
+def test_a_mixture_is_compared_with_mixtures(which_on: RunWhich) -> None:
+    status, out, _ = which_on(ROOT / "recipes/olmoe_slimpajama.yaml", "--on", "H100")
+    assert status == 0 and [*table(out, "recorded answer")] == ["OLMoE 63M"]
+    assert "delayed: experts compute in BF16" in out and "No such model above 63.4 M" in out
+    assert table(out, "predicted")["block"]["measured with"] == "OLMoE 63M"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
