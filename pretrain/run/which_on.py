@@ -152,7 +152,7 @@ def plans_on(options: argparse.Namespace, recipe: Recipe) -> dict[str, Plan]:
                 print(f"{candidate_of(cell)}: {reason}")
         except InputError as error:
             if not plans:
-                raise
+                raise InputError(f"--on {options.on}: {candidate_of(cell)}: {error}") from error
             print(f"skipped: {candidate_of(cell)}: {error}")
     return plans
 
@@ -165,9 +165,9 @@ def check_card(plan: Plan) -> None:
     available = plan.devices.memory / (1 - KEPT_FREE)
     if takes > available:
         raise InputError(
-            f"--on {plan.devices.name}: {plan.schedule.label} needs {memory(takes / GIB)}, but "
-            f"the card has {memory(available / GIB)}; set a smaller `batch.microbatch`, "
-            "`optimizer.offload: moments` or `model.gradient_checkpointing: full`"
+            f"needs {memory(takes / GIB)}, but the card has {memory(available / GIB)}; set a "
+            "smaller `batch.microbatch`, `optimizer.offload: moments` or "
+            "`model.gradient_checkpointing: full`"
         )
 
 
