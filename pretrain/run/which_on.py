@@ -44,6 +44,7 @@ from foundation.units import (
 from pretrain.compare import which
 from pretrain.compare.which_plan import RoundTimes, WhichPlan
 from pretrain.compare.which_trainings import HEAD, WhichTrainings, candidate_of
+from pretrain.metrics.card_rates import read_rates
 from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.speed import Prediction, predict
@@ -109,7 +110,7 @@ def main(options: argparse.Namespace) -> int:
     estimates = {
         name: Estimate(
             parameters,
-            predict(plan),
+            predict(plan, read_rates(plan.devices.name)),
             next((answer for answer in answers if answer["precision"] == name), {}),
         )
         for name, plan in plans.items()
