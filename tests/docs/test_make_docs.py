@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from docs import gpus_page, recipe_schema, recipes_page, settings_page
+from docs import evidence_picture, gpus_page, recipe_schema, recipes_page, settings_page
 from pretrain.settings.config import flatten, load_recipe, resolved
 from tests.conftest import ROOT
 
@@ -43,3 +43,15 @@ def test_the_page_of_settings_shows_keys_with_defaults_or_types() -> None:
         "| `fp8_config.margin` = `0` (delayed) | Number",
     ):
         assert f"\n{start}" in page
+
+
+def test_the_picture_of_the_evidence_has_every_row_of_the_table() -> None:
+    page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"(?m)^\| above BF16 \|.*\n\|[-:| ]*\n((?:\|.*\n)*)", page)
+    rows = evidence_picture.rows_of_the_page()
+    assert [row.label for row in rows] == [
+        line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()
+    ]
+    larger = evidence_picture.rows_of_answers()
+    assert [row.label for row in larger].count("FP8, delayed scaling") == 2
+    assert evidence_picture.draw([*rows, *larger]).axes
