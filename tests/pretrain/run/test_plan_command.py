@@ -166,7 +166,7 @@ def test_rates_of_this_machine_give_a_new_card_a_speed(plan_llama: RunPlan) -> N
     assert table(before, "1 x GH200 144GB")["bf16"]["tokens/s"] == "–"
     assert table(after, "1 x GH200 144GB")["bf16"]["tokens/s"].endswith(" ± 10 %")
     assert lines_on(after, "1 x GH200 144GB")[0].startswith(
-        "bf16, delayed, current, block, delayed+head: ± 10 %, with the rates measured here"
+        "bf16, delayed, current, block, delayed+head: ± 10 %"
     )
     assert "the rates measured here" not in before
 
