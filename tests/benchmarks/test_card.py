@@ -18,7 +18,7 @@ from tests.forked_commands import forking
 from tests.pretrain.compare.made_runs import rows_of
 
 pytestmark = pytest.mark.long
-PRECISIONS = ("bf16", "nvfp4+head")
+PRECISIONS = ("bf16", "delayed+head")
 ALL = ",".join(PRECISIONS)
 
 
@@ -43,7 +43,7 @@ def output(path: Path) -> str:
     done = [start("--card", str(path), "--precisions", names) for names in ("bf16", ALL)]
     assert [process.returncode for process in done] == [0, 0], done[-1].stderr
     assert [process.stdout.count("bf16 ...") for process in done] == [2, 0]
-    assert done[-1].stdout.count("nvfp4+head ...") == 2
+    assert done[-1].stdout.count("delayed+head ...") == 2
     return done[-1].stdout
 
 
@@ -72,14 +72,16 @@ def test_a_card_has_speed_audit_parity_and_losses(output: str, made: dict[str, A
 
 
 def test_the_check_finds_a_loss_that_was_changed(made: dict[str, Any], tmp_path: Path):
-    made["losses"]["ways"]["nvfp4+head"]["losses"][17] += 1e-6
+    made["losses"]["ways"]["delayed+head"]["losses"][17] += 1e-6
     changed = tmp_path / "changed.json"
     write_json(changed, card.signed(made))
     done = start("--check", str(changed))
     assert done.returncode == 1, done.stderr
-    bf16, nvfp4 = done.stdout.splitlines()[-2:]
+    bf16, delayed = done.stdout.splitlines()[-2:]
     assert bf16 == "bf16: agrees: all 50 losses are equal, bit for bit"
-    assert nvfp4.startswith("nvfp4+head: DISAGREES: 1 of 50 losses differ, the first in step 18")
+    assert delayed.startswith(
+        "delayed+head: DISAGREES: 1 of 50 losses differ, the first in step 18"
+    )
 
 
 def test_losses_of_other_versions_may_differ_within_the_tolerance(made: dict[str, Any]):
@@ -101,12 +103,19 @@ def test_losses_of_other_versions_may_differ_within_the_tolerance(made: dict[str
 
 
 def test_a_precision_that_failed_is_a_result(made: dict[str, Any]):
-    assert card.failures("nvfp4+head", made) == []
+    assert card.failures("delayed+head", made) == []
     failed = {"status": "failed", "reason": "halted: step 1"}
-    made["losses"]["ways"]["nvfp4+head"] = made["ways"]["nvfp4+head"] = failed
-    made["bits"]["nvfp4+head"] = {"status": "ok", "equal": False, "operands": []}
-    assert card.row("nvfp4+head", made) == ["nvfp4+head", "failed", *["–"] * 4, "differ", "–", "–"]
-    assert [line.partition(":")[0] for line in card.failures("nvfp4+head", made)] == [
+    made["losses"]["ways"]["delayed+head"] = made["ways"]["delayed+head"] = failed
+    made["bits"]["delayed+head"] = {"status": "ok", "equal": False, "operands": []}
+    assert card.row("delayed+head", made) == [
+        "delayed+head",
+        "failed",
+        *["–"] * 4,
+        "differ",
+        "–",
+        "–",
+    ]
+    assert [line.partition(":")[0] for line in card.failures("delayed+head", made)] == [
         "speed",
         "50 steps",
         "bits",
@@ -116,7 +125,7 @@ def test_a_precision_that_failed_is_a_result(made: dict[str, Any]):
 def test_the_tables_of_speeds_show_a_card(path: Path, output: str):
     text = without_padding(throughput_report.tables([path]))
     assert "This is the card of a CPU" in " ".join(text.split())
-    assert "**ours, nvfp4, scope=linear+head, on_unsupported=emulate**" in rows_of(text)
+    assert "**ours, delayed, scope=linear+head, on_unsupported=emulate**" in rows_of(text)
 
 
 def test_a_card_that_cannot_be_checked_is_refused(
@@ -127,10 +136,10 @@ def test_a_card_that_cannot_be_checked_is_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     changed = tmp_path / "changed.json"
-    changed.write_text(path.read_text().replace("nvfp4+head", "mxfp8+head"))
+    changed.write_text(path.read_text().replace("delayed+head", "mxfp8+head"))
     with pytest.raises(InputError, match="does not have the hash in the file"):
         card.check(changed, None)
-    with pytest.raises(InputError, match="has no losses of mxfp8; it has losses of bf16, nvfp4"):
+    with pytest.raises(InputError, match="has no losses of mxfp8; it has losses of bf16, delayed"):
         card.check(path, ["mxfp8"])
     made["losses"]["settings"]["recipe_text"] += "weights: fp32"
     write_json(changed, card.signed(made))

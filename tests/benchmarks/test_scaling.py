@@ -22,14 +22,17 @@ def test_the_lost_time_of_two_ranks_is_explained(
         monkeypatch.setenv(key, value)
     out = tmp_path / "scaling.json"
     command = ["scaling", "--gpus", "2", "--tiny", "--steps", "5", "--out", str(out)]
+    # The result file names runs by their settings.
+    small = ("model.config.num_hidden_layers=1", "batch.tokens=512")
+    command += small
     command += ["--parts", "topologies", "--topologies", "one", "fsdp2", "hsdp"]
     monkeypatch.setattr(sys, "argv", command)
     scaling.main()
     output = capsys.readouterr().out
     assert "hsdp: skipped, because 2 replicas of one GPU are DDP" in output
     result = json.loads(out.read_text())
-    for name, ranks in (("one", 1), ("fsdp2", 2)):
-        run = result["runs"][name]
+    runs = {name: result["runs"][", ".join([name, *small])] for name in ("one", "fsdp2")}
+    for ranks, run in enumerate(runs.values(), start=1):
         explanation = run["explanation"]
         assert len(run["losses"]) == 5 and explanation["step_ms"] == run["traced_step_ms"]
         by_rank = explanation["by_rank_ms"]
@@ -38,7 +41,7 @@ def test_the_lost_time_of_two_ranks_is_explained(
         assert len(by_rank["gemm"]) == ranks and min(by_rank["gemm"]) > 0
         assert (explanation["collectives"] > 0) == (ranks > 1)
     # Both ranks together have the GEMMs of one process.
-    assert result["runs"]["fsdp2"]["explanation"]["gemms_slowed_ms"] is not None
+    assert runs["fsdp2"]["explanation"]["gemms_slowed_ms"] is not None
 
     # The kept traces explain the runs again, without training.
     expected = json.loads(out.read_text())

@@ -22,6 +22,7 @@ def test_starts_and_the_cost_of_checks_are_measured(
         monkeypatch.setenv(key, value)
     out = tmp_path / "starts.json"
     command = ["starts", "--tiny", "--steps", "5", "--out", str(out)]
+    command += ["model.config.num_hidden_layers=1", "parity=off"]
     monkeypatch.setattr(sys, "argv", [*command, "--starts", "1"])
     starts.main()
     monkeypatch.setattr(sys, "argv", [*command, "--starts", "0", "--microbatches", "2"])

@@ -222,8 +222,14 @@ def exported(
 # ── Codes and scales ──
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("weights", ["bf16_exact", "fp32"])
+# A layout of each kind of scale has FP32 weights too: of a tensor, of blocks, and of both.
+@pytest.mark.parametrize(
+    ("precision", "weights"),
+    [
+        *((precision, "bf16_exact") for precision in PRECISIONS),
+        *((precision, "fp32") for precision in ("delayed", "mxfp8", "nvfp4")),
+    ],
+)
 def test_codes_and_scales_are_those_of_the_training_forward(
     exported: Callable[..., Exported], precision: str, weights: str
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import throughput_packs
 from tests.conftest import ROOT
 
 # Packages of this project that most runs do not use.
@@ -15,9 +16,8 @@ UNUSED = ("datasets", "matplotlib", "plotly", "transformer_engine", "wandb")
 
 def test_a_start_imports_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:
     packs = tmp_path / "packs"
-    make = "benchmarks.throughput_packs --recipe benchmarks/tiny.yaml --packs 48 --out"
+    throughput_packs.write(packs, 128, 512, 48)
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    subprocess.run([sys.executable, "-m", *make.split(), str(packs)], cwd=ROOT, check=True)
     start = "-X importtime train_accelerate.py benchmarks/tiny.yaml --plan precision=fp32"
     started = subprocess.run(
         [sys.executable, *start.split(), f"data.packs={packs}"],

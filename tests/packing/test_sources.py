@@ -101,7 +101,7 @@ def test_every_format_yields_the_same_documents_from_any_place(
     before = 0
     assert texts_of(path) == texts_of(path, 3000) == documents
     source = open_reader(path)
-    for chunk in source.chunks({}, size=20_000):
+    for chunk in source.chunks({}, size=60_000):
         before += len(read_chunk(chunk, source.records, skip_bad=False)[0])
         place = json.loads(json.dumps(chunk.after))
         assert texts_of(path, 20_000, place) == documents[before:]
