@@ -109,6 +109,13 @@ class Devices:
         """Return the number of devices over which one copy of the parameters is distributed."""
         return self.count // self.replicas if self.sharded else 1
 
+    @property
+    def topology(self) -> str:
+        """Return "one", "ddp", "zero" (weights are gathered once a step) or "fsdp2"."""
+        if self.sharded:
+            return "zero" if self.gathered else "fsdp2"
+        return "ddp" if self.count > 1 else "one"
+
 
 @dataclass(frozen=True)
 class LayerMemory:

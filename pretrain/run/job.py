@@ -261,24 +261,6 @@ def plan_elsewhere(
     return _plan_of(model, data, Devices(), overrides), model.shapes
 
 
-def in_precision(plan: Plan, shapes: PreTrainedModel, name: str, scope: str) -> Plan:
-    """Return a copy of a plan for other machines whose steps all compute in one precision.
-
-    plan, shapes: the results of `plan_elsewhere`.
-    scope: `fp8_config.scope`, "linear" or "linear+head".
-
-    Raises InputError if the precision does not suit the recipe or the model.
-    """
-    settings = plan.recipe.fp8_config.model_copy(update={"scope": scope})
-    recipe = plan.recipe.model_copy(update={"precision": name, "fp8_config": settings})
-    phases, unquantized = select_phases(name, settings, lambda precision: None)
-    check_settings(recipe, name, None, 1)
-    _, active = phases[0]
-    check_precision(active, recipe, shapes)
-    schedule = replace(plan.schedule, phases=phases, unquantized=unquantized)
-    return replace(plan, recipe=recipe, schedule=schedule)
-
-
 # ── 1: the recipe ─────────────────────────────────────────────────────────────────────────────────
 
 

@@ -6,8 +6,9 @@ import argparse
 import os
 import textwrap
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from foundation import units
@@ -28,13 +29,13 @@ from pretrain.plan.rendering import (
 )
 from pretrain.plan.speed import SAME, Prediction, predict
 from pretrain.plan.targets import card_called, devices_called, obstacle, plan_on
-from pretrain.plan.work import work_of
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import BF16, PRECISIONS
-from pretrain.run.job import Job, in_precision, plan_elsewhere
+from pretrain.run.job import Job, plan_elsewhere
 from pretrain.run.resume_point import where_to_resume
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
 
 # The quantized precisions that some GPU computes.
 ON_GPUS = [
@@ -73,8 +74,10 @@ def main(options: argparse.Namespace) -> int:
     in_one = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
     recipe = with_precision(in_one, os.environ)
     accelerator, notices = as_launched(recipe)
-    plan, shapes = plan_elsewhere(recipe, accelerator, options.overrides)
-    plans, unsuitable = _in_precisions(plan, shapes, is_set=loaded.precision is not None)
+    plans, unsuitable = _in_precisions(
+        recipe, accelerator, options.overrides, is_set=loaded.precision is not None
+    )
+    plan, _ = next(iter(plans.values()))
 
     print(f"{plan.recipe.name}: {plan.recipe.weights} weights\n{'─' * width()}")
     print(
@@ -89,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
     )
     for devices in targets:
         on_devices = {
-            label: plan_on(devices, each, shapes, options.config) for label, each in plans.items()
+            label: plan_on(devices, *planned, options.config) for label, planned in plans.items()
         }
         print(device_table(on_devices, prices.get(devices.name)), end="\n\n")
     notes = [
@@ -105,28 +108,34 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _in_precisions(
-    plan: Plan, shapes: PreTrainedModel, *, is_set: bool
-) -> tuple[dict[str, Plan], list[str]]:
-    """Map each precision to the plan in it, and return the reasons why others do not suit the run.
+    recipe: Recipe, accelerator: Accelerator, overrides: Sequence[str], *, is_set: bool
+) -> tuple[dict[str, tuple[Plan, PreTrainedModel]], list[str]]:
+    """Plan a recipe in its precision, in BF16, and in the quantized precisions of GPUs.
 
-    plan, shapes: the results of `plan_elsewhere`.
-    is_set: True if the user has set the precision of `plan`. Then it is compared with BF16 alone.
+    is_set: True if the user has set the precision of the recipe. Then it is compared with BF16
+        alone.
+
+    Return two values: the result of `plan_elsewhere` for each precision, the one of the recipe
+    first; and the reasons why other precisions do not suit the recipe.
     """
-    scope = plan.recipe.fp8_config.scope
-    choices = [(BF16.name, "linear")]
+    planned = plan_elsewhere(recipe, accelerator, overrides)
+    plan, _ = planned
+    head = recipe.fp8_config.scope.removeprefix("linear")
+    labels = [BF16.name]
     if not is_set:
-        choices += [(name, scope) for name in ON_GPUS]
+        labels += [name + head for name in ON_GPUS]
         # Otherwise the head stays in BF16.
         suits_head = plan.flops.shape.vocabulary % PRECISIONS[ON_GPUS[0]].multiple_of == 0
-        choices += [(ON_GPUS[0], "linear+head")] * suits_head
+        labels += [f"{ON_GPUS[0]}+head"] * suits_head
     # Without a quantized phase, the scope has no meaning.
-    head = scope.removeprefix("linear") if plan.schedule.unquantized else ""
-    plans = {plan.schedule.label + head: plan}
+    plans = {plan.schedule.label + (head if plan.schedule.unquantized else ""): planned}
     unsuitable = []
-    for name, in_scope in choices:
-        label = name + in_scope.removeprefix("linear")
+    for label in labels:
+        name = label.removesuffix("+head")
+        settings = recipe.fp8_config.model_copy(update={"scope": label.replace(name, "linear")})
+        in_one = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
-            plans.setdefault(label, in_precision(plan, shapes, name, in_scope))
+            plans.setdefault(label, plan_elsewhere(in_one, accelerator, overrides))
         except InputError as error:
             unsuitable.append(f"{label}: {error}")
     return plans, unsuitable
@@ -168,13 +177,13 @@ def _row(
 ) -> tuple[float, list[str]]:
     """Return the rank of a plan, and its cells in the table."""
     devices = plan.devices
-    size = min(plan.expected_microbatch, plan.packs_per_rank)
+    size = plan.expected_microbatch
     takes = plan.takes(size)
     # `devices.memory` is the part of the memory that a plan should use.
     fits = takes <= devices.memory / (1 - KEPT_FREE)
     remark = ", barely" * (fits and takes > devices.memory)
     host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
-    topology = f", {work_of(plan, plan.precisions[0]).topology}" if devices.count > 1 else ""
+    topology = f", {devices.topology}" if devices.count > 1 else ""
     speed = prediction.tokens_per_second if fits else None
     seconds = plan.total_tokens / speed if speed else None
     dollars = f"{price * devices.count * seconds / 3600:,.2f}" if price and seconds else UNKNOWN
