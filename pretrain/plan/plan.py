@@ -179,26 +179,16 @@ class Plan:
         """
         return self.flops.step(1, self.mean_squared)
 
-    def experts_left_out(self, active: ActivePrecision) -> dict[str, float]:
-        """Map each reason why experts stay unquantized to a share of the training FLOPs.
-
-        The share is the FLOPs of the experts that stay unquantized for this reason in the precision
-        `active`, divided by the FLOPs of the model.
-        The result is empty if `active` is not quantized, or if the model has no experts.
-        """
-        if not (active.precision.quantized and self.flops.expert_weights):
-            return {}
-        layers = self.layers[active.precision.name]
-        share = TRAINED * self.flops.expert_weights / self.flops_per_token
-        return {reason: share * part for reason, part in layers[-1].experts_left_out.items()}
-
     @property
     def experts_in_bf16(self) -> list[str]:
         """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
+        in_experts = TRAINED * self.flops.expert_weights / self.flops_per_token
         return [
-            f"experts compute in BF16 and have {units.percent(share)} of the FLOPs ({reason})"
+            f"experts compute in BF16 and have {units.percent(in_experts * part)} of the FLOPs "
+            f"({reason})"
             for active in self.precisions
-            for reason, share in self.experts_left_out(active).items()
+            if active.precision.quantized
+            for reason, part in self.layers[active.precision.name][-1].experts_left_out.items()
         ]
 
     # ── Memory and checkpoints ──

@@ -12,10 +12,9 @@ from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.metrics.cards import CARDS, Card, card_of
 from pretrain.model.attention import FA4_GENERATIONS, FA4_HEAD_DIMS, SHORT
-from pretrain.plan.memory import Devices, LayerMemory, layers_of
+from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.precision.formats.definition import HOPPER, QuantizedPrecision
-from pretrain.precision.settings import ActivePrecision, configured
 
 
 def devices_called(text: str) -> Devices:
@@ -56,13 +55,20 @@ def plan_on(
     topology: "ddp", "zero" or "fsdp2", which a single device ignores. By default, the first of them
         that fits into the memory of several devices.
     """
-    plan = replace(plan, devices=devices)
-    attention = _attention(plan)
+    attention = _attention(plan, devices)
+    # It is assumed that the devices have all packages of requirements-cuda.txt.
+    recipe = plan.recipe
+    computes_in_bf16 = plan.precisions[0].precision.compute_dtype == "bfloat16"
+    if recipe.model.fused == "auto" and computes_in_bf16:
+        fused = recipe.model.model_copy(update={"fused": "on"})
+        recipe = recipe.model_copy(update={"model": fused})
     layers = {
-        active.precision.name: _layers(plan, shapes, active, attention)
+        active.precision.name: layers_of(
+            shapes, plan.flops, recipe, active, "cuda", attention, devices.capability
+        )
         for active in plan.precisions
     }
-    unsharded = replace(plan, layers=layers, attention=attention)
+    unsharded = replace(plan, devices=devices, layers=layers, attention=attention)
     fitted = spend_spare_memory(unsharded)
     is_default = topology is None and fitted.takes(1) <= devices.memory
     if devices.count == 1 or topology == "ddp" or is_default:
@@ -73,15 +79,15 @@ def plan_on(
     return spend_spare_memory(replace(sharded, devices=gathered))
 
 
-def _attention(plan: Plan) -> str:
-    """Return the name of the packed attention that a run would use on the devices of `plan`.
+def _attention(plan: Plan, devices: Devices) -> str:
+    """Return the name of the packed attention that a run would use on `devices`.
 
     It is assumed that the devices have all packages of requirements-cuda.txt.
     """
     requested = plan.recipe.model.attention
     if requested not in ("auto", "flash_attn"):
         return f"packed_{requested}"
-    generation, _ = plan.devices.capability or (0, 0)
+    generation, _ = devices.capability or (0, 0)
     head_dim = plan.flops.shape.head_dim
     is_short = generation == HOPPER[0] and head_dim == 64 and plan.mean_squared <= SHORT
     if requested == "auto" and is_short:
@@ -90,28 +96,12 @@ def _attention(plan: Plan) -> str:
     return "packed_fa4" if has_flash else "packed_varlen"
 
 
-def _layers(
-    plan: Plan, shapes: PreTrainedModel, active: ActivePrecision, attention: str
-) -> list[LayerMemory]:
-    """Return the memory of each decoder layer on the devices of `plan`.
-
-    It is assumed that the devices have all packages of requirements-cuda.txt.
-    """
-    recipe = plan.recipe
-    model = recipe.model
-    if active.precision.compute_dtype == "bfloat16" and model.fused == "auto":
-        recipe = recipe.model_copy(update={"model": model.model_copy(update={"fused": "on"})})
-    capability = plan.devices.capability
-    return layers_of(shapes, plan.flops, recipe, active, "cuda", attention, capability)
-
-
 def obstacle(plan: Plan) -> str | None:
     """Return the reason why its devices cannot run `plan`, or None if they can."""
     devices = plan.devices
     for active in plan.precisions:
-        precision = configured(active.requested, plan.recipe.fp8_config)
-        if isinstance(precision, QuantizedPrecision) and devices.capability:
-            missing = precision.hardware.missing(devices.capability)
+        if isinstance(active.precision, QuantizedPrecision):
+            missing = active.precision.hardware.missing(devices.capability)
             if missing:
                 # The GPUs in parentheses make the reason too long for a line of the table.
                 return f"needs {missing.partition(' (')[0]}"
