@@ -1,15 +1,16 @@
-"""Fit the constants of `pretrain.plan.speed` to pretrain/plan/rows.csv, and print their errors.
+"""Fit the constants of `pretrain.plan.speed` to planner_rows.csv, and print their errors.
 
     python -m benchmarks.planner_fit
 
 The fit finds three shares of the dense peak: of BF16, FP8 and block scaling. Errors are predicted
 speed divided by measured speed, minus 1.
 
-A row of rows.csv is one measured step. To add a row, append a line with the sizes of the model,
-the settings of the run, the mean over tokens of the length of the token's document, the speed in
-tokens/s of all GPUs together, and the result file in benchmarks/results, or the source of a
-published speed. Then run this command, and change the shares in pretrain/precision/formats and the
-factors in pretrain/metrics/cards.py. tests/pretrain/plan/test_speed.py compares them with the fit.
+A row of planner_rows.csv is one measured step. To add a row, append a line with the sizes of the
+model, the settings of the run, the mean over tokens of the length of the token's document, the
+speed in tokens/s of all GPUs together, and the result file in benchmarks/results, or the source of
+a published speed. Then run this command, and change the shares in pretrain/precision/formats and
+the factors in pretrain/metrics/cards.py. At last, write measured.csv again
+(`benchmarks/planner_rows.py`). tests/pretrain/plan/test_speed.py compares all of them with the fit.
 The status of a row:
 
 * `fit`: a step of this trainer on one GPU. The shares are fitted to these rows, and a plan quotes
@@ -32,8 +33,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.planner_rows import Row, read_rows
 from pretrain.metrics.cards import CARDS, Card
-from pretrain.plan.rows import Row, read_rows
 from pretrain.plan.speed import COSTS, rates_of, step_seconds
 from pretrain.plan.work import Work
 from pretrain.precision.formats.definition import StepCosts
@@ -80,7 +81,7 @@ Shares = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Point:
-    """A row of rows.csv with its card."""
+    """A row of planner_rows.csv with its card."""
 
     row: Row
     card: Card
@@ -101,10 +102,11 @@ class Point:
         work = self.work
         seconds = step_seconds(card, work, rates_of(card, costs_with(shares)))
         if self.row.values["trainer"] != "ours":
-            sent = SENT_BY_OTHERS * work.flops.parameters * (work.gpus - 1) / work.gpus
+            gpus = work.devices.count
+            sent = SENT_BY_OTHERS * work.flops.parameters * (gpus - 1) / gpus
             link = LINK_OF_OTHERS * (card.nvlink or card.pcie) * 1e9
             seconds["communication"] = sent / link
-        return work.tokens * work.gpus / sum(seconds.values())
+        return work.tokens * work.devices.count / sum(seconds.values())
 
     def error(self, shares: Shares, factor: float | None = None) -> float:
         """Return the predicted speed divided by the measured speed, minus 1."""
@@ -125,8 +127,8 @@ def _of_others(row: Row) -> Work:
     return replace(
         row.work,
         recomputed=(gemms, passes, attention),
-        offloaded=offloaded * row.work.gpus,
-        topology="zero",
+        offloaded=offloaded * row.work.devices.count,
+        devices=replace(row.work.devices, sharded=True, gathered=True),
         precision="current" if row.work.precision == "mxfp8" else row.work.precision,
     )
 
@@ -206,7 +208,7 @@ def factor_of(points: Sequence[Point], shares: Shares) -> float:
     It is fitted to the BF16 steps on one GPU, or to all steps in FP8 if there are none.
     """
     fitted = [point for point in points if point.row.values["precision"] == "bf16"]
-    fitted = [point for point in fitted if point.work.gpus == 1]
+    fitted = [point for point in fitted if point.work.devices.count == 1]
     fitted = fitted or [point for point in points if point.row.values["precision"] == "current"]
     low, high = 0.3, 3.0
     while high / low > 1.0001:

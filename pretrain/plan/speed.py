@@ -2,38 +2,45 @@
 
 The time of a step is the sum of eight parts: GEMMs, passes over memory, attention, the loss, sums
 of gradients, the optimizer, launches of kernels, and communication. Three numbers are fitted to the
-measured steps in rows.csv: the shares of the dense peak that GEMMs sustain in BF16, in FP8 with a
-scale per tensor, and in FP8 with a scale per block. `python -m benchmarks.planner_fit` fits them
-again and prints the errors. The other constants are read off profiles of steps and of kernels in
-benchmarks/results.
+measured steps in benchmarks/planner_rows.csv: the shares of the dense peak that GEMMs sustain in
+BF16, in FP8 with a scale per tensor, and in FP8 with a scale per block.
+`python -m benchmarks.planner_fit` fits them again and prints the errors. The other constants are
+read off profiles of steps and of kernels in benchmarks/results.
 
 A prediction has one of these bases:
 
-* Measured: rows.csv has a step of the same kind on one such card. The same kind is the same model,
-  precision, kernels and state of the optimizer. Microbatch and document lengths may differ as long
-  as the formula predicts at most 5 % more or less time per token. The measured speed is scaled by
-  the ratio of the predictions.
+* Measured: measured.csv has a step of the same kind on one such card. The same kind is the same
+  model, precision, kernels and state of the optimizer. Microbatch and document lengths may differ
+  as long as the formula predicts at most 5 % more or less time per token. The prediction is
+  multiplied by the measured time of the step divided by its predicted time.
 * Predicted from rates that this machine has measured.
 * Predicted from the data sheet: the bar is the error of the card (`pretrain.metrics.cards`). It is
   wider for work of which few steps were measured.
 * No speed, if no similar step was measured. The gain over BF16 may still be known, because most
   errors are the same in both precisions.
+
+`python -m benchmarks.planner_rows` writes measured.csv. Its columns `predicted` and `measured` are
+microseconds for a token.
 """
 
 from __future__ import annotations
 
+import csv
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 from pretrain.metrics.card_rates import CardRates
 from pretrain.metrics.cards import MEASURED, Card, card_of
 from pretrain.metrics.flops import TRAINED
 from pretrain.plan.plan import Plan
-from pretrain.plan.rows import Row, read_rows
 from pretrain.plan.work import Work, work_of
 from pretrain.precision.formats.definition import StepCosts
 from pretrain.precision.settings import BF16, PRECISIONS
 
+MEASURED_STEPS = Path(__file__).with_name("measured.csv")
 # The precisions in which steps were measured.
 COSTS = {name: precision.costs for name, precision in PRECISIONS.items() if precision.costs}
 # Bytes that a token moves for each logit.
@@ -77,7 +84,7 @@ ROUGH_GAIN = 0.10
 SIMILAR = 1.05
 # No speed is predicted for models with fewer parameters and for microbatches with fewer tokens,
 # because they wait for the host: FP8 was 6 and 16 % slower than predicted with 2,048 and 1,024
-# tokens (rows.csv). More GPUs were not measured.
+# tokens (planner_rows.csv). More GPUs were not measured.
 SMALL = 50_000_000
 LEAST_MICROBATCH = 4096
 HOST_GPUS = 8
@@ -140,7 +147,7 @@ def step_seconds(card: Card, work: Work, rates: CardRates | None = None) -> dict
     microbatches = work.tokens / work.microbatch
     in_layers, in_head = _gemm_seconds(work, rates)
     summed = flops.parameters - (0 if flops.tied else flops.embedding_parameters)
-    share = flops.parameters / work.shards
+    share = flops.parameters / work.devices.shards
     # The bandwidth of all_reduce is not the link's if switches add the values.
     nccl = [rate for name, rate in rates.nccl.items() if not name.startswith("all_reduce")]
     link = max(nccl, default=OF_LINK * 1e9 * (card.nvlink or card.pcie))
@@ -193,13 +200,13 @@ def _attention_seconds(card: Card, work: Work, rates: CardRates) -> float:
 
 def _sent(work: Work, microbatches: float) -> float:
     """Return the bytes that a device sends in a step."""
-    copies = work.gpus // work.shards
-    share = work.flops.parameters / work.shards
+    copies = work.devices.count // work.devices.shards
+    share = work.flops.parameters / work.devices.shards
     # The devices that have the same shard sum its gradients. Without shards, these are all devices.
     sent = SENT["ddp"] * share * (copies - 1) / copies
-    if work.shards > 1:
-        times = microbatches if work.topology == "fsdp2" else 1
-        sent += SENT[work.topology] * times * share * (work.shards - 1)
+    if work.devices.shards > 1:
+        times = microbatches if work.devices.topology == "fsdp2" else 1
+        sent += SENT[work.devices.topology] * times * share * (work.devices.shards - 1)
     return sent
 
 
@@ -213,83 +220,89 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
         of the data sheet.
     """
     card = card_of(plan.devices.name)
-    spans = plan.schedule.spans
-    works = [work_of(plan, span.active) for span in spans]
-    reasons = [_why_not(card, work) for work in works]
-    if plan.emulated:
-        reasons.append("the speed of emulation is not predicted")
-    unknown = next(filter(None, reasons), None)
-    if card is None or unknown:
-        return Prediction({}, plan.tokens_per_step, None, unknown or "")
+    tokens = plan.tokens_per_step
+    if card is None:
+        return Prediction({}, tokens, None, "this device is not in the table of cards")
+    works = [work_of(plan, span.active) for span in plan.schedule.spans]
+    for work in works:
+        if reason := _why_not(plan, card, work):
+            return Prediction({}, tokens, None, reason)
     if rates is not None and any(work.precision not in rates.gemm for work in works):
         rates = None
-    steps = [_predict_step(card, work, rates) for work in works]
-    shares = [(span.last - span.first + 1) / plan.steps for span in spans]
-    parts = {
-        name: sum(share * step.parts[name] for step, share in zip(steps, shares, strict=True))
-        for name in steps[0].parts
-    }
-    in_bf16 = sum(
-        share * (step.gain or 0.0) * sum(step.parts.values())
-        for step, share in zip(steps, shares, strict=True)
-    )
-    least_sure = max(steps, key=lambda step: step.bar or 1.0)
-    is_one_document = plan.mean_squared == plan.recipe.data.length and least_sure.bar is not None
-    return replace(
-        least_sure,
-        parts=parts,
-        tokens=plan.tokens_per_step,
-        basis=least_sure.basis + ", each pack counted as one document" * is_one_document,
-        gain=in_bf16 / sum(parts.values()),
-        gain_bar=max(step.gain_bar or 0.0 for step in steps),
-    )
-
-
-def _predict_step(card: Card, work: Work, rates: CardRates | None) -> Prediction:
-    """Return the prediction for a step in one precision.
-
-    Without `rates`, it is scaled to the measured steps of the same kind. With `rates`, it depends
-    on them alone, because this machine may be faster or slower than that of the steps.
-    """
-    plain = replace(work, precision=BF16.name, low_head=False, kept=0.0, experts_kept=0.0)
-    parts = step_seconds(card, work, rates)
-    in_bf16 = sum(step_seconds(card, plain, rates).values())
-    bar = bar_of(card, work, has_rates=rates is not None)
-    basis = "no step was measured on a similar card"
-    if bar is not None:
-        basis = f"± {100 * bar:.0f} %" + ", with the rates measured here" * (rates is not None)
-    rows = read_rows("fit")
-    measured = measured_seconds(card, work, rows)
-    if measured is not None and rates is None:
-        bar = SAME
-        basis = f"measured (hosts differ by {100 * SAME:.0f} %)"
-        scale = measured / sum(parts.values())
-        parts = {name: scale * seconds for name, seconds in parts.items()}
-        in_bf16 = measured_seconds(card, plain, rows) or scale * in_bf16
+    parts: Counter[str] = Counter()
+    in_bf16 = 0.0
+    bars = []
+    for span, work in zip(plan.schedule.spans, works, strict=True):
+        share = (span.last - span.first + 1) / plan.steps
+        step, step_in_bf16, bar = _predict_step(card, work, rates)
+        parts.update({name: share * seconds for name, seconds in step.items()})
+        in_bf16 += share * step_in_bf16
+        bars.append(bar)
+    bar = max(bars, key=lambda bar: bar or 1.0)
     return Prediction(
         parts,
-        work.tokens * work.gpus,
+        tokens,
         bar,
-        basis,
+        _basis(plan, bar, has_rates=rates is not None),
         in_bf16 / sum(parts.values()),
         GAIN if bar and bar <= MEASURED else ROUGH_GAIN,
     )
 
 
-def measured_seconds(card: Card, work: Work, rows: Sequence[Row]) -> float | None:
-    """Return the seconds of a step, scaled from the measured steps of the same kind in `rows`.
+def _predict_step(
+    card: Card, work: Work, rates: CardRates | None
+) -> tuple[dict[str, float], float, float | None]:
+    """Return the seconds of the parts of a step, those of a step in BF16, and the bar of the speed.
 
-    The result is that of the newest step, so precisions that were measured together are compared.
-    Return None if `rows` has no step of this kind.
+    Without `rates`, the seconds are scaled to the measured steps of the same kind. With `rates`,
+    they depend on the rates alone, because this machine may be faster or slower than that of the
+    steps.
     """
-    per_token = sum(step_seconds(card, work).values()) / work.tokens
-    seconds = {}
-    for row in rows:
-        if row.values["card"] == card.name and row.work.kind == work.kind:
-            ratio = per_token * row.work.tokens / sum(step_seconds(card, row.work).values())
-            if 1 / SIMILAR < ratio < SIMILAR:
-                seconds[row.values["date"]] = ratio * work.tokens * work.gpus / row.speed
-    return seconds[max(seconds)] if seconds else None
+    plain = replace(work, precision=BF16.name, low_head=False, kept=0.0, experts_kept=0.0)
+    parts = step_seconds(card, work, rates)
+    in_bf16 = sum(step_seconds(card, plain, rates).values())
+    ratio = None if rates else measured_ratio(card, work, measured_steps())
+    if ratio is None:
+        return parts, in_bf16, bar_of(card, work, has_rates=rates is not None)
+    in_bf16 *= measured_ratio(card, plain, measured_steps()) or ratio
+    return {name: ratio * seconds for name, seconds in parts.items()}, in_bf16, SAME
+
+
+@cache
+def measured_steps() -> list[dict[str, str]]:
+    """Return the rows of measured.csv."""
+    with MEASURED_STEPS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured_ratio(card: Card, work: Work, steps: Sequence[Mapping[str, str]]) -> float | None:
+    """Return the measured time of a step of the same kind, divided by its predicted time.
+
+    The result is that of the newest step in `steps`, so precisions that were measured together are
+    compared. Return None if there is no step of this kind.
+    """
+    predicted = 1e6 * sum(step_seconds(card, work).values()) / work.tokens
+    ratios = {
+        step["date"]: float(step["measured"]) / float(step["predicted"])
+        for step in steps
+        if (step["card"], step["kind"]) == (card.name, work.kind)
+        and 1 / SIMILAR < predicted / float(step["predicted"]) < SIMILAR
+    }
+    return ratios[max(ratios)] if ratios else None
+
+
+def _basis(plan: Plan, bar: float | None, *, has_rates: bool) -> str:
+    """Return the basis of a speed with this bar, see `Prediction`."""
+    if bar is None:
+        return "no step was measured on a similar card"
+    basis = f"± {100 * bar:.0f} %"
+    if bar == SAME:
+        basis = f"measured (hosts differ by {100 * SAME:.0f} %)"
+    if has_rates:
+        basis += ", with the rates measured here"
+    if plan.mean_squared == plan.recipe.data.length:
+        basis += ", each pack counted as one document"
+    return basis
 
 
 def bar_of(card: Card, work: Work, *, has_rates: bool = False) -> float | None:
@@ -299,22 +312,25 @@ def bar_of(card: Card, work: Work, *, has_rates: bool = False) -> float | None:
     """
     error = KNOWN_RATES if has_rates else card.error
     is_rare = (
-        not work.fused or work.flops.expert_weights > 0 or any(work.recomputed) or work.gpus > 1
+        not work.fused
+        or work.flops.expert_weights > 0
+        or any(work.recomputed)
+        or work.devices.count > 1
     )
     if error is None or not is_rare:
         return error
-    return max(error, GATHERED_OFTEN if work.topology == "fsdp2" else FEW)
+    return max(error, GATHERED_OFTEN if work.devices.topology == "fsdp2" else FEW)
 
 
-def _why_not(card: Card | None, work: Work) -> str | None:
-    """Return the reason why neither speed nor gain is predicted, or None."""
-    if card is None:
-        return "this device is not in the table of cards"
+def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
+    """Return the reason why neither speed nor gain is predicted for a step of `plan`, or None."""
     costs = COSTS.get(work.precision)
-    if costs is None or card.capability >= costs.below:
-        return f"no step in {work.precision} was measured on such a card"
+    devices = plan.devices
     # Map each reason to a value that is true if the reason applies.
     reasons = {
+        f"no step in {work.precision} was measured on such a card": (
+            costs is None or card.capability >= costs.below
+        ),
         f"this card has no GEMMs in {work.precision}": work.precision != BF16.name and not card.fp8,
         f"no step with the attention {work.attention} was measured": (
             work.attention not in ATTENTION
@@ -325,7 +341,8 @@ def _why_not(card: Card | None, work: Work) -> str | None:
         f"microbatches of less than {LEAST_MICROBATCH:,} tokens wait for the host": (
             work.microbatch < LEAST_MICROBATCH
         ),
-        "several cards without NVLink were not measured": work.gpus > 1 and not card.nvlink,
-        f"more than {HOST_GPUS} cards were not measured": work.gpus > HOST_GPUS,
+        "several cards without NVLink were not measured": devices.count > 1 and not card.nvlink,
+        f"more than {HOST_GPUS} cards were not measured": devices.count > HOST_GPUS,
+        "the speed of emulation is not predicted": plan.emulated,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.optimizer.offload import OFFLOADED
-from pretrain.plan.memory import BYTES
+from pretrain.plan.memory import BYTES, Devices
 from pretrain.plan.plan import Plan
 from pretrain.precision.settings import ActivePrecision
 
@@ -33,11 +33,7 @@ class Work:
     # Numbers of tokens that a device computes in a step and in a microbatch.
     tokens: int
     microbatch: int
-    # Number of devices, and of devices over which a copy of the parameters is distributed.
-    gpus: int
-    shards: int
-    # "one", "ddp", "zero" (weights are gathered once a step) or "fsdp2" (for each use).
-    topology: str
+    devices: Devices
     # Bytes of a parameter's gradient sum, of its two moments, and of the state that is copied from
     # the host and back.
     gradients: int
@@ -49,31 +45,29 @@ class Work:
     recomputed: tuple[float, ...]
 
     @property
-    def kind(self) -> Work:
-        """Return the work without the numbers that differ between steps of the same kind.
+    def kind(self) -> str:
+        """Return a text that is equal for steps of the same kind, which measured.csv lists.
 
-        These are the tokens, the document lengths, and the weights of norms, biases and positions.
+        Steps of the same kind may differ in the tokens, in the document lengths, and in the weights
+        of norms, biases and positions.
         """
-        flops = replace(
-            self.flops,
-            # Each of the following is the same number if the remaining sizes are the same.
-            attention_weights=0,
-            mlp_weights=int(self.flops.per_token_matrix),
-            parameters=0,
-            embedding_parameters=0,
-            position_parameters=0,
-            idle_weights=0,
+        flops = self.flops
+        return (
+            f"{flops.shape}, {flops.per_token_matrix:.0f} FLOPs a token, "
+            f"{flops.expert_weights} weights of experts, tied={flops.tied}, {self.precision}, "
+            f"low_head={self.low_head}, kept={self.kept:g}, experts_kept={self.experts_kept:g}, "
+            f"{self.attention}, {self.devices.count} devices, {self.devices.topology}, "
+            f"gradients {self.gradients}, moments {self.moments}, offloaded {self.offloaded:g}, "
+            f"fused={self.fused}, recomputed={self.recomputed[0]:.3f}"
         )
-        return replace(self, flops=flops, mean_squared=0.0, tokens=0, microbatch=0)
 
 
 def work_of(plan: Plan, active: ActivePrecision) -> Work:
     """Return the work of a step of `plan` in the precision `active`."""
     recipe = plan.recipe
     flops = plan.flops
-    devices = plan.devices
     layers = plan.layers[active.precision.name]
-    size = min(plan.expected_microbatch, plan.packs_per_rank)
+    size = plan.expected_microbatch
     microbatches = -(-plan.packs_per_rank // size)
     moments = 2 * BYTES[recipe.moments_kept_in]
     offloaded = OFFLOADED[recipe.optimizer.offload]
@@ -81,9 +75,6 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
     # Layers that are not fused do not count the weights that stay in BF16.
     kept = sum(layer.unquantized_weights for layer in layers if layer.fused and low)
     in_layers = flops.attention_weights + flops.mlp_weights
-    topology = "ddp" if devices.count > 1 else "one"
-    if devices.sharded:
-        topology = "zero" if devices.gathered else "fsdp2"
     recomputed = sum(layer.recomputed for layer in layers) / len(layers)
     return Work(
         flops=flops,
@@ -95,9 +86,7 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
         mean_squared=plan.mean_squared,
         tokens=microbatches * size * recipe.data.length,
         microbatch=size * recipe.data.length,
-        gpus=devices.count,
-        shards=devices.shards,
-        topology=topology,
+        devices=plan.devices,
         gradients=BYTES[recipe.gradients_kept_in],
         moments=moments,
         offloaded=moments * ("exp_avg" in offloaded) + 2 * ("remainder" in offloaded),

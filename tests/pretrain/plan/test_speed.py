@@ -1,4 +1,4 @@
-"""Predicted speeds agree with the measured and published steps in rows.csv."""
+"""Predicted speeds agree with the measured and published steps in planner_rows.csv."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from functools import cache
 
 import pytest
 
-from benchmarks import planner_fit
+from benchmarks import planner_fit, planner_rows
 from benchmarks.planner_fit import Point, Shares, gain_error, points
+from benchmarks.planner_rows import read_rows
 from pretrain.metrics.cards import CARDS, card_of
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan
-from pretrain.plan.rows import read_rows
 from pretrain.plan.speed import (
     COSTS,
     SAME,
     bar_of,
-    measured_seconds,
+    measured_ratio,
+    measured_steps,
     predict,
     rates_of,
     step_seconds,
@@ -60,7 +61,7 @@ def percentile(errors: Sequence[float]) -> float:
 
 def test_every_row_names_its_source() -> None:
     rows = read_rows(*{"fit", "multi", "not fused", "experts", "tiny", "special", "published"})
-    lines = (ROOT / "pretrain/plan/rows.csv").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "benchmarks/planner_rows.csv").read_text(encoding="utf-8").splitlines()
     assert len(rows) == len(lines) - 1, "the status of a row is not known"
     for row in rows:
         if row.values["trainer"] == "ours":
@@ -74,6 +75,10 @@ def test_the_shipped_constants_are_those_of_the_fit() -> None:
     assert {card.name: card.factor for card in CARDS if card.factor is not None} == {
         name: round(factor, 2) for name, factor in factors.items()
     }
+
+
+def test_the_quoted_steps_are_those_that_were_measured() -> None:
+    assert planner_rows.measured_steps() == measured_steps()
 
 
 def test_a_model_that_was_left_out_is_predicted() -> None:
@@ -112,11 +117,11 @@ def of_the_same_kind() -> list[float]:
     """Return the errors of steps that other steps of their kind predict."""
     errors = []
     rows = read_rows("fit")
-    for row in rows:
-        others = [other for other in rows if other is not row]
-        seconds = measured_seconds(card_of(row.values["card"]), row.work, others)
-        if seconds:
-            errors.append(row.work.tokens * row.work.gpus / seconds / row.speed - 1)
+    for row, step in zip(rows, measured_steps(), strict=True):
+        others = [other for other in measured_steps() if other is not step]
+        ratio = measured_ratio(card_of(row.values["card"]), row.work, others)
+        if ratio:
+            errors.append(float(step["measured"]) / float(step["predicted"]) / ratio - 1)
     return errors
 
 
@@ -164,8 +169,9 @@ def test_the_parts_of_a_step_are_those_of_a_calculation_by_hand() -> None:
     tokens = 8 * 8192
     work = replace(
         row.work,
-        **{"precision": "delayed", "low_head": True, "attention": "packed_fa4", "gpus": 4},
-        **{"shards": 4, "topology": "zero", "mean_squared": 8192.0, "offloaded": 0, "moments": 8},
+        **{"precision": "delayed", "low_head": True, "attention": "packed_fa4"},
+        **{"devices": Devices(4, sharded=True, gathered=True), "mean_squared": 8192.0},
+        **{"offloaded": 0, "moments": 8},
         **{"tokens": tokens, "microbatch": 8192, "recomputed": (0, 0, 0), "gradients": 4},
     )
     card = card_of("H100")

@@ -1,26 +1,33 @@
-"""Read rows.csv, the measured and published speeds of training steps.
+"""Read planner_rows.csv, the measured and published speeds of training steps.
 
-`benchmarks/planner_fit.py` describes the columns and fits the constants of `pretrain.plan.speed`.
+    python -m benchmarks.planner_rows > pretrain/plan/measured.csv
+
+The command prints the steps that `pretrain.plan.speed` quotes: the rows with the status `fit`, with
+the times that the formula predicts. `benchmarks/planner_fit.py` describes the columns of
+planner_rows.csv, and fits the constants of the formula to them.
 """
 
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pretrain.metrics.cards import card_of
 from pretrain.metrics.flops import ModelFlops, Shape
-from pretrain.plan.memory import BYTES
+from pretrain.plan.memory import BYTES, Devices
+from pretrain.plan.speed import step_seconds
 from pretrain.plan.work import RECOMPUTED, Work
 
-ROWS = Path(__file__).with_name("rows.csv")
+ROWS = Path(__file__).with_name("planner_rows.csv")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of rows.csv: a training step and its speed."""
+    """A row of planner_rows.csv: a training step and its speed."""
 
     values: Mapping[str, str]
     work: Work
@@ -53,9 +60,12 @@ def _work_in(values: Mapping[str, str]) -> Work:
         mean_squared=float(values["mean_squared_length"]),
         tokens=int(values["tokens_per_step"]) // gpus,
         microbatch=int(values["microbatch_tokens"]),
-        gpus=gpus,
-        shards=int(values["shards"]),
-        topology=values["topology"],
+        devices=Devices(
+            gpus,
+            sharded=values["topology"] in ("zero", "fsdp2"),
+            gathered=values["topology"] == "zero",
+            replicas=gpus // int(values["shards"]),
+        ),
         gradients=BYTES[values["gradients"]],
         moments=moments,
         offloaded=moments if values["offload"] == "moments" else 0,
@@ -90,3 +100,29 @@ def _flops_in(values: Mapping[str, str]) -> ModelFlops:
         idle_weights=(experts - chosen) * expert,
         choices=chosen,
     )
+
+
+def measured_steps() -> list[dict[str, str]]:
+    """Return the rows of measured.csv."""
+    steps = []
+    for row in read_rows("fit"):
+        card = card_of(row.values["card"])
+        assert card is not None
+        seconds = sum(step_seconds(card, row.work).values())
+        steps.append(
+            {
+                "card": card.name,
+                "date": row.values["date"],
+                "predicted": f"{1e6 * seconds / row.work.tokens:.8g}",
+                "measured": f"{1e6 * row.work.devices.count / row.speed:.8g}",
+                "kind": row.work.kind,
+            }
+        )
+    return steps
+
+
+if __name__ == "__main__":
+    rows = measured_steps()
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
