@@ -40,7 +40,6 @@ from pretrain.plan.work import Work, work_of
 from pretrain.precision.formats.definition import StepCosts
 from pretrain.precision.settings import BF16, PRECISIONS
 
-MEASURED_STEPS = Path(__file__).with_name("measured.csv")
 # The precisions in which steps were measured.
 COSTS = {name: precision.costs for name, precision in PRECISIONS.items() if precision.costs}
 # Bytes that a token moves for each logit.
@@ -223,16 +222,16 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
     tokens = plan.tokens_per_step
     if card is None:
         return Prediction({}, tokens, None, "this device is not in the table of cards")
-    works = [work_of(plan, span.active) for span in plan.schedule.spans]
-    for work in works:
-        if reason := _why_not(plan, card, work):
-            return Prediction({}, tokens, None, reason)
-    if rates is not None and any(work.precision not in rates.gemm for work in works):
+    spans = plan.schedule.spans
+    if rates and any(span.active.precision.name not in rates.gemm for span in spans):
         rates = None
     parts: Counter[str] = Counter()
     in_bf16 = 0.0
     bars = []
-    for span, work in zip(plan.schedule.spans, works, strict=True):
+    for span in spans:
+        work = work_of(plan, span.active)
+        if reason := _why_not(plan, card, work):
+            return Prediction({}, tokens, None, reason)
         share = (span.last - span.first + 1) / plan.steps
         step, step_in_bf16, bar = _predict_step(card, work, rates)
         parts.update({name: share * seconds for name, seconds in step.items()})
@@ -243,7 +242,7 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
         parts,
         tokens,
         bar,
-        _basis(plan, bar, has_rates=rates is not None),
+        _basis(plan, bar, rates),
         in_bf16 / sum(parts.values()),
         GAIN if bar and bar <= MEASURED else ROUGH_GAIN,
     )
@@ -263,7 +262,7 @@ def _predict_step(
     in_bf16 = sum(step_seconds(card, plain, rates).values())
     ratio = None if rates else measured_ratio(card, work, measured_steps())
     if ratio is None:
-        return parts, in_bf16, bar_of(card, work, has_rates=rates is not None)
+        return parts, in_bf16, bar_of(card, work, rates)
     in_bf16 *= measured_ratio(card, plain, measured_steps()) or ratio
     return {name: ratio * seconds for name, seconds in parts.items()}, in_bf16, SAME
 
@@ -271,7 +270,7 @@ def _predict_step(
 @cache
 def measured_steps() -> list[dict[str, str]]:
     """Return the rows of measured.csv."""
-    with MEASURED_STEPS.open(encoding="utf-8", newline="") as file:
+    with Path(__file__).with_name("measured.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -291,26 +290,26 @@ def measured_ratio(card: Card, work: Work, steps: Sequence[Mapping[str, str]]) -
     return ratios[max(ratios)] if ratios else None
 
 
-def _basis(plan: Plan, bar: float | None, *, has_rates: bool) -> str:
+def _basis(plan: Plan, bar: float | None, rates: CardRates | None) -> str:
     """Return the basis of a speed with this bar, see `Prediction`."""
     if bar is None:
         return "no step was measured on a similar card"
     basis = f"± {100 * bar:.0f} %"
     if bar == SAME:
         basis = f"measured (hosts differ by {100 * SAME:.0f} %)"
-    if has_rates:
+    if rates:
         basis += ", with the rates measured here"
     if plan.mean_squared == plan.recipe.data.length:
         basis += ", each pack counted as one document"
     return basis
 
 
-def bar_of(card: Card, work: Work, *, has_rates: bool = False) -> float | None:
+def bar_of(card: Card, work: Work, rates: CardRates | None = None) -> float | None:
     """Return the half-width of the error of a predicted speed, or None if it is not known.
 
-    has_rates: True if the rates of the card were measured.
+    rates: measured rates of the card, if they are known.
     """
-    error = KNOWN_RATES if has_rates else card.error
+    error = KNOWN_RATES if rates else card.error
     is_rare = (
         not work.fused
         or work.flops.expert_weights > 0
