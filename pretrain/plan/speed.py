@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 
 from pretrain.metrics.card_rates import CardRates
-from pretrain.metrics.cards import MEASURED, Card, card_of
+from pretrain.metrics.cards import GUESSED, MEASURED, Card, card_of
 from pretrain.metrics.flops import TRAINED
 from pretrain.plan.plan import Plan
 from pretrain.plan.work import Work, work_of
@@ -81,6 +81,16 @@ GAIN = 0.05
 ROUGH_GAIN = 0.10
 # The largest ratio of times per token between a plan and a measured step of the same kind.
 SIMILAR = 1.05
+# Largest shares of the time that these parts had in a measured step. If a part has a larger share,
+# its own error determines that of the speed. No step with other head dimensions was measured.
+LARGEST = {
+    "attention": 0.29,
+    "loss": 0.11,
+    "gradient sums": 0.07,
+    "optimizer": 0.055,
+    "launches": 0.04,
+}
+HEAD_DIMS = (64, 128)
 # No speed is predicted for models with fewer parameters and for microbatches with fewer tokens,
 # because they wait for the host: FP8 was 6 and 16 % slower than predicted with 2,048 and 1,024
 # tokens (planner_rows.csv). More GPUs were not measured.
@@ -223,7 +233,9 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
     if card is None:
         return Prediction({}, tokens, None, "this device is not in the table of cards")
     spans = plan.schedule.spans
-    if rates and any(span.active.precision.name not in rates.gemm for span in spans):
+    # The head and the gain need the rate of BF16 in every precision.
+    needed = {BF16.name, *(span.active.precision.name for span in spans)}
+    if rates and not needed <= rates.gemm.keys():
         rates = None
     parts: Counter[str] = Counter()
     in_bf16 = 0.0
@@ -310,15 +322,22 @@ def bar_of(card: Card, work: Work, rates: CardRates | None = None) -> float | No
     rates: measured rates of the card, if they are known.
     """
     error = KNOWN_RATES if rates else card.error
-    is_rare = (
-        not work.fused
+    if error is None:
+        return None
+    parts = step_seconds(card, work)
+    beyond = max(parts[name] / share for name, share in LARGEST.items()) / sum(parts.values())
+    # Map each bar to a value that is true if the bar applies.
+    bars = {
+        FEW: beyond > 1
+        or not work.fused
         or work.flops.expert_weights > 0
+        or work.flops.shape.head_dim not in HEAD_DIMS
         or any(work.recomputed)
-        or work.devices.count > 1
-    )
-    if error is None or not is_rare:
-        return error
-    return max(error, GATHERED_OFTEN if work.devices.topology == "fsdp2" else FEW)
+        or work.devices.count > 1,
+        GUESSED: beyond > 2,
+        GATHERED_OFTEN: work.devices.topology == "fsdp2",
+    }
+    return max([error, *(bar for bar, applies in bars.items() if applies)])
 
 
 def _why_not(plan: Plan, card: Card, work: Work) -> str | None:

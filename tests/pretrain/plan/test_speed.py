@@ -18,6 +18,7 @@ from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan
 from pretrain.plan.speed import (
     COSTS,
+    LARGEST,
     SAME,
     bar_of,
     measured_ratio,
@@ -158,6 +159,26 @@ def test_most_steps_of_a_class_lie_within_its_bar(
     bar: float, errors: Callable[[], list[float]]
 ) -> None:
     assert len(errors()) >= 6 and within(errors(), bar) >= 0.95
+
+
+def test_a_part_with_a_larger_share_than_ever_measured_widens_the_bar() -> None:
+    rows = read_rows("fit")
+    steps = [step_seconds(card_of(row.values["card"]), row.work) for row in rows]
+    for name, largest in LARGEST.items():
+        measured = max(parts[name] / sum(parts.values()) for parts in steps)
+        assert 0.9 * largest < measured <= largest, name
+    card = card_of("H200")
+    work = next(row.work for row in rows if row.values["model"] == "Qwen3-1.7B")
+    deep = replace(work.flops, shape=replace(work.flops.shape, head_dim=256))
+    changes: dict[float, list[dict[str, object]]] = {
+        0.07: [{}, {"mean_squared": 4096.0}],
+        0.15: [{"mean_squared": 12_000.0}, {"flops": deep}],
+        0.25: [{"mean_squared": 65_536.0}, {"tokens": 4096, "microbatch": 4096, "offloaded": 8}],
+    }
+    for bar, works in changes.items():
+        assert [bar_of(card, replace(work, **change)) for change in works] == [bar] * len(works)
+    small = next(row.work for row in rows if row.values["model"] == "GPT-2 124M")
+    assert bar_of(card_of("H100"), replace(small, microbatch=4096)) == 0.25, "launches"
 
 
 # The formula
@@ -316,9 +337,10 @@ def test_measured_rates_replace_those_of_the_data_sheet() -> None:
     assert ratios == pytest.approx({"passes": 2, "launches": 2})
     assert before.parts["GEMMs"] < after.parts["GEMMs"] < 2 * before.parts["GEMMs"]
     assert after.parts["attention"] == before.parts["attention"]
-    assert predict(plan(device="GH200"), replace(rates, gemm={"bf16": 1e15})) == before, (
-        "rates without the precision of the run are not used"
-    )
+    for gemm in ({"bf16": 1e15}, {"delayed": 1e15}):
+        assert predict(plan(device="GH200"), replace(rates, gemm=gemm)) == before, (
+            "rates without BF16 or the precision of the run are not used"
+        )
 
 
 def test_the_fastest_all_gather_or_reduce_scatter_is_the_rate_of_the_link() -> None:
