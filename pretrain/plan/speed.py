@@ -353,6 +353,9 @@ def _why_not(plan: Plan, card: Card, work: Work) -> str | None:
         f"no step with the attention {work.attention} was measured": (
             work.attention not in ATTENTION
         ),
+        "no step with layers that are neither fused nor compiled was measured": (
+            plan.recipe.model.compile == "none" and not work.fused
+        ),
         f"a model of less than {SMALL:,} parameters waits for the host": (
             work.flops.parameters < SMALL
         ),

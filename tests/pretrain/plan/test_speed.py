@@ -221,6 +221,7 @@ def test_the_parts_of_a_step_are_those_of_a_calculation_by_hand() -> None:
 # Plans
 
 RECOMPUTED = {"source": "some/model", "gradient_checkpointing": "full"}
+EAGER = {"source": "some/model", "compile": "none", "fused": "off"}
 
 
 def plan(precision: str = "delayed", device: str = "H200", **changes: object) -> Plan:
@@ -296,6 +297,8 @@ def test_a_measured_plan_quotes_the_newest_measured_speed() -> None:
         ("H200", "delayed", {"devices": Devices(16, name="H200")}, "more than 8 cards", None),
         ("L40S", "delayed", {"devices": Devices(4, name="L40S")}, "several cards without", None),
         ("H200", "bf16", {"devices": Devices(4, name="H200")}, "± 15 %", 0.10),
+        ("H200", "bf16", {"model": EAGER}, "no step with layers that are neither fused", None),
+        ("H200", "bf16", {"model": EAGER | {"fused": "on"}}, "measured", 0.05),
         ("H200", "bf16", {"devices": Devices(4, sharded=True, name="H200")}, "± 35 %", 0.10),
         (
             "H200",
@@ -312,7 +315,7 @@ def test_a_prediction_says_how_sure_it_is(
     prediction = predict(plan(precision, device, **changes))
     assert prediction.basis.startswith(basis) and prediction.gain_bar == gain_bar
     assert (prediction.tokens_per_second is None) == (prediction.bar is None)
-    assert (prediction.bar is None) == ("±" not in basis)
+    assert (prediction.bar is None) == (not basis.startswith(("±", "measured")))
     assert (prediction.gain is None) == (gain_bar is None)
 
 
