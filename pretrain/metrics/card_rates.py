@@ -11,13 +11,17 @@ import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import PositiveFloat, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from foundation.files import CACHE, write_json
 from foundation.gpus import driver_version
 from pretrain.metrics.cards import card_of
 from pretrain.metrics.run_folder import version_of
+
+# A number above 0. JSON files of Python may contain "Infinity".
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -28,16 +32,16 @@ class CardRates:
     device: str
     # FLOP/s of long GEMMs at the power limit, by precision: bf16, and each quantized precision that
     # the GPU computes. Quantization is not included.
-    gemm: dict[str, PositiveFloat]
+    gemm: dict[str, Rate]
     # Bytes/s of a copy within the GPU's memory, counted as bytes read plus bytes written.
-    bandwidth: PositiveFloat
+    bandwidth: Rate
     # Seconds of the host for the launch of one kernel.
-    launch: PositiveFloat
+    launch: Rate
     # Link between the GPUs: "NVLink" or "PCIe". None with one GPU, or if the driver does not say.
     link: str | None
     # Bus bandwidth between the GPUs in bytes/s, as nccl-tests defines it, by operation and size of
     # the complete message in bytes, such as "all_gather 100000000". Empty with one GPU.
-    nccl: dict[str, PositiveFloat]
+    nccl: dict[str, Rate]
     # Versions of the libraries and of the driver, see `versions_here`.
     versions: dict[str, str]
     # Date of the measurement, such as 2026-11-28.

@@ -82,6 +82,7 @@ def test_a_damaged_file_counts_as_missing(content: bytes) -> None:
         {"bandwidth": 0.0},
         {"launch": -1.0},
         {"gemm": {"bf16": float("nan")}},
+        {"launch": float("inf")},
         {"gemm": {"bf16": "fast"}},
         {"versions": {}},
         {"versions": {**RATES.versions, "torch": "1.0"}},
