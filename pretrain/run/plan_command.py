@@ -47,11 +47,11 @@ ON_GPUS = [
 COLUMNS = ("precision", "tokens/s", "gain", "packs", "needs", "time", "dollars")
 NOTES = (
     f"tokens/s: measured on another host, which may differ by {100 * SAME:.0f} %, or predicted, ± "
-    "the error of the prediction",
+    "the error of the prediction, with all packages of requirements-cuda.txt",
     "gain: speed divided by the speed in BF16 with the same microbatch and configuration",
     "packs: microbatches of a device in a step x packs in a microbatch; the recipe sets them, or "
     f"they are the most that leave {100 * KEPT_FREE:.0f} % of the memory free",
-    "time: all training steps, without evaluations and starts",
+    "time: all training steps, without evaluations, measurements of `log` and starts",
 )
 WITHOUT_PACKS = (
     "each pack is counted as one document, which is an upper limit of FLOPs and time, because no "
