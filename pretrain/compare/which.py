@@ -90,7 +90,6 @@ def main(options: argparse.Namespace) -> int:
     if options.config:
         accelerate = find_configuration(options.config)
     recipe = checked_recipe(options)
-    check_epoch(options, recipe)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
     trainings = WhichTrainings(
         recipe, options.recipe, tuple(options.overrides), accelerate, folder, options.gpus
@@ -148,16 +147,6 @@ def checked_recipe(options: argparse.Namespace) -> Recipe:
             f"{minimum} is the minimum; set --steps {minimum} or more"
         )
     return recipe
-
-
-def check_epoch(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Raise InputError if runs with --steps would repeat the training data."""
-    if options.steps and options.steps > (most := steps_in_an_epoch(recipe)):
-        raise InputError(
-            f"--steps {options.steps}: the data is repeated after step {most}, and repeated data "
-            "makes the losses of two precisions look more similar than they are; set --steps "
-            f"{most} or fewer"
-        )
 
 
 def has_gpu() -> bool:
@@ -343,7 +332,8 @@ def fit_steps(
 
     `steps` is the length of a run, and `trunk` is the number of steps before the candidates branch.
     If --steps is not set, a run is as long as --hours allow, but not longer than the recipe sets,
-    and not longer than one epoch. Raises InputError if such a run has too few steps.
+    and not longer than one epoch. Raises InputError if such a run has too few steps, or if
+    --steps would repeat the training data.
 
     Args:
         plan: The plan. Its `steps` and `trunk` are ignored.
@@ -363,6 +353,12 @@ def fit_steps(
         return RoundTimes(with_steps(steps), at_once).planned_seconds()
 
     if options.steps:
+        if options.steps > in_an_epoch:
+            raise InputError(
+                f"--steps {options.steps}: the data is repeated after step {in_an_epoch}, and "
+                "repeated data makes the losses of two precisions look more similar than they are; "
+                f"set --steps {in_an_epoch} or fewer"
+            )
         return with_steps(options.steps)
     in_recipe = recipe.train.steps
     if not in_recipe and recipe.train.tokens:

@@ -37,8 +37,6 @@ class CardRates:
     bandwidth: Rate
     # Seconds of the host for the launch of one kernel.
     launch: Rate
-    # Link between the GPUs: "NVLink" or "PCIe". None with one GPU, or if the driver does not say.
-    link: str | None
     # Bus bandwidth between the GPUs in bytes/s, as nccl-tests defines it, by operation and size of
     # the complete message in bytes, such as "all_gather 100000000". Empty with one GPU.
     nccl: dict[str, Rate]

@@ -18,8 +18,6 @@ import torch
 from torch import distributed, multiprocessing
 from torch.utils.benchmark import Timer
 
-from foundation.errors import InputError
-from foundation.gpus import link_between_gpus
 from foundation.reading import one_line
 from pretrain.metrics.card_rates import CardRates, versions_here
 from pretrain.precision.gemm import TorchGemm
@@ -40,12 +38,10 @@ def measure_rates() -> CardRates:
     """Measure all visible GPUs of this machine at the same time. Return the rates of the first one.
 
     This takes about a minute. Each GPU has a child process, so that this process holds no memory of
-    a GPU. Raises InputError without a GPU, or ProcessRaisedException or ProcessExitedException of
-    torch.multiprocessing if a measurement fails.
+    a GPU. Raises ProcessRaisedException or ProcessExitedException of torch.multiprocessing if a
+    measurement fails.
     """
     count = torch.cuda.device_count()
-    if count == 0:
-        raise InputError("only a GPU has card rates")
     results = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="rates-") as folder:
         multiprocessing.spawn(_measure_gpu, (count, f"file://{folder}/ranks", results), count)
@@ -64,7 +60,6 @@ def _measure_gpu(rank: int, count: int, address: str, results: Any) -> None:
         gemm=gemm_rates(device),
         bandwidth=copy_rate(device),
         launch=launch_seconds(device),
-        link=link_between_gpus() if count > 1 else None,
         nccl={},
         versions=versions_here(),
         date=time.strftime("%Y-%m-%d"),

@@ -137,7 +137,6 @@ def rates_of(card: Card, costs: Mapping[str, StepCosts] = COSTS) -> CardRates:
         gemm=gemm,
         bandwidth=OF_BANDWIDTH * 1e12 * card.bandwidth,
         launch=LAUNCH,
-        link=None,
         nccl={},
         versions={},
         date="",

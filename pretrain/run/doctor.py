@@ -26,6 +26,7 @@ import yaml
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from foundation.errors import InputError
+from foundation.gpus import link_between_gpus
 from foundation.signals import StopRequest
 from foundation.units import TERA, UNKNOWN, markdown, percent, three_digits
 from packing.arrow import Pack, write_packs
@@ -89,7 +90,8 @@ def main(options: argparse.Namespace) -> int:
     print(
         f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}"
     )
-    report_rates()
+    if gpu:
+        report_rates()
     rows = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(Path(folder), gpu=gpu)
@@ -107,6 +109,8 @@ def report_rates() -> None:
     try:
         rates = measure_rates()
         print(rates_table(rates), end="\n\n")
+        if rates.nccl:
+            print(f"Link between the GPUs: {link_between_gpus() or 'not known'}.")
         write_rates(rates)
         print(f"Stored in {rates_file(rates.device)} for predictions of plan, which and train.")
     except (InputError, ProcessRaisedException, ProcessExitedException) as error:
@@ -115,21 +119,24 @@ def report_rates() -> None:
 
 
 def rates_table(rates: CardRates) -> str:
-    """Return a table of the rates of a GPU. GEMMs have their share of the data sheet's peak."""
+    """Return a table of the rates of a GPU, with their shares of the rates in the data sheet."""
+
+    def share(rate: float, peak: str) -> str:
+        best = getattr(card_of(rates.device), peak, None)
+        return f"{percent(rate / TERA / best)} of {peak}" if best else UNKNOWN
+
     rows = []
     for name, rate in rates.gemm.items():
-        dtype = "fp8" if PRECISIONS[name].quantized else "bf16"
-        best = getattr(card_of(rates.device), dtype, None)
-        share = f"{percent(rate / TERA / best)} of {dtype.upper()}" if best else UNKNOWN
-        rows.append((f"{name} GEMMs", f"{rate / TERA:,.0f} TFLOP/s", share))
-    best = getattr(card_of(rates.device), "bandwidth", None)
-    share = percent(rates.bandwidth / TERA / best) if best else UNKNOWN
-    rows.append(("memory", f"{rates.bandwidth / 1e9:,.0f} GB/s", share))
+        peak = "fp8" if PRECISIONS[name].quantized else "bf16"
+        rows.append((f"{name} GEMMs", f"{rate / TERA:,.0f} TFLOP/s", share(rate, peak)))
+    memory = f"{rates.bandwidth / 1e9:,.0f} GB/s"
+    rows.append(("memory", memory, share(rates.bandwidth, "bandwidth")))
     rows.append(("kernel launches", f"{1 / rates.launch:,.0f} a second", UNKNOWN))
-    for message, rate in rates.nccl.items():
-        link = rates.link or "unknown link"
-        rows.append((f"{message} bytes, {link}", f"{rate / 1e9:,.0f} GB/s", UNKNOWN))
-    return markdown((rates.device, "rate", "of the peak"), rows)
+    rows += [
+        (f"{message} bytes", f"{rate / 1e9:,.0f} GB/s", UNKNOWN)
+        for message, rate in rates.nccl.items()
+    ]
+    return markdown((rates.device, "rate", "of the data sheet"), rows)
 
 
 def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:

@@ -141,6 +141,23 @@ def _in_precisions(
     return plans, unsuitable
 
 
+def plans_on(text: str, recipe: Recipe, overrides: Sequence[str]) -> dict[str, Plan]:
+    """Return the plans for the devices in --on, such as `H200`, by suitable precision.
+
+    recipe, overrides: see `plan_elsewhere`. The precision of the recipe is BF16.
+    """
+    devices = devices_called(text)
+    accelerator, _ = as_launched(recipe)
+    plans, _ = _in_precisions(recipe, accelerator, overrides, is_set=False)
+    return {label: plan_on(devices, *planned) for label, planned in plans.items()}
+
+
+def fits(plan: Plan) -> bool:
+    """Return True if a plan fits into the memory of its devices."""
+    # `devices.memory` is the part of the memory that a plan should use.
+    return plan.takes(plan.expected_microbatch) <= plan.devices.memory / (1 - KEPT_FREE)
+
+
 def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
     """Return a heading, a table of the precisions, the fastest first, and remarks.
 
@@ -179,17 +196,15 @@ def _row(
     devices = plan.devices
     size = plan.expected_microbatch
     takes = plan.takes(size)
-    # `devices.memory` is the part of the memory that a plan should use.
-    fits = takes <= devices.memory / (1 - KEPT_FREE)
-    remark = ", barely" * (fits and takes > devices.memory)
+    remark = ", barely" * (fits(plan) and takes > devices.memory)
     host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
     topology = f", {devices.topology}" if devices.count > 1 else ""
-    speed = prediction.tokens_per_second if fits else None
+    speed = prediction.tokens_per_second if fits(plan) else None
     seconds = plan.total_tokens / speed if speed else None
     dollars = f"{price * devices.count * seconds / 3600:,.2f}" if price and seconds else UNKNOWN
     cells = [
         label,
-        _with_bar(speed, prediction.bar, ",.0f") if fits else "does not fit",
+        _with_bar(speed, prediction.bar, ",.0f") if fits(plan) else "does not fit",
         _with_bar(
             prediction.gain, prediction.gain_bar if plan.schedule.unquantized else None, ".2f"
         ),

@@ -2,10 +2,9 @@
 
 The command trains nothing, and needs neither a GPU nor packs. It prints
 
-* the recorded answers of `which` for the nearest models,
-* the predicted speed of each precision on the card (`pretrain.plan.speed`), beside the recorded
-  cost in loss of the nearest model, and
-* the predicted time of `which` itself, with the command to run on the card.
+* the recorded answer about the nearest model for each precision,
+* the table of the command `plan`, with the predicted speed of each precision on the card, and
+* the predicted time of `which` itself, with the precisions that are worth a run.
 
 answers.csv has the recorded answers and costs, with one row for each precision that was compared
 with BF16:
@@ -25,72 +24,21 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from foundation.errors import InputError
-from foundation.units import (
-    GIB,
-    UNKNOWN,
-    count,
-    duration,
-    markdown,
-    memory,
-    or_dash,
-    percent,
-    plural,
-)
+from foundation.units import UNKNOWN, count, duration, markdown, plural
 from pretrain.compare import which
 from pretrain.compare.which_plan import RoundTimes, WhichPlan
-from pretrain.compare.which_trainings import HEAD, WhichTrainings, candidate_of
 from pretrain.metrics.card_rates import read_rates
-from pretrain.model.distributed import as_launched
-from pretrain.plan.plan import KEPT_FREE, Plan
-from pretrain.plan.speed import Prediction, predict
-from pretrain.plan.targets import devices_called, obstacle, plan_on
-from pretrain.precision.settings import PRECISIONS
-from pretrain.run.job import plan_elsewhere
-from pretrain.settings.commands import MARGIN_PERCENT, ON_GPU
+from pretrain.settings.commands import MARGIN_PERCENT
+from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 ANSWERS = Path(__file__).with_name("answers.csv")
 # A row of answers.csv.
-Answer = dict[str, str]
-# A loss within the margin is not assumed for models with more than this multiple of parameters.
-SIMILAR = 10
-# Conclusions about a precision. `which` need not train a precision with one of the first two.
-COSTS_MORE = f"costs more loss than {MARGIN_PERCENT} %"
-NOT_FASTER = "not faster"
-FASTER = "smaller gain"
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The predicted speed of a precision on a card, and its measured loss."""
-
-    # Number of parameters of the model.
-    parameters: int
-    prediction: Prediction
-    # The row of answers.csv about the nearest model. Empty if the precision was never measured.
-    answer: Answer
-
-    @property
-    def conclusion(self) -> str:
-        """Return the conclusion from the gain and from the interval of the loss."""
-        gain = self.prediction.gain
-        loss = self.answer.get("loss_in_percent", "nan ± nan")
-        middle, half_width = map(float, loss.split(" ± "))
-        is_similar = self.parameters <= SIMILAR * int(self.answer.get("parameters", 0))
-        # Map each conclusion to a value that is true if the conclusion applies.
-        conclusions = {
-            COSTS_MORE: middle - half_width > MARGIN_PERCENT,
-            f"not known: {self.prediction.basis}": gain is None,
-            NOT_FASTER: gain is not None and round(gain, 2) <= 1,
-            FASTER: is_similar and middle + half_width <= MARGIN_PERCENT,
-            "not known: loss": True,
-        }
-        return next(conclusion for conclusion, applies in conclusions.items() if applies)
+Answer = Mapping[str, str]
 
 
 def main(options: argparse.Namespace) -> int:
@@ -100,162 +48,117 @@ def main(options: argparse.Namespace) -> int:
     """
     if options.on is None:
         return which.main(options)
+    # Import these modules here, because they import transformers, which takes seconds.
+    from pretrain.plan.speed import predict
+    from pretrain.plan.targets import obstacle
+    from pretrain.run.plan_command import device_table, fits, plans_on
+
     recipe = which.checked_recipe(options)
-    if recipe.train.epochs and not options.steps:
+    overrides = [*options.overrides, "precision=bf16", "fp8_config.scope=linear"]
+    if options.steps:
+        overrides.append(f"train.steps={options.steps}")
+    elif recipe.train.epochs:
         raise InputError("`train.epochs` needs the number of packs; with --on, set --steps instead")
-    plans = plans_on(options, recipe)
-    base = next(iter(plans.values()))
-    parameters = base.flops.parameters
-    answers = nearest_answers(parameters, of_mixtures=base.flops.choices > 0)
-    estimates = {
-        name: Estimate(
-            parameters,
-            predict(plan, read_rates(plan.devices.name)),
-            next((answer for answer in answers if answer["precision"] == name), {}),
-        )
-        for name, plan in plans.items()
-    }
-    print(f"{recipe.name}, {count(parameters)} parameters, on {base.devices}\n")
-    print(table_of_answers(answers, base.devices.capability))
-    largest = max(int(answer["parameters"]) for answer in answers)
-    if parameters > largest:
-        print(f"\nNo such model above {count(largest)} parameters was measured.")
-    print(f"\n{table_of_estimates(estimates)}")
-    print(f"\nBasis of the first speed: {next(iter(estimates.values())).prediction.basis}.")
-    print(time_of_which(options, recipe, estimates))
-    return 0
-
-
-def plans_on(options: argparse.Namespace, recipe: Recipe) -> dict[str, Plan]:
-    """Return the plans of the trials of `which` on the card, by precision, the baseline first.
-
-    Print the reason for each candidate that is skipped, because the card cannot train it, and for
-    experts that stay in BF16.
-    """
-    devices = devices_called(options.on)
+    plans = plans_on(options.on, load_recipe(options.recipe, overrides), overrides)
+    devices = plans["bf16"].devices
     if devices.count > 1:
         raise InputError(
             f"--on {options.on}: a run of `which` trains on one GPU; name the card alone, and set "
             "--gpus to the number of cards"
         )
-    first, *others = (name for name, precision in PRECISIONS.items() if precision.quantized)
-    names = options.precisions or ["bf16", first, f"{first}{HEAD}", *others]
-    overrides = tuple(options.overrides)
-    trainings = WhichTrainings(recipe, options.recipe, overrides, ON_GPU, Path())
-    accelerator, _ = as_launched(recipe)
-    plans: dict[str, Plan] = {}
-    for cell in trainings.trial(names).cells:
-        try:
-            plan = plan_on(devices, *plan_elsewhere(cell.recipe, accelerator, overrides))
-            check_card(plan)
-            plans[candidate_of(cell)] = plan
-            for reason in plan.experts_in_bf16:
-                print(f"{candidate_of(cell)}: {reason}")
-        except InputError as error:
-            if not plans:
-                raise InputError(f"--on {options.on}: {candidate_of(cell)}: {error}") from error
-            print(f"skipped: {candidate_of(cell)}: {error}")
-    return plans
+    flops = plans["bf16"].flops
+    answers = nearest_answers(flops.parameters, of_mixtures=flops.choices > 0)
+    print(f"{recipe.name}, {count(flops.parameters)} parameters\n\n{table_of_answers(answers)}\n")
+    print(device_table(plans, price=None), end="\n\n")
+    rates = read_rates(devices.name)
+    speeds = {
+        name: predict(plan, rates).tokens_per_second
+        for name, plan in plans.items()
+        if obstacle(plan) is None and fits(plan)
+    }
+    print(time_of_which(options, recipe, speeds, answers))
+    return 0
 
 
-def check_card(plan: Plan) -> None:
-    """Raise InputError if the card lacks a precision of the plan or has too little memory."""
-    if reason := obstacle(plan):
-        raise InputError(reason)
-    takes = plan.takes(min(plan.expected_microbatch, plan.packs_per_rank))
-    available = plan.devices.memory / (1 - KEPT_FREE)
-    if takes > available:
-        raise InputError(
-            f"needs {memory(takes / GIB)}, but the card has {memory(available / GIB)}; set a "
-            "smaller `batch.microbatch`, `optimizer.offload: moments` or "
-            "`model.gradient_checkpointing: full`"
-        )
+def nearest_answers(parameters: int, *, of_mixtures: bool) -> dict[str, Answer]:
+    """Map each precision to its row about the nearest mixture of experts, or dense model.
 
-
-def nearest_answers(parameters: int, *, of_mixtures: bool) -> list[Answer]:
-    """Return the rows about mixtures of experts, or about dense models, the nearest models first.
-
-    The distance is the difference between the logarithms of the numbers of parameters. Of one
-    model, the rows with the most seeds are first.
+    The distance is the difference between the logarithms of the numbers of parameters. Of several
+    rows about one model, take the one with the most seeds. The nearest models are first.
     """
     with ANSWERS.open(encoding="utf-8", newline="") as file:
-        answers = [row for row in csv.DictReader(file) if (row["experts"] != "0") == of_mixtures]
-    return sorted(
-        answers,
-        key=lambda row: (abs(math.log(int(row["parameters"]) / parameters)), -int(row["seeds"])),
+        rows = [row for row in csv.DictReader(file) if (row["experts"] != "0") == of_mixtures]
+    rows.sort(
+        key=lambda row: (abs(math.log(int(row["parameters"]) / parameters)), -int(row["seeds"]))
     )
+    nearest: dict[str, Answer] = {}
+    for row in rows:
+        nearest.setdefault(row["precision"], row)
+    return nearest
 
 
-def table_of_answers(answers: list[Answer], capability: tuple[int, int] | None) -> str:
-    """Return a table of three answers of `which`. Those on cards of the same kind are first.
-
-    capability: the compute capability of the card.
-    """
-    by_card = sorted(
-        (answer for answer in answers if answer["answer"]),
-        key=lambda answer: devices_called(answer["card"]).capability != capability,
-    )
+def table_of_answers(answers: Mapping[str, Answer]) -> str:
+    """Return a table of recorded answers, one for each precision."""
     columns = {
-        "model": "recorded answer",
-        "card": "card",
         "precision": "precision",
+        "model": "measured with",
+        "card": "card",
         "seeds": "seeds",
         "loss_in_percent": "loss in percent",
+        "verdict": "verdict",
         "speed": "speed",
         "gain": "gain at equal loss",
         "gain_interval": "its interval",
         "answer": "answer",
     }
-    return markdown(
-        list(columns.values()),
-        [[answer[column] or UNKNOWN for column in columns] for answer in by_card[:3]],
-        names=3,
-    )
+    rows = [[answer[column] or UNKNOWN for column in columns] for answer in answers.values()]
+    return markdown(list(columns.values()), rows, names=3)
 
 
-def table_of_estimates(estimates: dict[str, Estimate]) -> str:
-    """Return a table of the baseline, which is the first precision, and the candidates."""
-    base, *candidates = estimates
-    conclusions = {name: estimates[name].conclusion for name in candidates} | {base: "baseline"}
-    faster = [name for name in candidates if conclusions[name] == FASTER]
-    if faster:
-        best = max(faster, key=lambda name: estimates[name].prediction.gain or 0.0)
-        conclusions[best] = "try first"
-    rows = [
-        [
-            name,
-            or_dash(estimate.prediction.tokens_per_second, "{:,.0f}".format),
-            or_dash(estimate.prediction.gain, "{:.2f} ×".format),
-            or_dash(estimate.prediction.gain_bar, percent),
-            *(
-                estimate.answer.get(column, UNKNOWN)
-                for column in ("loss_in_percent", "model", "seeds", "verdict")
-            ),
-            conclusions[name],
-        ]
-        for name, estimate in estimates.items()
-    ]
-    header = ["predicted", "tokens/s", "gain over bf16", "±", "loss in percent", "measured with"]
-    return markdown([*header, "seeds", "verdict", "conclusion"], rows)
+def is_worth_a_run(base: float | None, speed: float | None, answer: Answer | None) -> bool:
+    """Return True unless a precision is not faster, or its recorded loss lies above the margin.
+
+    base, speed: the predicted speeds of the baseline and of the precision, or None.
+    answer: the recorded answer, or None if the precision was never measured.
+    """
+    if base and speed and round(speed / base, 2) <= 1:
+        return False
+    if answer is None:
+        return True
+    middle, half_width = map(float, answer["loss_in_percent"].split(" ± "))
+    return middle - half_width <= MARGIN_PERCENT
 
 
 def time_of_which(
-    options: argparse.Namespace, recipe: Recipe, estimates: dict[str, Estimate]
+    options: argparse.Namespace,
+    recipe: Recipe,
+    speeds: Mapping[str, float | None],
+    answers: Mapping[str, Answer],
 ) -> str:
-    """Return the predicted time of `which` on the card, and the command to run there.
+    """Return the predicted time of `which` on the card, and the options to set there.
 
-    Unless --precisions is set, skip candidates that cost too much loss or are not faster. The time
-    limit, --hours, is ignored.
+    Unless --precisions is set, the candidates are those that are worth a run. The time limit,
+    --hours, is ignored. Raises InputError if the card cannot train one of --precisions, or BF16.
+
+    speeds: the predicted tokens per second in each precision that the card can train, or None.
     """
-    base, *candidates = estimates
-    skipped = () if options.precisions else (COSTS_MORE, NOT_FASTER)
-    names = [base, *(name for name in candidates if estimates[name].conclusion not in skipped)]
-    speeds = {name: estimates[name].prediction.tokens_per_second for name in names}
+    names = options.precisions or list(dict.fromkeys(["bf16", *speeds]))
+    if unable := [name for name in names if name not in speeds]:
+        raise InputError(
+            f"--on {options.on}: {unable[0]}: the card cannot train the recipe in this precision; "
+            "set other --precisions, or a smaller `batch.microbatch` if the memory is too small"
+        )
+    base, *candidates = names
     speed = speeds[base]
-    if len(names) == 1:
+    if not options.precisions:
+        candidates = [
+            name for name in candidates if is_worth_a_run(speed, speeds[name], answers.get(name))
+        ]
+    if not candidates:
         return f"No precision is worth a run of `which` on this card: train in {base}."
     if speed is None:
-        return f"The time of `which` is not known: {estimates[base].prediction.basis}."
+        return "The time of `which` is not known."
+    names = [base, *candidates]
     which.check_seeds(options, names)
     at_once = options.gpus or 1
     plan = which.fit_steps(
@@ -277,22 +180,10 @@ def time_of_which(
         at_once=at_once,
         seconds_left=math.inf,
     )
-    seconds = RoundTimes(plan, at_once).planned_seconds()
-    given = {
-        "--precisions": ",".join(names),
-        "--hours": f"{math.ceil(seconds / 360) / 10:g}",
-        "--seeds": options.seeds,
-        "--margin": options.margin,
-        "--steps": options.steps,
-        "--gpus": options.gpus,
-        "--from": options.begin_with,
-        "--config": options.config,
-        "--run_dir": options.run_dir,
-    }
-    command = ["python", "-m", "pretrain", "which", str(options.recipe), *options.overrides]
-    command += [str(word) for option in given.items() if option[1] for word in option]
+    planned = RoundTimes(plan, at_once).planned_seconds()
     return (
-        f"`which` takes about {duration(seconds)} on {plural(at_once, 'such card')}, for "
-        f"{plan.seeds} seeds of {plan.steps:,} steps. In fewer --hours, its runs are shorter:\n"
-        f"  {shlex.join(command)}"
+        f"`which` takes about {duration(planned)} for {plan.seeds} seeds of {plan.steps:,} steps, "
+        f"with {plural(at_once, 'run')} at a time.\n"
+        "In fewer --hours, its runs are shorter. Run the same command there, and replace --on by\n"
+        f"  --precisions {','.join(names)} --hours {math.ceil(planned / 360) / 10:g}"
     )

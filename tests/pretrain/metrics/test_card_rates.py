@@ -22,7 +22,6 @@ RATES = CardRates(
     gemm={"bf16": 6.9e14, "delayed": 1.3e15},
     bandwidth=2.9e12,
     launch=4.2e-6,
-    link="NVLink",
     nccl={"all_gather 100000000": 3.5e11},
     versions=versions_here(),
     date="2026-11-28",

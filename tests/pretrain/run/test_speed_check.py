@@ -176,7 +176,6 @@ def test_stored_rates_replace_those_of_the_data_sheet(job: Job, empty_cache: Non
         gemm={"bf16": 3e14, "delayed": 6e14},
         bandwidth=2e12,
         launch=5e-6,
-        link=None,
         nccl={},
         versions=versions_here(),
         date="2026-11-28",
