@@ -94,7 +94,7 @@ def test_the_table_of_serving_is_that_of_its_file() -> None:
 
 def test_readmes_losses_are_those_of_the_evidence():
     evidence = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-    small, blackwell = readmes_answers()[3:5]
+    small, blackwell = readmes_answers()[4:6]
     for row in ("MXFP8, emulated", "NVFP4, its last layer in BF16, emulated"):
         (cell,) = re.findall(rf"(?m)^\| {row} \| 14 million .*? \| \+([\d.]+ ± [\d.]+) %", evidence)
         middle, half = map(float, cell.split(" ± "))
@@ -115,7 +115,7 @@ def test_speeds_of_the_readme_are_those_of_the_result_files():
     largest = gains_of_fp8(shapes["Qwen2.5-7B"])
     assert rows[0][2] == f"{largest[1]:.1f} times"
     answers = json.loads((RESULTS / "loss/which.json").read_text(encoding="utf-8"))
-    assert rows[3][1:3] == ["BF16", "FP8: 1.0 times"]
+    assert rows[4][1:3] == ["BF16", "FP8: 1.0 times"]
     assert "delayed: equivalent, not worth it" in answers["dense_delayed"]["answer"]
 
 
@@ -127,7 +127,7 @@ def test_predicted_speeds_of_the_readme_are_those_of_the_page_of_gpus():
     }
     others = ["RTX 4090", "RTX 5090", "RTX PRO 6000 Server", "L40S"]
     predicted = (gains["B200"], [gain for name in others for gain in gains[name]])
-    for row, known in zip(readmes_answers()[5:7], predicted, strict=True):
+    for row, known in zip(readmes_answers()[6:8], predicted, strict=True):
         assert row[2] == f"{min(known):.2f} to {max(known):.2f} times, predicted"
     assert gains["A100"] == []
 
@@ -244,10 +244,24 @@ def test_qwen3_0_6b_has_the_speed_and_loss_of_seven_rounds():
         assert cost in " ".join(page.split())
         if name == "delayed":
             assert cost in evidence
-        difference = LossDifference(dict(enumerate(served)), 1.0)
+            middle = 100 * statistics.mean(served)
+            ends = (middle - 100 * half_width, middle + 100 * half_width)
+            seeds = difference_of(served).seeds_for_verdict(0.003, error_of(2)) - len(served)
+            assert seeds == 3
+            assert readmes_answers()[3][2:] == [
+                f"{speedup:.1f} times",
+                f"{ends[0]:.2f} to {ends[1]:.2f} % higher; three more seeds are needed for a "
+                "verdict".replace("-", "−"),
+            ]
+        difference = difference_of(served)
         half_width = difference.half_width(error_of(2))
         assert f"± {100 * half_width:.2f} %" in page
         assert difference.verdict(0.003, error_of(2)) == "cannot tell"
+
+
+def difference_of(relative: list[float]) -> LossDifference:
+    """Return differences relative to the baseline's loss, one for each seed."""
+    return LossDifference(dict(enumerate(relative)), 1.0)
 
 
 def gains_of_fp8(result: dict[str, Any]) -> list[float]:
