@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from difflib import get_close_matches
 
 from transformers import PreTrainedModel
 
@@ -37,12 +36,9 @@ def card_called(name: str, option: str) -> Card:
     """
     if card := card_of(name):
         return card
-    names = [card.name for card in CARDS]
-    similar = get_close_matches(name.upper(), names, n=1, cutoff=0.7)
-    hint = "".join(f"did you mean {match}? " for match in similar)
-    raise InputError(
-        f"{option}: this device is not in the table; {hint}the table has {', '.join(names)}"
-    )
+    # No similar name is suggested, because similar names are of other cards: H20 and H200.
+    names = ", ".join(card.name for card in CARDS)
+    raise InputError(f"{option}: this device is not in the table; the table has {names}")
 
 
 def plan_on(
