@@ -230,7 +230,7 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
     card = card_of(plan.devices.name)
     tokens = plan.tokens_per_step
     if card is None:
-        return Prediction({}, tokens, None, "this device is not in the table of cards")
+        return Prediction({}, tokens, None, f"{plan.devices.name} is not in the table of GPUs")
     spans = plan.schedule.spans
     # The head and the gain need the rate of BF16 in every precision.
     needed = {BF16.name, *(span.active.precision.name for span in spans)}

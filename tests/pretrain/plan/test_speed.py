@@ -293,7 +293,7 @@ def test_a_measured_plan_quotes_the_newest_measured_speed() -> None:
         ("A100", "delayed", {}, "this card has no GEMMs in delayed", None),
         ("B200", "nvfp4", {}, "no step in nvfp4 was measured", None),
         ("B200", "block", {}, "no step in block was measured", None),
-        ("H20", "delayed", {}, "this device is not in the table of cards", None),
+        ("H20", "delayed", {}, "H20 is not in the table of GPUs", None),
         ("H200", "delayed", {"devices": Devices(16, name="H200")}, "more than 8 cards", None),
         ("L40S", "delayed", {"devices": Devices(4, name="L40S")}, "several cards without", None),
         ("H200", "bf16", {"devices": Devices(4, name="H200")}, "± 15 %", 0.10),
