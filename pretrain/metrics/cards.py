@@ -123,7 +123,7 @@ CARDS = (
         error=GUESSED,
     ),
     Card(
-        pattern=rf"h100(?: ?sxm5?)?{NUMBERS}",
+        pattern=r"h100(?: ?sxm5?)?(?: 80gb?)?(?: hbm3)?",
         name="H100",
         capability=(9, 0),
         memory=79.1,

@@ -55,6 +55,8 @@ def test_peaks_are_dense_and_those_of_a_generation(card: Card) -> None:
         ("rtx6000ada", "RTX 6000 Ada"),
         ("pro6000", "RTX PRO 6000 Workstation"),
         ("RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Server"),
+        ("NVIDIA H100 64GB HBM2", None),
+        ("NVIDIA H100 96GB HBM3", None),
         ("Quadro RTX 6000", None),
         ("4090 D", None),
         ("4080", None),
