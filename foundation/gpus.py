@@ -40,7 +40,7 @@ def used_memory() -> list[float]:
 
 
 def load_of(index: int) -> tuple[int, float]:
-    """Return the number of processes on a visible GPU, and the share of time in which it is idle.
+    """Return two figures of a visible GPU: its number of processes, and its idle share of the time.
 
     NVML measures the share over the last second or less. Return (1, 0.0) if NVML does not know the
     load of the GPU.
@@ -69,10 +69,10 @@ def link_between_gpus() -> str | None:
     Return None if NVML does not know the link.
     """
     with suppress(pynvml.NVMLError, ValueError):
-        first, *others = map(_handle, visible_gpus())
+        first, *peers = map(_handle, visible_gpus())
         statuses = {
-            pynvml.nvmlDeviceGetP2PStatus(first, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            for other in others
+            pynvml.nvmlDeviceGetP2PStatus(first, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            for peer in peers
         }
         return "NVLink" if statuses == {pynvml.NVML_P2P_STATUS_OK} else "PCIe"
     return None

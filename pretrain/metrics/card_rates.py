@@ -1,4 +1,4 @@
-"""The sustained rates of a GPU, which `python -m pretrain doctor` measures and stores.
+"""Sustained rates of a GPU, measured and stored by `python -m pretrain doctor`.
 
 They are stored in the folder of caches, in one JSON file for each entry in the table of cards. So
 the rates of an "NVIDIA H100 80GB HBM3" are those of an "H100". A GPU that is not in the table has a

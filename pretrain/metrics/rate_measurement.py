@@ -158,11 +158,11 @@ def collective_rates(device: torch.device, sizes: Sequence[int] = MESSAGES) -> d
     rates = {}
     for size in sizes:
         part = torch.zeros(size // 4 // processes, device=device)
-        whole = part.repeat(processes)
+        message = part.repeat(processes)
         operations = {
-            "all_gather": partial(distributed.all_gather_into_tensor, whole, part),
-            "reduce_scatter": partial(distributed.reduce_scatter_tensor, part, whole),
-            "all_reduce": partial(distributed.all_reduce, whole),
+            "all_gather": partial(distributed.all_gather_into_tensor, message, part),
+            "reduce_scatter": partial(distributed.reduce_scatter_tensor, part, message),
+            "all_reduce": partial(distributed.all_reduce, message),
         }
         for name, operation in operations.items():
             sent = size * (processes - 1) / processes * (2 if name == "all_reduce" else 1)

@@ -174,7 +174,7 @@ def step_seconds(card: Card, work: Work, rates: CardRates | None = None) -> dict
 
 
 def _gemm_seconds(work: Work, rates: CardRates) -> tuple[float, float]:
-    """Return the seconds of a token in the GEMMs of the layers, and in those of the LM head."""
+    """Return the seconds per token of the GEMMs of the layers, and of the GEMMs of the LM head."""
     flops = work.flops
     low = TRAINED / rates.gemm[work.precision]
     plain = TRAINED / rates.gemm[BF16.name]
@@ -262,11 +262,11 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
 def _predict_step(
     card: Card, work: Work, rates: CardRates | None
 ) -> tuple[dict[str, float], float, float | None]:
-    """Return the seconds of the parts of a step, those of a step in BF16, and the bar of the speed.
+    """Return the seconds of each part of a step, its seconds in BF16, and the error bar.
 
-    Without `rates`, the seconds are scaled to the measured steps of the same kind. With `rates`,
-    they depend on the rates alone, because this machine may be faster or slower than that of the
-    steps.
+    The error bar is the half-width of the error of the speed, or None. Without `rates`, the seconds
+    are scaled to the measured steps of the same kind. With `rates`, they depend on the rates alone,
+    because this machine may be faster or slower than the machine of the measured steps.
     """
     plain = replace(work, precision=BF16.name, low_head=False, kept=0.0, experts_kept=0.0)
     parts = step_seconds(card, work, rates)

@@ -131,11 +131,13 @@ def _in_precisions(
     plans = {plan.schedule.label + (head if plan.schedule.unquantized else ""): planned}
     unsuitable = []
     for label in labels:
+        if label in plans:
+            continue
         name = label.removesuffix("+head")
         settings = recipe.fp8_config.model_copy(update={"scope": label.replace(name, "linear")})
         in_one = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
-            plans.setdefault(label, plan_elsewhere(in_one, accelerator, overrides))
+            plans[label] = plan_elsewhere(in_one, accelerator, overrides)
         except InputError as error:
             unsuitable.append(f"{label}: {error}")
     return plans, unsuitable
@@ -196,15 +198,16 @@ def _row(
     devices = plan.devices
     size = plan.expected_microbatch
     takes = plan.takes(size)
-    remark = ", barely" * (fits(plan) and takes > devices.memory)
+    is_possible = fits(plan)
+    remark = ", barely" * (is_possible and takes > devices.memory)
     host = f" + {units.memory(plan.host_memory / GIB)} host" if plan.host_memory else ""
     topology = f", {devices.topology}" if devices.count > 1 else ""
-    speed = prediction.tokens_per_second if fits(plan) else None
+    speed = prediction.tokens_per_second if is_possible else None
     seconds = plan.total_tokens / speed if speed else None
     dollars = f"{price * devices.count * seconds / 3600:,.2f}" if price and seconds else UNKNOWN
     cells = [
         label,
-        _with_bar(speed, prediction.bar, ",.0f") if fits(plan) else "does not fit",
+        _with_bar(speed, prediction.bar, ",.0f") if is_possible else "does not fit",
         _with_bar(
             prediction.gain, prediction.gain_bar if plan.schedule.unquantized else None, ".2f"
         ),

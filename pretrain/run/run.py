@@ -8,6 +8,7 @@ scaling from its checkpoint. In both cases the run repeats the uninterrupted run
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,7 @@ class Run:
     # The predicted speed in the precision of this process's first step.
     prediction: Prediction = field(init=False)
     # The records of the last COMPARED steps of this process.
-    recent_steps: list[Record] = field(default_factory=list)
+    recent_steps: deque[Record] = field(default_factory=lambda: deque(maxlen=COMPARED))
     # The evaluation with the lowest held-out loss, or None. Its checkpoint is not deleted
     # (`checkpoint.best`).
     best: Record | None = None
@@ -249,7 +250,7 @@ class Run:
         self.console.step(
             record, show=is_due(self.state.step, self.job.recipe.log.every) or self.state.finished
         )
-        self.recent_steps = [*self.recent_steps[1 - COMPARED :], record]
+        self.recent_steps.append(record)
         if (
             self.prediction.bar
             and self.state.step == self.resumed_step + COMPARED

@@ -6,6 +6,7 @@ without a profiler. It is made once, from the records of steps, and does not slo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,14 +35,16 @@ def predict_phase(job: Job, step: int, attention: str) -> Prediction:
 def line_about_attention(job: Job, step: int) -> str | None:
     """Return a line with the speed that a missing FlashAttention-4 would give, or None."""
     reason = job.attention.reason
+    if "needs the package flash-attn-4" not in reason:
+        return None
     speed = predict_phase(job, step, "packed_fa4").tokens_per_second
-    if speed is None or "needs the package flash-attn-4" not in reason:
+    if speed is None:
         return None
     return f"FlashAttention-4 would give {speed:,.0f} tokens/s; the attention is the {reason}"
 
 
 def compare(
-    prediction: Prediction, steps: list[Record], graphs: str, processes: int, idle: float
+    prediction: Prediction, steps: Sequence[Record], graphs: str, processes: int, idle: float
 ) -> dict[str, Any]:
     """Return an event for metrics.jsonl that compares the speed of steps with its prediction.
 
@@ -84,7 +87,7 @@ def compare(
     }
 
 
-def _cause_on_gpu(steps: list[Record], processes: int) -> str:
+def _cause_on_gpu(steps: Sequence[Record], processes: int) -> str:
     """Return the reason why a GPU that is not idle takes longer than predicted. See `compare`."""
     # Map each reason to a value that is true if it applies, for example to most steps.
     reasons = {

@@ -14,7 +14,8 @@ with BF16:
 * precision: the candidate, as `which` names it.
 * loss_in_percent: held-out loss above BF16, in percent of BF16's loss, as a mean over seeds with
   its 95 % interval (paired t). `verdict` is that of the result file, with a margin of 0.3 %.
-* speed, gain_at_equal_loss, its_interval: in rows of `which`, relative to BF16. Empty if not known.
+* speed, gain (at equal loss), gain_interval: in rows of `which`, relative to BF16. Empty if not
+  known.
 * answer: the answer of `which`, in the row of the precision that the answer is about.
 * file: the result file in benchmarks/results/loss/.
 """
