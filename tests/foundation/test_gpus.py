@@ -30,6 +30,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def memory(name: int | str, version: int) -> SimpleNamespace:
         return SimpleNamespace(used=USED[name] << 30)
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
@@ -54,7 +55,6 @@ def test_the_used_memory_of_visible_gpus_is_reported(
     two_gpus: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert visible_gpus() == names
@@ -95,7 +95,6 @@ def test_the_load_of_a_gpu_is_its_processes_and_idle_time(
     two_gpus: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     rates = SimpleNamespace(gpu=75)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda gpu: rates)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda gpu: pids)
