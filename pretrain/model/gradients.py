@@ -69,7 +69,14 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the main gradient of a parameter, or its `.grad` if it has no main gradient."""
+    """Return the main gradient of a parameter, or its `.grad` if it has no main gradient.
+
+    Some gathered parameters share the memory of their main gradients. Their gradients have been
+    reduced, so the result is the `.grad` of the attribute `shard`.
+    """
+    shard = getattr(parameter, "shard", None)
+    if shard is not None:
+        return shard.grad
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
 

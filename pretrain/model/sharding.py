@@ -10,6 +10,12 @@ are tied, they are one shard group. docs/developers/distributed.md describes the
 * ZeRO-3 gathers a group for each use, and reduces its gradients in each microbatch. The reduced
   gradients are accumulated in the shards, in the dtype `kept`, an argument of `Sharding`.
 
+In low precision, both modes gather a decoder layer only in the first microbatch of a step. This
+microbatch quantizes the weights, and each process keeps the codes of all weights until the end of
+the step (`Gemm.weight`). So the gathered weights are freed after this forward, although FSDP2 still
+treats the group as gathered. They are gathered again for the next pass that reads them: the first
+microbatch of the next step, or an evaluation.
+
 In both modes, FSDP2 accumulates the unsharded gradient of a parameter in the tensor
 `unsharded_accumulated_grad`, and reduces this tensor over ranks. `Sharding` allocates the tensor
 and also makes it the `main_grad` of the gathered parameter, so that matrix products can add to it.
@@ -28,9 +34,9 @@ This file uses private attributes of FSDP2's groups and parameters. These attrib
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -48,6 +54,12 @@ from pretrain.model.gradients import (
     sum_rows_in_fp32,
     values_of_sums,
 )
+from pretrain.precision.gemm import GemmEngine
+from pretrain.precision.product import LowPrecisionLinear
+
+# A group keeps codes instead of weights if at least this share of its values is quantized. The
+# other values, such as those of norms, stay gathered until the end of the step.
+QUANTIZED_SHARE = 0.9
 
 
 def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:
@@ -91,6 +103,10 @@ class _Group:
     fsdp: Any  # the FSDPParamGroup of torch
     sums: Tensor | None = None  # memory of the main gradients; None if nothing is trained
     shares_memory: bool = False  # True if other groups use the same memory
+    # Map each engine to the FSDPParams of the weights that it quantizes, if there are enough of
+    # them (QUANTIZED_SHARE).
+    quantized: dict[GemmEngine | None, list[Any]] = field(default_factory=dict)
+    is_freed: bool = False  # True if FSDP2 treats freed weights as gathered
 
     @property
     def module(self) -> Any:
@@ -107,6 +123,33 @@ class _Group:
         """True if the main gradients contain sums that FSDP2 has not reduced yet."""
         return any(param.unsharded_accumulated_grad is not None for param in self.trained)
 
+    def find_quantized(self, engine: GemmEngine, weights: Collection[int]) -> None:
+        """Store the weights that `engine` quantizes. `weights` has the ids of their parameters.
+
+        A group of several modules keeps its weights, because an embedding reads a tied table.
+        """
+        sizes = {param: param.sharded_param.numel() for param in self.fsdp.fsdp_params}
+        quantized = [param for param in sizes if id(param.sharded_param) in weights]
+        share = sum(sizes[param] for param in quantized) / sum(sizes.values())
+        if share >= QUANTIZED_SHARE and len(self.fsdp.modules) == 1:
+            self.quantized[engine] = quantized
+
+    def reshard(self) -> None:
+        """Free all gathered parameters."""
+        self.module.reshard()
+        self.is_freed = False
+
+    def free(self, engine: GemmEngine | None) -> None:
+        """Free the gathered weights that `engine` has quantized, unless they have been freed.
+
+        Their memory was allocated, written and read in the current stream, so the allocator may
+        reuse it at once. FSDP2 frees gathered parameters in the same way.
+        """
+        if not self.is_freed:
+            for param in self.quantized[engine]:
+                param.all_gather_outputs[0].untyped_storage().resize_(0)
+        self.is_freed = True
+
 
 class Sharding:
     """Main gradients and their reduction for one model that Accelerate has sharded.
@@ -114,7 +157,7 @@ class Sharding:
     Create one object for a model, after `distributed.shard`. All ranks must call all methods.
 
     Args:
-        model: The prepared model.
+        model: The prepared PackedLanguageModel.
         kept: Dtype of the reduced gradients in the shards.
         stacks: Lists of parameters of the sharded model. The parameters of a list are the rows of
             one matrix; see `attach_main_gradients`.
@@ -123,14 +166,15 @@ class Sharding:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         kept: torch.dtype,
         stacks: Sequence[Sequence[Summed]],
         *,
         once_a_step: bool,
     ) -> None:
         self.once_a_step = once_a_step
-        self._model: Any = model
+        self._model = model
+        self._context = model.context
         self._kept = kept
         # Ignore a warning of torch: a fused layer returns a view of its result, and the next layer
         # could write into this view. The warning does not apply, because no layer writes into its
@@ -143,8 +187,11 @@ class Sharding:
             is_root = model in group.fsdp.modules
             group.shares_memory = not (once_a_step or is_root or len(group.fsdp.modules) > 1)
         self._attach(stacks)
+        self._find_quantized()
         for group in self._groups:
             for module in group.fsdp.modules:
+                # FSDP2 gathers the group in a hook of its own, which must run later.
+                module.register_forward_pre_hook(partial(self._before_forward, group), prepend=True)
                 module.register_forward_hook(partial(self._after_forward, group))
         model.register_forward_hook(self._after_model)
 
@@ -154,10 +201,13 @@ class Sharding:
         model = self._model
         if self.once_a_step:
             model.set_requires_gradient_sync(False)
-            model.set_reshard_after_backward(False)
         else:
             # Replicas of the shards exchange gradients only in the last microbatch of a step.
             model.set_requires_all_reduce(False)
+        for group in self._groups:
+            # A pass without quantization reads all weights. It must not keep them beside the codes.
+            keeps_codes = self._context.quantizing and self._is_quantized(group)
+            group.fsdp.reshard_after_backward = not (self.once_a_step or keeps_codes)
         try:
             yield
         finally:
@@ -175,9 +225,36 @@ class Sharding:
                 param._unsharded_param.grad = None
         self._reshard()
 
+    def _is_quantized(self, group: _Group) -> bool:
+        """Return True if a group can keep codes in the current precision."""
+        return self._context.engine in group.quantized
+
+    def _keeps_codes(self, group: _Group) -> bool:
+        """Return True if the current forward caches the codes of a group's weights."""
+        is_low = self._context.low_precision and torch.is_grad_enabled()
+        return is_low and self._is_quantized(group)
+
     def _reshard(self) -> None:
         for group in self._groups:
-            group.module.reshard()
+            group.reshard()
+
+    def _find_quantized(self) -> None:
+        """Find the groups that can keep codes. FSDP2 must not reshard them after each forward."""
+        parameters = dict(self._model.hf.named_parameters())
+        # Each forward of these layers transposes the weight, and torch raises if it was freed.
+        transposed = {
+            id(module.weight)
+            for module in self._model.modules()
+            if isinstance(module, LowPrecisionLinear) and module.transposed
+        }
+        for engine in self._context.engines:
+            names = [name for gemm in engine.gemms.values() for name in gemm.members]
+            weights = {id(parameters.get(f"{name}.weight", parameters.get(name))) for name in names}
+            for group in self._groups:
+                group.find_quantized(engine, weights - transposed)
+        for group in self._groups:
+            if group.quantized:
+                group.module.set_reshard_after_forward(False, recurse=False)
 
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
         """Give each gathered parameter a main gradient.
@@ -206,16 +283,32 @@ class Sharding:
                 group.sums = attach_sums(list(gathered_of.values()), torch.float32, rows, memory)
             for param in trained:
                 param.sharded_param.grad_dtype = None  # accepts gradients of any dtype
+                if group.shares_memory:
+                    param._unsharded_param.shard = param.sharded_param
                 for module in (param._module_info.module, *param._module_info.shared_modules):
                     sum_rows_in_fp32(module)
             group.module.reshard()
 
+    def _before_forward(self, group: _Group, module: nn.Module, inputs: Any) -> None:
+        """Forward pre-hook that makes FSDP2 gather freed weights again if the forward reads them.
+
+        The forwards after the first microbatch of a step read only codes.
+        """
+        reads_codes = self._keeps_codes(group) and not self._context.first_microbatch
+        if group.is_freed and not reads_codes:
+            group.reshard()
+
     def _after_forward(self, group: _Group, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Forward hook that registers `_before_backward` on the outputs of a group.
+        """Forward hook that frees weights, and registers `_before_backward` on a group's outputs.
 
         A hook on an output runs before everything else in the group's backward. FSDP2 prepares its
         backward by such hooks too.
         """
+        if self._keeps_codes(group):
+            group.free(self._context.engine)
+        elif group.quantized and (self._is_quantized(group) or not self.once_a_step):
+            # FSDP2 does not reshard groups that can keep codes.
+            group.reshard()
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -43,7 +43,8 @@ class Probe:
         """Observe the weight that a forward product multiplies. It may be unquantized.
 
         operand: the weight as an operand of `gemm`, possibly from the cache.
-        matrix: returns the present unquantized weight [out, in].
+        matrix: returns the present unquantized weight [out, in]. Under FSDP2, it may be called
+            only in the microbatch that has quantized the weight.
         """
 
     def result(

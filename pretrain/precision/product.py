@@ -353,9 +353,9 @@ class SingleWeightPass(LinearPass):
         operand = self.quantize("input", x)
         # The quantized weight, from forward to backward.
         self.weight = gemm.weight_operand(
-            lambda: weight, refresh=self.refresh, differentiable=self.differentiable
+            lambda: present(weight), refresh=self.refresh, differentiable=self.differentiable
         )
-        y = self.forward_product(operand, self.weight, lambda: weight, bias)
+        y = self.forward_product(operand, self.weight, lambda: present(weight), bias)
         return y, gemm.save(operand) if self.differentiable else ((), None)
 
     def backward(
@@ -405,6 +405,18 @@ class LinearFunction(torch.autograd.Function):
         dx, dw = ctx.linear_pass.backward(dy, saved, ctx.main_gradient)
         db = dy.sum(0, dtype=torch.float32).to(dy.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
+
+
+def present(weight: Tensor) -> Tensor:
+    """Return `weight`. Raise RuntimeError if its values were freed (`pretrain.model.sharding`).
+
+    Reading freed values would end the process.
+    """
+    if weight.untyped_storage().size() == 0 < weight.numel():
+        raise RuntimeError(
+            "FSDP2: a product reads a gathered weight that was freed when it was quantized"
+        )
+    return weight
 
 
 def with_main_grad_of(parameter: Tensor, copy: Any, *, transposed: bool = False) -> Tensor:

@@ -32,7 +32,7 @@ from pretrain.model.fused import formulas
 from pretrain.model.gradients import Summed
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.gemm import Gemm, GemmEngine, Operand, TorchGemm
-from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
+from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, present
 from pretrain.precision.scope import features_of
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 
@@ -195,7 +195,7 @@ def parameters_of(norm: nn.Module) -> list[nn.Parameter]:
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:
-    parts = [parameter.detach() for parameter in parameters]
+    parts = [present(parameter.detach()) for parameter in parameters]
     view = _rows_of_one(parts)
     return torch.cat(parts) if view is None else view
 

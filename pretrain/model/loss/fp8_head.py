@@ -25,7 +25,7 @@ from torch import Tensor
 from packing.arrow import IGNORE
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.observed import fp8_format
-from pretrain.precision.product import LinearPass, PrecisionContext
+from pretrain.precision.product import LinearPass, PrecisionContext, present
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 
 _BF16 = torch.bfloat16
@@ -45,7 +45,7 @@ def fused_head(
 
     def matrix() -> Tensor:
         """Return the unquantized weight in BF16."""
-        return weight.detach().to(_BF16)
+        return present(weight.detach()).to(_BF16)
 
     head_pass = LinearPass(gemm, context, differentiable=True)
     # Transformer Engine reads only the dtype and the device of this input.

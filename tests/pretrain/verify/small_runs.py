@@ -18,7 +18,7 @@ from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model import huggingface as model
 from pretrain.model import packed as packed_model
-from pretrain.model.distributed import shard
+from pretrain.model.distributed import gathers_once_a_step, shard
 from pretrain.model.gradients import RankSums, attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -300,15 +300,17 @@ def low_precision_model(
 
 def prepare(packed: PackedLanguageModel, accelerator: Accelerator) -> PackedLanguageModel:
     """Shard `packed` under FSDP2, and allocate its gradient sums."""
+    once_a_step = gathers_once_a_step(accelerator)
+    if accelerator.is_fsdp2:
+        shard(accelerator, packed, packed.context.compute_dtype, once_a_step=once_a_step)
+    # Sharding has replaced the parameters.
     stacks = packed.fused.stacks if packed.fused else ()
-    if not accelerator.is_fsdp2:
+    if accelerator.is_fsdp2:
+        packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=once_a_step)
+    else:
         attach_main_gradients(packed, torch.float32, stacks)
         packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
-        return packed
-    compute = packed.context.compute_dtype
-    prepared = shard(accelerator, packed, compute, once_a_step=False)
-    packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=False)
-    return prepared
+    return packed
 
 
 def rehearse(run: SmallRun) -> None:

@@ -1,0 +1,199 @@
+"""Test the gathers and reductions of a step of two ranks under FSDP2.
+
+tests/golden and test_processes.py compare whole runs with one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from foundation.overrides import overridden
+from pretrain.model import sharding
+from pretrain.model.distributed import complete_topology
+from pretrain.model.gradients import gradient_of, local_part
+from pretrain.model.packed import compute_microbatch, forward_backward, inputs_of
+from pretrain.observe.step_check import CachedWeights
+from pretrain.optimizer import adamw
+from tests.pretrain.verify.small_runs import (
+    HIDDEN,
+    VOCABULARY,
+    SmallRun,
+    build_run,
+    random_packs,
+    step_of,
+)
+from tests.ranks import start_ranks
+
+pytestmark = pytest.mark.multi
+
+MICROBATCHES = 3
+# Bytes of the gathered parameters of the tied run at the loss of the last microbatch: the table,
+# the final norm, and the norms of two layers, in BF16.
+RESIDENT = 2 * (VOCABULARY * HIDDEN + HIDDEN + 2 * (2 * HIDDEN + 2 * 32))
+RUNS: dict[str, dict[str, Any]] = {
+    "tied": {"precision": "delayed", "weights": "bf16_exact"},
+    "untied": {
+        "precision": "nvfp4",
+        "kind": "llama",
+        "scope": "linear+head",
+        "keep_bf16_layers": {"first": 1, "last": 0},
+        "recompute": True,
+    },
+    "experts": {"precision": "current", "kind": "qwen3_moe", "layers": 1},
+    # Conv1D has a transposed weight.
+    "transposed": {"precision": "current", "kind": "gpt2", "layers": 1},
+}
+
+
+@contextmanager
+def counting_collectives() -> Iterator[dict[str, Counter[str]]]:
+    """Yield the number of gathers and of reductions of FSDP2, by the kind of shard group."""
+    counts: dict[str, Counter[str]] = {"foreach_all_gather": Counter(), "foreach_reduce": Counter()}
+
+    def counted(name: str) -> Any:
+        collective = getattr(_fsdp_param_group, name)
+
+        def call(params: Sequence[Any], *arguments: Any) -> Any:
+            parameter = params[0]._param_fqn
+            kind = "layer" if re.search(r"\.\d+\.", parameter) else parameter.split(".")[-2]
+            counts[name][kind] += 1
+            return collective(params, *arguments)
+
+        return call
+
+    with overridden(_fsdp_param_group, **{name: counted(name) for name in counts}):
+        yield counts
+
+
+def gradients(run: SmallRun) -> list[Tensor]:
+    found = map(gradient_of, run.model.parameters())
+    return [local_part(gradient).clone() for gradient in found if gradient is not None]
+
+
+def gathered_bytes(run: SmallRun) -> int:
+    """Return the bytes of memory of the gathered parameters."""
+    params = [param for group in run.packed.sharding._groups for param in group.fsdp.fsdp_params]
+    return sum(param._unsharded_param.untyped_storage().nbytes() for param in params)
+
+
+def train(accelerator: Accelerator, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+    """Train two steps, and run other passes before each step and after it.
+
+    Returns all losses, gradients and weights. Of the second step, also returns the collectives and
+    the bytes of gathered parameters at the loss of the last microbatch.
+    """
+    run = build_run(accelerator, **options)
+    ranks = accelerator.num_processes
+    step = step_of(random_packs(MICROBATCHES * ranks), 1, accelerator.process_index, ranks)
+    inputs = [inputs_of(batch, accelerator.device) for batch in step.microbatches]
+    run.optimizer.materialise()
+    adamw.set_learning_rate(run.optimizer, 1e-3)
+    seen = []
+    resident: list[int] = []
+    for _ in range(2):
+        with run.packed.sharding.accumulating():
+            # As `log.gap` does.
+            with overridden(run.packed.context, quantizing=False):
+                accelerator.backward(run.model(**inputs[0]))
+            seen += gradients(run)
+            adamw.clear_gradients(run.optimizer, run.packed)
+            # As the search for the largest microbatch does: both passes quantize the weights.
+            accelerator.backward(run.model(**inputs[1]))
+            accelerator.backward(run.model(**inputs[0]))
+        seen += gradients(run)
+        adamw.clear_gradients(run.optimizer, run.packed)
+        weights = CachedWeights()
+        with (
+            counting_collectives() as counts,
+            run.packed.context.probing(weights),
+            run.model.register_forward_hook(lambda *_: resident.append(gathered_bytes(run))),
+        ):
+            seen.append(forward_backward(run.model, step, accelerator))
+        assert not weights.stale
+        seen += gradients(run)
+        run.optimizer.step()
+        adamw.clear_gradients(run.optimizer, run.packed)
+        with torch.no_grad():
+            seen.append(run.model.eval()(**inputs[1]))
+        run.model.train()
+    seen += [local_part(weight) for weight in run.model.parameters()]
+    return seen, {**counts, "resident": resident[-1]}
+
+
+def error_of_a_read(accelerator: Accelerator) -> str:
+    """Return the error of a product whose codes are lost when its weight has been freed."""
+    run = build_run(accelerator, "current", layers=1)
+
+    def compute(model: Any, accelerator: Accelerator, *arguments: Any) -> Tensor:
+        if not model.context.first_microbatch:
+            model.context.forget()
+        return compute_microbatch(model, accelerator, *arguments)
+
+    try:
+        forward_backward(run.model, run.step, accelerator, compute=compute)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    """Print the collectives of each run, and the number of tensors that differ if none is freed."""
+    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    found: dict[str, Any] = {}
+    for name in sys.argv[1:]:
+        seen, figures = train(accelerator, RUNS[name])
+        with overridden(sharding, QUANTIZED_SHARE=2.0):
+            expected, _ = train(accelerator, RUNS[name])
+        differ = sum(not torch.equal(*pair) for pair in zip(seen, expected, strict=True))
+        found[name] = {"differ": differ, **figures}
+    found["error"] = error_of_a_read(accelerator)
+    os.write(1, f"FOUND {json.dumps(found)}\n".encode())
+    accelerator.end_training()
+
+
+def found_by_ranks(topology: str, folder: Path, *runs: str) -> dict[str, Any]:
+    """Return the result of `main` in two ranks, which must be the same."""
+    launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
+    status, out, err = start_ranks(runs, launch, folder, main=main)
+    assert status == 0, out + err
+    found, other = (json.loads(line[6:]) for line in out.splitlines() if line[:6] == "FOUND ")
+    assert found == other
+    assert "reads a gathered weight that was freed" in found.pop("error")
+    assert [figures.pop("differ") for figures in found.values()] == [0] * len(runs)
+    return found
+
+
+def test_quantized_weights_are_gathered_once_a_step(tmp_path: Path) -> None:
+    found = found_by_ranks("fsdp2", tmp_path, *RUNS)
+    often = MICROBATCHES
+    gathers = {name: figures["foreach_all_gather"] for name, figures in found.items()}
+    reductions = {name: figures["foreach_reduce"] for name, figures in found.items()}
+    assert gathers["tied"] == {"layer": 2, "embed_tokens": often, "norm": often}
+    assert reductions["tied"] == {"layer": 2 * often, "embed_tokens": often, "norm": often}
+    # One layer is quantized. The other one is gathered for forward and for backward.
+    assert gathers["untied"]["layer"] == 1 + 2 * often
+    assert gathers["untied"]["lm_head"] == 1
+    assert gathers["experts"]["layer"] == 1
+    assert gathers["experts"]["lm_head"] == often
+    assert gathers["transposed"]["layer"] == 2 * often
+    assert found["tied"]["resident"] == RESIDENT
+
+
+def test_zero_frees_quantized_weights(tmp_path: Path) -> None:
+    found = found_by_ranks("zero", tmp_path, "tied")["tied"]
+    once = {"layer": 2, "embed_tokens": 1, "norm": 1}
+    assert found == {"foreach_all_gather": once, "foreach_reduce": once, "resident": RESIDENT}
