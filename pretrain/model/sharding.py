@@ -8,7 +8,9 @@ are tied, they are one shard group. docs/developers/distributed.md describes the
 * ZeRO-2 gathers and reduces each group once a step. Each rank accumulates unsharded gradients over
   the microbatches of the step.
 * ZeRO-3 gathers a group for each use, and reduces its gradients in each microbatch. The reduced
-  gradients are accumulated in the shards, in the dtype `kept`, an argument of `Sharding`.
+  gradients are accumulated in the shards, in the dtype `kept`, an argument of `Sharding`. The
+  groups of the final norm and of a tied embedding are exceptions: like ZeRO-2, it gathers and
+  reduces them once a step.
 
 In low precision, both modes gather a decoder layer only in the first microbatch of a step. This
 microbatch quantizes the weights, and each process keeps the codes of all weights until the end of
@@ -37,7 +39,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -101,7 +103,9 @@ class _Group:
     """Parameters that are gathered and reduced together."""
 
     fsdp: Any  # the FSDPParamGroup of torch
-    sums: Tensor | None = None  # memory of the main gradients; None if nothing is trained
+    # Gathered parameters whose main gradients are overwritten by the first product of a backward.
+    overwritten: list[Summed] = field(default_factory=list)
+    cleared: list[Tensor] = field(default_factory=list)  # memory of all other main gradients
     shares_memory: bool = False  # True if other groups use the same memory
     # Map each engine to the FSDPParams of the weights that it quantizes, if there are enough of
     # them (QUANTIZED_SHARE).
@@ -113,7 +117,7 @@ class _Group:
         """One of the group's modules. Its `unshard` and `reshard` affect only this group."""
         return self.fsdp.modules[0]
 
-    @property
+    @cached_property
     def trained(self) -> list[Any]:
         """List with the FSDPParam of torch for each trained parameter."""
         return [param for param in self.fsdp.fsdp_params if param.sharded_param.requires_grad]
@@ -121,7 +125,7 @@ class _Group:
     @property
     def is_accumulating(self) -> bool:
         """True if the main gradients contain sums that FSDP2 has not reduced yet."""
-        return any(param.unsharded_accumulated_grad is not None for param in self.trained)
+        return bool(self.trained) and self.trained[0].unsharded_accumulated_grad is not None
 
     def find_quantized(self, engine: GemmEngine, weights: Collection[int]) -> None:
         """Store the weights that `engine` quantizes. `weights` has the ids of their parameters.
@@ -181,13 +185,25 @@ class Sharding:
         # input.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
+        # The last group whose backward has used the shared memory of main gradients.
+        self._last_to_share: _Group | None = None
         for group in self._groups:
             # The group of the root, and the group of a tied embedding and head, do not share
             # memory, because their backward overlaps with the backward of other groups.
             is_root = model in group.fsdp.modules
             group.shares_memory = not (once_a_step or is_root or len(group.fsdp.modules) > 1)
+            if group.shares_memory and isinstance(group.fsdp.modules[0], nn.Embedding):
+                # The backward of an embedding does not read its table.
+                group.module.set_unshard_in_backward(False)
         self._attach(stacks)
         self._find_quantized()
+        if not once_a_step and hasattr(model, "set_reduce_scatter_max_input_buffers"):
+            # Since torch 2.13, the backward of a layer need not wait until the reduction of the
+            # previous layer ends, and gathers need not wait for reductions. With codes, backward
+            # gathers nothing.
+            model.set_reduce_scatter_max_input_buffers(2)
+            keeps_codes = any(group.quantized for group in self._groups)
+            model.set_separate_reduce_scatter_group(not keeps_codes)
         for group in self._groups:
             for module in group.fsdp.modules:
                 # FSDP2 gathers the group in a hook of its own, which must run later.
@@ -198,21 +214,19 @@ class Sharding:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Context manager for the backward of a microbatch that is not the last of its step."""
-        model = self._model
-        if self.once_a_step:
-            model.set_requires_gradient_sync(False)
-        else:
-            # Replicas of the shards exchange gradients only in the last microbatch of a step.
-            model.set_requires_all_reduce(False)
         for group in self._groups:
+            # Sums that share no memory are reduced in the last microbatch of a step. Replicas of
+            # the shards exchange all gradients only then.
+            group.fsdp.reduce_grads = group.shares_memory
+            group.fsdp.all_reduce_grads = False
             # A pass without quantization reads all weights. It must not keep them beside the codes.
             keeps_codes = self._context.quantizing and self._is_quantized(group)
-            group.fsdp.reshard_after_backward = not (self.once_a_step or keeps_codes)
+            group.fsdp.reshard_after_backward = group.shares_memory and not keeps_codes
         try:
             yield
         finally:
-            model.set_requires_gradient_sync(True)
-            model.set_reshard_after_backward(True)
+            self._model.set_requires_gradient_sync(True)
+            self._model.set_reshard_after_backward(True)
 
     def discard_partial_gradients(self) -> None:
         """Discard sums that FSDP2 has not reduced yet, and reshard the parameters.
@@ -280,7 +294,13 @@ class Sharding:
             ]
             if trained:
                 memory = shared if group.shares_memory else None
-                group.sums = attach_sums(list(gathered_of.values()), torch.float32, rows, memory)
+                group.cleared = [attach_sums([*gathered_of.values()], torch.float32, rows, memory)]
+            if rows:
+                # The backward of a fused layer writes the gradients of all its stacked weights.
+                stacked = {id(parameter) for parameters in rows for parameter in parameters}
+                others = [p for p in gathered_of.values() if id(p) not in stacked]
+                group.overwritten = [parameters[0] for parameters in rows]
+                group.cleared = [parameter.main_grad for parameter in others]
             for param in trained:
                 param.sharded_param.grad_dtype = None  # accepts gradients of any dtype
                 if group.shares_memory:
@@ -318,21 +338,24 @@ class Sharding:
         """Prepare the main gradients of a group for its backward.
 
         If the group has not accumulated anything since its last reduction, clear its main gradients
-        and pass them to FSDP2 again.
+        or mark them to be overwritten, and pass them to FSDP2 again.
         """
         group.fsdp._orig_dtype = self._kept
         # Do not clear the main gradients if an earlier microbatch, or another module of the group,
         # has already added to them.
-        if group.is_accumulating or group.sums is None:
+        if group.is_accumulating or not group.trained:
             return
-        if group.shares_memory and any(
-            other.shares_memory and other.is_accumulating for other in self._groups
-        ):
-            raise RuntimeError(
-                "FSDP2: the backward of a shard group started before the backward of another group "
-                "had ended, although both groups use the same memory"
-            )
-        empty_sums(group.sums)
+        if group.shares_memory:
+            if self._last_to_share is not None and self._last_to_share.is_accumulating:
+                raise RuntimeError(
+                    "FSDP2: the backward of a shard group started before the backward of another "
+                    "group had ended, although both groups use the same memory"
+                )
+            self._last_to_share = group
+        for sums in group.cleared:
+            empty_sums(sums)
+        for weight in group.overwritten:
+            weight.overwrites_main_grad = True
         for param in group.trained:
             param.unsharded_accumulated_grad = param._unsharded_param.main_grad
 

@@ -4,8 +4,8 @@ The microbatch is first computed in BF16, and then in low precision as part of t
 losses and the two gradients are compared. Their difference is called the gap. The BF16 pass changes
 no state of the run, so training has the same results, bit for bit, with and without the
 measurement. Each process compares the gradient of its own first microbatch before gradients are
-exchanged. If FSDP2 has already reduced the gradients, each process compares its shard of the
-reduced gradients instead. Dot products and losses are summed over processes.
+exchanged. If FSDP2 has already reduced a gradient, each process compares its shard of the reduced
+gradient instead. Dot products and losses are summed over processes.
 docs/developers/verification.md defines the figures.
 """
 

@@ -171,9 +171,13 @@ class StackedPass(LinearPass):
     def add_weight_gradient(self, dy: Operand, x: Operand) -> None:
         """Add the gradient of the stacked weight to its main gradient.
 
-        `dy` is the output gradient and `x` the input.
+        The gradient replaces values that `pretrain.model.sharding` has marked. `dy` is the output
+        gradient and `x` the input.
         """
-        self.weight_gradient(dy, x, self.stack.main_gradient)
+        marked = self.stack.weights[0]
+        overwrite = getattr(marked, "overwrites_main_grad", False)
+        marked.overwrites_main_grad = False
+        self.weight_gradient(dy, x, self.stack.main_gradient, overwrite=overwrite)
 
     def _stacked_weight(self, *, refresh: bool) -> Operand:
         """Return the stacked weight as an operand, from the cache unless `refresh` is set.
