@@ -58,10 +58,7 @@ from pretrain.model.gradients import (
 )
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.product import LowPrecisionLinear
-
-# A group keeps codes instead of weights if at least this share of its values is quantized. The
-# other values, such as those of norms, stay gathered until the end of the step.
-QUANTIZED_SHARE = 0.9
+from pretrain.precision.scope import QUANTIZED_SHARE
 
 
 def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:

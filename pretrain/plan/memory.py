@@ -64,7 +64,7 @@ from pretrain.model.wrapping import not_fused_because
 from pretrain.optimizer.offload import OFFLOADED
 from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.grouped import STACKS, stacked_experts
-from pretrain.precision.scope import Decision, decide, features_of
+from pretrain.precision.scope import QUANTIZED_SHARE, Decision, decide, features_of
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
@@ -136,6 +136,9 @@ class LayerMemory:
     # True for a fused layer. A fused layer keeps its weight copies for the whole step, even if it
     # is recomputed.
     fused: bool
+    # True if a sharded device keeps only the quantized weights during a step. False if it also
+    # gathers the unquantized weights (QUANTIZED_SHARE).
+    keeps_codes: bool = False
     # Map each reason why experts stay unquantized to a share: the number of expert weights that
     # stay unquantized for this reason, divided by the number of all expert weights.
     experts_left_out: Mapping[str, float] = field(default_factory=dict)
@@ -189,7 +192,10 @@ def step_memory(
     has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
     if keeps_rotated:
         layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
-    gathered, sums, sent = _values_with_shards(flops, devices, head)
+    frees_head = bool(low_head and devices.sharded and not flops.tied)
+    with_codes = sum(layer.keeps_codes for layer in layers)
+    gathered, sums, sent = _values_with_shards(flops, devices, head, with_codes)
+    gathered -= head * frees_head
     gradients = values * BYTES[recipe.gradients_kept_in]
     gap_gradients = 4 * sums if devices.gathered else gradients
     parts = {
@@ -206,6 +212,8 @@ def step_memory(
     }
     in_backward = 4 * sent + tokens * _largest_backward(layers)
     at_loss = _bytes_at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
+    # The first microbatch frees the gathered weights of the LM head after the loss.
+    at_loss += number * head * frees_head
     parts["the loss" if at_loss >= in_backward else "a layer's backward"] = max(
         at_loss, in_backward
     )
@@ -230,13 +238,16 @@ def optimizer_state(
     }
 
 
-def _values_with_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int, int]:
+def _values_with_shards(
+    flops: ModelFlops, devices: Devices, head: int, with_codes: int
+) -> tuple[int, int, int]:
     """Return three counts of values that a device stores in addition to its shards.
 
-    1. Gathered weights. If weights are gathered only once a step, these are all weights. If weights
-       are gathered for each use of a layer, these are the weights of the current layer, two copies
-       of the weights of the next layer, and the weights of the LM head, which stay gathered from
-       forward to backward.
+    1. Gathered weights. If weights are gathered only once a step, these are all weights, except for
+       the layers that keep codes. If weights are gathered for each use of a layer, these are the
+       weights of the current layer, two copies of the weights of the next layer, and the weights of
+       the LM head, which stay gathered from forward to backward. If all layers keep codes, only the
+       LM head is counted, because the layers are gathered before the memory has its peaks.
     2. FP32 values of the gradients of gathered weights. They are stored until the gradients are
        summed over the devices.
     3. FP32 values of the gradients that are being sent to the other devices.
@@ -244,14 +255,16 @@ def _values_with_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple
     All three counts are 0 if the model is not sharded.
 
     head: number of weights of the LM head.
+    with_codes: number of layers that keep codes.
     """
     if not devices.sharded:
         return 0, 0, 0
     layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
     sent = layer if flops.tied else max(layer, head)
     if devices.gathered:
-        return flops.parameters, flops.parameters, sent
-    return 3 * layer + head, sent + (head if flops.tied else 0), sent
+        return flops.parameters - with_codes * layer, flops.parameters, sent
+    in_use = 3 * layer if with_codes < flops.shape.layers else 0
+    return in_use + head, sent + (head if flops.tied else 0), sent
 
 
 def _bytes_at_loss(
@@ -394,6 +407,9 @@ def fused_layer(
     # Layers with these kernels keep the outputs of the norms of heads only if memory suffices.
     may_recompute_rotated = attention in ATTENTION_KERNELS
 
+    quantized = sum(
+        size for precision, size in zip(precisions, sizes, strict=True) if precision.quantized
+    )
     keeps_activated = isinstance(down, QuantizedPrecision) and (
         down.block_scaled or not gate_up.quantized
     )
@@ -435,6 +451,7 @@ def fused_layer(
             if not precision.quantized
         ),
         fused=True,
+        keeps_codes=quantized >= QUANTIZED_SHARE * sum(sizes),
         rotated=rotated if may_recompute_rotated else 0,
     )
 
@@ -482,12 +499,15 @@ def compiled_layer(
     values = (4 + 2 * flops.choices) * shape.hidden + (linears + experts) // shape.hidden + rotated
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     quantized_share = 1 - sum(experts_left_out.values())
+    quantized = linears + (experts + idle) * quantized_share
+    is_quantized = quantized >= QUANTIZED_SHARE * (linears + experts + idle)
     return LayerMemory(
         inputs=shape.hidden * number,
         kept=kept,
         workspace=kept,  # the gradients of the kept activations
-        quantized_weights=layouts * round(linears + (experts + idle) * quantized_share),
+        quantized_weights=layouts * round(quantized),
         unquantized_weights=number * (linears + experts + idle),
         fused=False,
+        keeps_codes=precision.quantized and is_quantized,
         experts_left_out=experts_left_out,
     )

@@ -23,6 +23,10 @@ from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
+# Under FSDP2, a shard group keeps codes instead of weights if at least this share of its values is
+# quantized (pretrain.model.sharding). Its other values, such as those of norms, stay gathered until
+# the end of a step.
+QUANTIZED_SHARE = 0.9
 # Patterns of the names that transformers gives the routers of a mixture of experts.
 _ROUTERS = ("gate", "gate.*", "router*")
 

@@ -26,6 +26,7 @@ from tests.pretrain.plan.plan_recipe import (
 EXACT = {"weights": "bf16_exact"}
 HEAD = {"fp8_config": {"scope": "linear+head"}}
 LAYER = 50_331_648  # weights of one layer's linears
+LAYER_OF_8B = 218_103_808  # the same of Llama-3.1-8B
 PARAMETERS = 1_720_574_976  # of the model
 
 
@@ -102,7 +103,8 @@ FSDP2 = Devices(4, sharded=True)
         (Devices(), "current", "linear", 74.873),
         (Devices(), "current", "linear+head", 77.261),
         (Devices(4), "delayed", "linear+head", 78.377),
-        (ZERO, "delayed", "linear+head", 67.3),
+        # Measured before gathered weights of layers were freed.
+        (ZERO, "delayed", "linear+head", 67.3 - 2 * 28 * LAYER / GIB),
     ],
 )
 def test_estimates_of_fused_layers_match_measured_peaks(
@@ -120,15 +122,19 @@ def test_estimates_of_fused_layers_match_measured_peaks(
 @pytest.mark.parametrize(
     ("name", "scope", "devices", "gib"),
     [
-        ("llama_3_1_8b", "linear", ZERO, 118.148),
-        ("llama_3_1_8b", "linear+head", ZERO, 120.1),
+        ("llama_3_1_8b", "linear", ZERO, 118.148 - 2 * 32 * LAYER_OF_8B / GIB),
+        ("llama_3_1_8b", "linear+head", ZERO, 120.1 - 2 * 32 * LAYER_OF_8B / GIB),
         ("qwen2_5_14b", "linear+head", FSDP2, 135.07),
     ],
 )
 def test_estimates_of_large_sharded_models_match_measured_peaks(
     name: str, scope: str, devices: Devices, gib: float
 ) -> None:
-    """Four H200s: weights are gathered once a step (zero.yaml) or for every use (fsdp2.yaml)."""
+    """Four H200s: weights are gathered once a step (zero.yaml) or for every use (fsdp2.yaml).
+
+    The peaks were measured before gathered weights were freed. With zero.yaml, the weights of all
+    layers are subtracted from them.
+    """
     model = on_meta(
         yaml.safe_load((ROOT / f"benchmarks/{name}.yaml").read_text())["model"]["config"]
     )
@@ -226,6 +232,25 @@ def test_sharding_divides_weights_and_moments_and_adds_gathered_parts(
     assert fsdp2["gradients"] == pytest.approx(4 * (layer + head) + PARAMETERS, rel=1e-4)
     two_replicas = compiled(qwen3, 1, devices=Devices(4, sharded=True, replicas=2), weights="fp32")
     assert two_replicas["parameters"] == 4 * PARAMETERS // 2
+
+
+@pytest.mark.parametrize(
+    ("keep", "by_zero", "by_fsdp2"),
+    [
+        ({}, 0, 0),
+        ({"keep_bf16_layers": {"first": 1, "last": 2}}, 3, 3),
+        ({"keep_bf16": ["o_proj"]}, 0, 0),
+        # A quarter of each layer stays in BF16.
+        ({"keep_bf16": ["down_proj"]}, 28, 3),
+    ],
+)
+def test_layers_are_gathered_unless_they_keep_codes(
+    keep: dict, by_zero: int, by_fsdp2: int, qwen3: PreTrainedModel
+) -> None:
+    table = 151_936 * 2048
+    for devices, gathered_layers in ((ZERO, by_zero), (FSDP2, by_fsdp2)):
+        gathered = fused(qwen3, 1, "delayed", devices, **EXACT, fp8_config=keep)["gathered weights"]
+        assert gathered == pytest.approx(2 * (table + gathered_layers * LAYER), rel=1e-3)
 
 
 def test_the_kept_bytes_of_a_token_follow_from_the_formats(qwen3: PreTrainedModel) -> None:
