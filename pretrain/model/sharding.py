@@ -176,7 +176,7 @@ class Sharding:
         self.once_a_step = once_a_step
         self._model = model
         self._context = model.context
-        self._kept = kept
+        self.kept = kept
         # Ignore a warning of torch: a fused layer returns a view of its result, and the next layer
         # could write into this view. The warning does not apply, because no layer writes into its
         # input.
@@ -337,7 +337,7 @@ class Sharding:
         If the group has not accumulated anything since its last reduction, clear its main gradients
         or mark them to be overwritten, and pass them to FSDP2 again.
         """
-        group.fsdp._orig_dtype = self._kept
+        group.fsdp._orig_dtype = self.kept
         # Do not clear the main gradients if an earlier microbatch, or another module of the group,
         # has already added to them.
         if group.is_accumulating or not group.trained:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
@@ -70,7 +71,7 @@ def audit_products(
     optimizer: the run's optimizer, which must contain every trained parameter.
 
     Raises InputError if a linear multiplied in a precision that differs from its decision, if one
-    of its products did not run, or if a parameter is not trained.
+    of its products did not run, if a parameter is not trained, or if FSDP2 rounds gradients.
     """
     fused = packed.fused.members if packed.fused else {}
     matrices = _matrices(packed.hf, fused)
@@ -126,6 +127,8 @@ def audit_products(
         entries.append(entry)
     _require_requested(entries, active)
     _check_trained(packed.hf, optimizer)
+    if packed.sharding and packed.sharding.kept == torch.float32:
+        _check_reduced(packed.hf, {f"{name}.weight" for name in low})
     return entries
 
 
@@ -354,6 +357,36 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
             f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not "
             f"compute in this precision{where}: {listed}"
         )
+
+
+def _check_reduced(hf: nn.Module, summed: Container[str]) -> None:
+    """Raise InputError if FSDP2 has rounded gradients to BF16, before or after it added them up.
+
+    summed: names of the weights of low-precision linears. Their gradients are FP32 sums over
+        tokens, and at least one of 1,000 values does not fit into BF16.
+    """
+    gradients = {
+        name: parameter.grad.to_local()
+        for name, parameter in hf.named_parameters()
+        if isinstance(parameter.grad, DTensor)
+    }
+    rounded = [
+        name
+        for name, gradient in gradients.items()
+        if gradient.dtype != torch.float32
+        or (name in summed and gradient.numel() >= 1000 and _fits_bf16(gradient))
+    ]
+    if rounded:
+        raise InputError(
+            f"FSDP2: torch {torch.__version__} rounds the gradients of {len(rounded)} weights to "
+            f"BF16 when it adds them up over processes, for example that of {rounded[0]}; install "
+            "the version of torch in requirements.txt"
+        )
+
+
+def _fits_bf16(values: Tensor) -> bool:
+    """Return True if BF16 can store all FP32 `values` exactly, and not all of them are zero."""
+    return bool((values.view(torch.int32) & 0xFFFF == 0).all() & values.any())
 
 
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:

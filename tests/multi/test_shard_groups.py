@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from foundation.errors import InputError
 from foundation.overrides import overridden
 from pretrain.model import sharding
 from pretrain.model.distributed import complete_topology
@@ -150,6 +151,28 @@ def error_of_a_read(accelerator: Accelerator) -> str:
     return ""
 
 
+def errors_of_rounded_sums(accelerator: Accelerator) -> list[str]:
+    """Return the errors of the audit: without a fault, and with gradients that FSDP2 rounds."""
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def rounding_before(params: Any, gradients: list[Tensor], *arguments: Any) -> Any:
+        return reduce(params, [part.bfloat16().float() for part in gradients], *arguments)
+
+    def rounding_after(*arguments: Any) -> Any:
+        return reduce(*arguments[:5], torch.bfloat16, *arguments[6:])
+
+    errors = []
+    for fault in (reduce, rounding_before, rounding_after):
+        run = build_run(accelerator, **RUNS["tied"])
+        with overridden(_fsdp_param_group, foreach_reduce=fault):
+            try:
+                run.audit()
+                errors.append("")
+            except InputError as error:
+                errors.append(str(error))
+    return errors
+
+
 def main() -> None:
     """Print the collectives of each run, and the number of tensors that differ if none is freed."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
@@ -161,6 +184,7 @@ def main() -> None:
         differ = sum(not torch.equal(*pair) for pair in zip(seen, expected, strict=True))
         found[name] = {"differ": differ, **figures}
     found["error"] = error_of_a_read(accelerator)
+    found["rounded"] = errors_of_rounded_sums(accelerator)
     os.write(1, f"FOUND {json.dumps(found)}\n".encode())
     accelerator.end_training()
 
@@ -173,6 +197,9 @@ def found_by_ranks(topology: str, folder: Path, *runs: str) -> dict[str, Any]:
     found, other = (json.loads(line[6:]) for line in out.splitlines() if line[:6] == "FOUND ")
     assert found == other
     assert "reads a gathered weight that was freed" in found.pop("error")
+    correct, *rounded = found.pop("rounded")
+    assert correct == ""
+    assert all("rounds the gradients of" in error for error in rounded)
     assert [figures.pop("differ") for figures in found.values()] == [0] * len(runs)
     return found
 
