@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from foundation.overrides import overridden
 from pretrain.model.gradients import (
     Summed,
     attach_sums,
@@ -76,11 +77,12 @@ def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtyp
 
 
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
+def gathered(model: Any) -> Iterator[None]:
     """Context manager that gathers the parameters outside of decoder layers.
 
     These are the parameters of the embedding, the final norm and the head. Use this context for
-    calls that bypass the forward of the prepared `model` and its hooks, such as generation. The
+    calls that bypass the forward of the prepared `model` and its hooks, such as generation. These
+    calls are unquantized. With ZeRO-2, decoder layers stay gathered until the context ends. The
     context has no effect without FSDP2. All ranks must call this function.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -88,7 +90,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
         if not isinstance(module, GradientCheckpointingLayer):
             module.unshard()
     try:
-        yield
+        with overridden(model.context, engine=None):
+            yield
     finally:
         # Reshard the decoder layers too, because they may still be gathered after their forward.
         for module in sharded:
