@@ -24,11 +24,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from foundation.errors import InputError
 from foundation.overrides import overridden
 from pretrain.model import sharding
-from pretrain.model.distributed import complete_topology
+from pretrain.model.distributed import complete_topology, shard
 from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.packed import compute_microbatch, forward_backward, inputs_of
 from pretrain.observe.step_check import CachedWeights
 from pretrain.optimizer import adamw
+from tests.pretrain.model.fused import test_blackwell
 from tests.pretrain.verify.small_runs import (
     HIDDEN,
     VOCABULARY,
@@ -38,10 +39,11 @@ from tests.pretrain.verify.small_runs import (
     step_of,
 )
 from tests.ranks import start_ranks
+from tests.te_on_a_cpu import transformer_engine_on_a_cpu
 
 pytestmark = pytest.mark.multi
 
-MICROBATCHES = 3
+MICROBATCHES = 2
 # Bytes of the gathered parameters of the tied run at the loss of the last microbatch: the table,
 # the final norm, and the norms of two layers, in BF16.
 RESIDENT = 2 * (VOCABULARY * HIDDEN + HIDDEN + 2 * (2 * HIDDEN + 2 * 32))
@@ -54,7 +56,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "keep_bf16_layers": {"first": 1, "last": 0},
         "recompute": True,
     },
-    "experts": {"precision": "current", "kind": "qwen3_moe", "layers": 1},
     # Conv1D has a transposed weight.
     "transposed": {"precision": "current", "kind": "gpt2", "layers": 1},
 }
@@ -135,6 +136,28 @@ def train(accelerator: Accelerator, options: dict[str, Any]) -> tuple[list[Tenso
     return seen, {**counts, "resident": resident[-1]}
 
 
+def train_fused(accelerator: Accelerator, references: Path) -> list[Tensor]:
+    """Return the loss and the gradients of a step of fused layers on Transformer Engine."""
+    with (
+        transformer_engine_on_a_cpu(references),
+        # Sharding allocates the main gradients.
+        overridden(test_blackwell, attach_main_gradients=lambda *_: None),
+    ):
+        active = test_blackwell.active_everywhere("mxfp8", "transformer_engine")
+        packed = test_blackwell.assemble(active, fused=True)
+        shard(accelerator, packed, torch.bfloat16, once_a_step=False)
+        packed.sharding = sharding.Sharding(
+            packed, torch.float32, packed.fused.stacks, once_a_step=False
+        )
+        ranks = accelerator.num_processes
+        step = step_of(random_packs(MICROBATCHES * ranks), 1, accelerator.process_index, ranks)
+        with counting_collectives() as counts:
+            loss = forward_backward(packed, step, accelerator)
+        keeps_codes = sharding.QUANTIZED_SHARE < 1
+        assert counts["foreach_all_gather"]["layer"] == (2 if keeps_codes else 4 * MICROBATCHES)
+        return [loss, *(local_part(parameter.grad) for parameter in packed.parameters())]
+
+
 def error_of_a_read(accelerator: Accelerator) -> str:
     """Return the error of a product whose codes are lost when its weight has been freed."""
     run = build_run(accelerator, "current", layers=1)
@@ -189,6 +212,16 @@ def main() -> None:
     accelerator.end_training()
 
 
+def main_fused() -> None:
+    """Compare fused layers that keep codes with fused layers that are gathered for each use."""
+    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    seen = train_fused(accelerator, Path(sys.argv[1]))
+    with overridden(sharding, QUANTIZED_SHARE=2.0):
+        expected = train_fused(accelerator, Path(sys.argv[1]))
+    assert all(torch.equal(*pair) for pair in zip(seen, expected, strict=True))
+    accelerator.end_training()
+
+
 def found_by_ranks(topology: str, folder: Path, *runs: str) -> dict[str, Any]:
     """Return the result of `main` in two ranks, which must be the same."""
     launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
@@ -214,12 +247,17 @@ def test_quantized_weights_are_gathered_once_a_step(tmp_path: Path) -> None:
     # One layer is quantized. The other one is gathered for forward and for backward.
     assert gathers["untied"]["layer"] == 1 + 2 * often
     assert gathers["untied"]["lm_head"] == 1
-    assert gathers["experts"]["layer"] == 1
-    assert gathers["experts"]["lm_head"] == often
     # The backward of an embedding needs no gather.
-    assert gathers["experts"]["embed_tokens"] == often
+    assert gathers["untied"]["embed_tokens"] == often
     assert gathers["transposed"]["layer"] == 2 * often
     assert found["tied"]["resident"] == RESIDENT
+
+
+def test_fused_layers_read_no_freed_weight(references: Path, tmp_path: Path) -> None:
+    """References are the published packages, among them Transformer Engine's Python."""
+    launch = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
+    status, out, err = start_ranks([str(references)], launch, tmp_path, main=main_fused)
+    assert status == 0, out + err
 
 
 def test_zero_frees_quantized_weights(tmp_path: Path) -> None:
