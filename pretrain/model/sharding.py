@@ -9,13 +9,13 @@ are tied, they are one shard group. docs/developers/distributed.md describes the
   the microbatches of the step.
 * ZeRO-3 gathers a group for each use, and reduces its gradients in each microbatch. The reduced
   gradients are accumulated in the shards, in the dtype `kept`, an argument of `Sharding`. The
-  groups of the final norm and of a tied embedding are exceptions: like ZeRO-2, it gathers and
-  reduces them once a step.
+  groups of the final norm and of a tied embedding are gathered and reduced once a step, as in
+  ZeRO-2.
 
 In low precision, both modes gather a decoder layer only in the first microbatch of a step. This
 microbatch quantizes the weights, and each process keeps the codes of all weights until the end of
-the step (`Gemm.weight`). So the gathered weights are freed after this forward, although FSDP2 still
-treats the group as gathered. They are gathered again for the next pass that reads them: the first
+the step (`Gemm.weight`). The gathered weights are freed after this forward, although FSDP2 still
+treats the group as gathered. The next pass that reads weights gathers them again: the first
 microbatch of the next step, or an evaluation.
 
 In both modes, FSDP2 accumulates the unsharded gradient of a parameter in the tensor
