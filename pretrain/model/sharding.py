@@ -239,6 +239,29 @@ class Sharding:
                 param._unsharded_param.grad = None
         self._reshard()
 
+    def stale_weights(self) -> list[str]:
+        """Return the names of weights whose gathered values differ from the shards.
+
+        Each rank gathers all weights, one group at a time, and compares its own part. All ranks
+        must call this method between two steps.
+        """
+        stale = []
+        for group in self._groups:
+            # If FSDP2 treats the group as gathered, this call gathers nothing.
+            group.module.unshard()
+            for param in group.fsdp.fsdp_params:
+                shard = param.sharded_param
+                own = distribute_tensor(
+                    param._unsharded_param.detach(),
+                    shard.device_mesh,
+                    shard.placements,
+                    src_data_rank=None,
+                ).to_local()
+                if not torch.equal(own, shard.to_local().to(own)):
+                    stale.append(param._param_fqn)
+            group.reshard()
+        return stale
+
     def _is_quantized(self, group: _Group) -> bool:
         """Return True if a group can keep codes in the current precision."""
         return self._context.engine in group.quantized

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted, some_of
-from pretrain.model.distributed import largest_over_ranks
+from pretrain.model.distributed import from_all_ranks, largest_over_ranks
 from pretrain.model.gradients import gathered, gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
@@ -57,6 +57,12 @@ def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
     values = local_part(tensor).reshape(-1)
     stride = -(-values.numel() // VALUES) or 1
     return values[updates % stride :: stride]
+
+
+def checksum(codes: Tensor) -> Tensor:
+    """Return a checksum of `codes` [..., rows, features], which changes if rows are moved."""
+    rows = codes.contiguous().view(torch.uint8).flatten(0, -2).sum(1)
+    return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
 
 
 class StepCheck(Observer):
@@ -95,7 +101,8 @@ class StepCheck(Observer):
         # For each microbatch whose backward has begun, FP64 [3]: the number of labels, the summed
         # loss, and the factor by which this loss is multiplied before backward.
         seen: list[Tensor] = []
-        # Results of `_fit_bf16`, bool scalars: after the second microbatch, and after the last one.
+        # Results of `_fit_bf16`, bool scalars: after the microbatches in `checked_after`, and after
+        # the last one.
         sums_fit_bf16: list[Tensor] = []
         # Number of gradients that are not zero before the first microbatch. The number is read only
         # after `yield`, so the host does not wait for the device here. The norm is the sum of
@@ -103,6 +110,13 @@ class StepCheck(Observer):
         left_over = torch.stack(
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
+        sharding = self._packed.sharding
+        # Numbers of microbatches whose sums are checked before the next microbatch is added. With
+        # more microbatches, the sums have more bits, and the check could not find that earlier sums
+        # were rounded to BF16. The sum of one microbatch has more bits than BF16 if it is a sum
+        # over ranks.
+        checked_after = (1, 2) if sharding and not sharding.once_a_step else (2,)
+        not_gathered = sharding.stale_weights() if sharding else []
         cached_weights = CachedWeights()
 
         def after_forward(
@@ -114,10 +128,7 @@ class StepCheck(Observer):
                     torch.stack([figure.double() for figure in (*figures, gradient.detach())])
                 )
             )
-            # Check the sums of the first two microbatches before the third one is added. Afterwards
-            # the sums would have more bits, and the check could not find that the sum of the first
-            # two microbatches was rounded to BF16.
-            if len(seen) == 2:
+            if len(seen) in checked_after:
                 sums_fit_bf16.append(self._fit_bf16())
 
         with (
@@ -134,6 +145,7 @@ class StepCheck(Observer):
         self._loss = loss / max(counted, 1)
         factors = factors * max(counted, 1)
         stale = cached_weights.stale
+        differing = cached_weights.differing_over_ranks()
         evaluating = [name for name, module in self._packed.named_modules() if not module.training]
         # Map each line of the message to True if it applies.
         faults = {
@@ -144,6 +156,10 @@ class StepCheck(Observer):
             f"{len(stale)} products use weights from before the last update: {some_of(stale)}": (
                 stale
             ),
+            f"{len(differing)} products use another quantized weight in another process: "
+            f"{some_of(differing)}": differing,
+            f"{len(not_gathered)} weights were not gathered after the last update: "
+            f"{some_of(not_gathered)}": not_gathered,
             f"{total:,.0f} labels were trained on, but the step counts {counted:,}": total
             != counted,
             f"a token's loss is not divided by the step's {counted:,} labels": not torch.allclose(
@@ -214,17 +230,36 @@ class StepCheck(Observer):
 
 
 class CachedWeights(Probe):
-    """Compare each cached quantized weight with the present weight, quantized again."""
+    """Compare cached quantized weights with the present weights and with those of other ranks.
+
+    The present weights are quantized again.
+    """
 
     def __init__(self) -> None:
         # Map (name of the product, id of the cached weight) to a bool scalar: True if the cached
         # weight differs from the present weight.
         self._are_stale: dict[tuple[str, int], Tensor] = {}
+        # Map the name of a product to a checksum of its codes.
+        self._checksums: dict[str, Tensor] = {}
 
     @property
     def stale(self) -> list[str]:
         """Return the sorted names of products that used a stale weight. Waits for the device."""
         return sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
+
+    def differing_over_ranks(self) -> list[str]:
+        """Return the sorted names of products whose codes differ from those of another rank.
+
+        Waits for the device. All ranks must call this method.
+        """
+        of_rank = {name: int(value) for name, value in self._checksums.items()}
+        of_ranks = from_all_ranks(of_rank)
+        # A rank may have computed no product with an expert.
+        return sorted(
+            name
+            for name, value in of_rank.items()
+            if any(other.get(name, value) != value for other in of_ranks)
+        )
 
     @torch.no_grad()
     def weight(self, gemm: Gemm, operand: Operand, matrix: Callable[[], Tensor]) -> None:
@@ -237,6 +272,7 @@ class CachedWeights(Probe):
         if key not in self._are_stale:
             requantized = gemm.quantize("weight", matrix(), both=False)
             self._are_stale[key] = (codes != gemm.codes(requantized)).any()
+            self._checksums[gemm.name] = checksum(codes)
 
 
 class TorchUpdate:
