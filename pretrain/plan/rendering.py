@@ -10,7 +10,7 @@ from foundation import units
 from foundation.units import GIB, plural
 from pretrain.metrics.card_rates import read_rates
 from pretrain.optimizer.schedule import describe
-from pretrain.plan.plan import Plan
+from pretrain.plan.plan import Plan, fits_gathered
 from pretrain.plan.speed import predict
 
 
@@ -72,8 +72,13 @@ def _devices_line(plan: Plan) -> str:
     if not devices.sharded:
         return str(devices)
     replicas = f"{devices.replicas} replicas of {devices.shards} " if devices.replicas > 1 else ""
-    use = "once a step" if devices.gathered else "for each use"
-    return f"{devices}, {replicas}shards, gathered {use}"
+    if devices.gathered:
+        return f"{devices}, {replicas}shards, gathered and reduced once a step"
+    keeps_codes = all(layer.keeps_codes for layers in plan.layers.values() for layer in layers)
+    use = "once a step" if keeps_codes else "for each use"
+    text = f"{devices}, {replicas}shards, gathered {use}, reduced in each microbatch"
+    faster = " (`fsdp_reshard_after_forward: false` fits too and is faster)"
+    return text + faster * fits_gathered(plan)
 
 
 def model_lines(plan: Plan) -> list[str]:

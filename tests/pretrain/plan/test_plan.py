@@ -234,6 +234,22 @@ def test_shards_are_gathered_once_a_step_if_memory_allows(
             assert fits_gathered(plan(qwen3, settings, devices)) is fits
 
 
+def test_the_plan_says_if_a_faster_way_to_share_gradients_fits(qwen3: PreTrainedModel) -> None:
+    sharded = plan(qwen3, devices=Devices(4, sharded=True, memory=int(140 * GIB)))
+    text = " ".join(render(sharded).split())
+    assert "gathered for each use, reduced in each microbatch" in text
+    assert "`fsdp_reshard_after_forward: false` fits too" in text
+    small = replace(sharded, devices=replace(sharded.devices, memory=24 * GIB))
+    assert "fits too" not in render(small)
+    in_fp8 = plan(
+        qwen3,
+        schedule=schedule_of(recipe(), active_in("delayed", "emulation")),
+        devices=sharded.devices,
+    )
+    text = " ".join(render(in_fp8).split())
+    assert "gathered once a step, reduced in each microbatch" in text
+
+
 # ── Use of spare memory ────────────────────────────────────────────────────────────────
 
 H200 = int(139.8 * GIB)
