@@ -30,7 +30,7 @@ BF16 weights. `Sharding` changes the returned dtype to `kept`. If `kept` is FP32
 their remainder bits (`weights: bf16_exact`) get the same updates as in one process.
 
 This file uses private attributes of FSDP2's groups and parameters. These attributes exist in torch
-2.11 to 2.13.
+2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from pretrain.model.gradients import clear_main_gradients, gathered, gradient_of, local_part
+from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
 from pretrain.optimizer.exact_weights import master_of, split
 from pretrain.optimizer.offload import (
     MOMENTS,
@@ -362,10 +364,16 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     digits. If gradients are sharded, all ranks must call this function.
     """
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    # Either all gradients are sharded or none is. The sharded norms are stacked before they are
-    # gathered, so that a single all-reduce is sufficient.
-    return gathered(torch.linalg.vector_norm(torch.stack(norms)))
+    # torch 2.14 cannot compute these norms of DTensors in another dtype.
+    parts = [local_part(gradient) for gradient in gradients]
+    norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
+    # Either all gradients are sharded or none is.
+    if isinstance(gradients[0], DTensor):
+        mesh = gradients[0].device_mesh
+        squares = norms.square()
+        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+        norms = squares.sqrt()
+    return torch.linalg.vector_norm(norms)
 
 
 def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
