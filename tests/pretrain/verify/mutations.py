@@ -32,7 +32,12 @@ from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 from tests.multi import test_broken_ranks as broken_ranks
 from tests.pretrain.conftest import on_a
-from tests.pretrain.verify import document_faults, mixture_faults, update_faults  # noqa: F401
+from tests.pretrain.verify import (
+    document_faults,  # noqa: F401
+    mixture_faults,  # noqa: F401
+    sharding_faults,
+    update_faults,  # noqa: F401
+)
 from tests.pretrain.verify.faults import FAULTS, Fault
 from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run
 
@@ -207,14 +212,25 @@ def objections_to(
 
 
 def rows_of_ranks(precisions: Sequence[str]) -> list[Row]:
-    """Return the rows of faults that need several processes, under DDP and FSDP2."""
+    """Return the rows of faults that need several processes."""
     rows = []
-    for topology in ("ddp", "fsdp2"):
-        failures = broken_ranks.start(topology, *precisions)
-        assert not any(failures.pop("nothing").values()), f"{topology}: parity rejects correct runs"
-        for what, by_precision in failures.items():
-            cells = ["parity" if by_precision[name] else NOTHING for name in precisions]
-            rows.append(compact(f"{what} ({topology})", cells, precisions))
+    of_topologies = [broken_ranks.start(topology, *precisions) for topology in ("ddp", "fsdp2")]
+    for failures_of in of_topologies:
+        assert not any(failures_of.pop("nothing").values()), "parity rejects correct runs"
+    for what in of_topologies[0]:
+        is_found = {
+            name: all(failures_of[what][name] for failures_of in of_topologies)
+            for name in precisions
+        }
+        cells = ["parity" if is_found[name] else NOTHING for name in precisions]
+        rows.append(compact(what, cells, precisions))
+    found, _ = broken_ranks.printed_by_ranks(sharding_faults.find_faults, "fsdp2", precisions)
+    assert not any(found.pop("nothing").values()), "the checks reject correct sharded runs"
+    for what, checks in found.items():
+        cells = [
+            (named(checks[name]) or NOTHING) if name in checks else None for name in precisions
+        ]
+        rows.append(compact(what, cells, precisions))
     return rows
 
 

@@ -1,0 +1,283 @@
+"""Faults of sharded runs: in their gathers, their codes and the reduction of their gradients.
+
+All ranks enter each fault. The faults of a rank change only the second rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from foundation.errors import InputError
+from pretrain.metrics.health import TrainingHalted
+from pretrain.model.distributed import complete_topology, from_all_ranks
+from pretrain.model.sharding import Sharding, _Group
+from pretrain.precision import delayed_state
+from pretrain.precision.emulation import BothWays, EmulatedGemm, Operand
+from pretrain.precision.gemm import Gemm
+from tests.pretrain.verify.faults import Fault, Make, Patch, delayed, quantized
+from tests.pretrain.verify.small_runs import SmallRun, build_run
+from tests.pretrain.verify.update_faults import after_update
+
+FAULTS: list[Fault] = []
+
+
+def fault(
+    what: str, applies: Callable[[SmallRun], bool] = lambda run: True
+) -> Callable[[Make], Make]:
+    """Return a decorator that appends a fault to `FAULTS`."""
+
+    def register(make: Make) -> Make:
+        FAULTS.append(Fault(what, make, applies))
+        return make
+
+    return register
+
+
+def caught_by_ranks(run: SmallRun, fault: Fault | None) -> list[str]:
+    """Return which of "audit", "parity" and "update" reject the run on a rank, or ["guard"].
+
+    If the audit and parity accept the run, it trains two steps. ["guard"] means that a product has
+    refused to read a freed weight.
+    """
+    objecting = []
+
+    def check(name: str, objects: Callable[[], object]) -> None:
+        """Run a check on all ranks, although it may object on one of them only."""
+        try:
+            found = bool(objects())
+        except (InputError, TrainingHalted):
+            found = True
+        if any(from_all_ranks(found)):
+            objecting.append(name)
+
+    entries: list[Any] = []
+    with fault.entered(run) if fault else nullcontext():
+        try:
+            check("audit", lambda: entries.extend(run.audit()))
+        except RuntimeError as error:
+            if "reads a gathered weight that was freed" not in str(error):
+                raise
+            return ["guard"]
+        check("parity", lambda: run.parity().failures)
+        if not objecting:
+            check("update", lambda: run.train(entries))
+    return objecting
+
+
+def find_faults() -> None:
+    """Print the checks that catch each fault, by fault and precision, and also without a fault."""
+    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    found: dict[str, dict[str, list[str]]] = {}
+    for precision in sys.argv[1:]:
+        for fault in (None, *FAULTS):
+            run = build_run(accelerator, precision, weights="bf16_exact")
+            if fault is None or fault.applies(run):
+                what = fault.what if fault else "nothing"
+                found.setdefault(what, {})[precision] = caught_by_ranks(run, fault)
+    # One write: both ranks write at the same time.
+    os.write(1, f"FOUND {json.dumps(found)}\n".encode())
+    accelerator.end_training()
+
+
+def group_of(run: SmallRun, name: str) -> _Group:
+    """Return the shard group of the parameter whose name ends with `name`."""
+    (parameter,) = (
+        parameter for key, parameter in run.packed.named_parameters() if key.endswith(name)
+    )
+    (group,) = (
+        group
+        for group in run.packed.sharding._groups
+        if any(param.sharded_param is parameter for param in group.fsdp.fsdp_params)
+    )
+    return group
+
+
+def layer_of(run: SmallRun) -> _Group:
+    """Return the shard group of the first decoder layer."""
+    return group_of(run, "layers.0.mlp.down_proj.weight")
+
+
+# ── Reductions ──────────────────────────────────────────────────────────────────────────
+
+
+def changing_reduction(
+    patch: Patch, group: _Group, change: Callable[[Callable[..., Any], Tensor, Tensor], None]
+) -> None:
+    """Replace the reduction of a group by `change(reduce, output, input)`."""
+    real = group.fsdp._reduce_scatter_comm
+
+    class Changed:
+        allocate = real.allocate
+
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any
+        ) -> None:
+            def reduce(output: Tensor) -> None:
+                real(output_tensor=output, input_tensor=input_tensor, group=group, op=op)
+
+            change(reduce, output_tensor, input_tensor)
+
+    patch.setattr(group.fsdp, "_reduce_scatter_comm", Changed())
+
+
+@fault("a shard group's last reduction is lost")
+def reduction_dropped(run: SmallRun, patch: Patch) -> None:
+    group = layer_of(run)
+    accelerator = run.accelerator
+
+    def own_part(reduce: Callable[[Tensor], None], output: Tensor, sums: Tensor) -> None:
+        # Replicas exchange gradients only in the last microbatch.
+        if group.fsdp.all_reduce_grads:
+            output.copy_(sums.view(accelerator.num_processes, -1)[accelerator.process_index])
+        else:
+            reduce(output)
+
+    changing_reduction(patch, group, own_part)
+
+
+@fault("a shard group is cleared too early")
+def cleared_too_often(run: SmallRun, patch: Patch) -> None:
+    real = Sharding._before_backward
+
+    def cleared(self: Sharding, group: _Group) -> None:
+        real(self, group)
+        if run.packed in group.fsdp.modules:
+            for sums in group.cleared:
+                sums.zero_()
+
+    patch.setattr(Sharding, "_before_backward", cleared)
+
+
+@fault("the embedding is reduced twice")
+def reduced_twice(run: SmallRun, patch: Patch) -> None:
+    def twice(reduce: Callable[[Tensor], None], output: Tensor, sums: Tensor) -> None:
+        reduce(output)
+        second = torch.empty_like(output)
+        reduce(second)
+        output.add_(second)
+
+    group = group_of(run, "embed_tokens.weight")
+    changing_reduction(patch, group, twice)
+
+
+def changing_foreach_reduce(patch: Patch, change: Callable[[list[Any]], None]) -> None:
+    """Change the arguments of FSDP2's reduction of a group."""
+    real = _fsdp_param_group.foreach_reduce
+
+    def changed(*arguments: Any) -> Any:
+        changeable = list(arguments)
+        change(changeable)
+        return real(*changeable)
+
+    patch.setattr(_fsdp_param_group, "foreach_reduce", changed)
+
+
+@fault(
+    "gradients are reduced in BF16",
+    lambda run: run.packed.context.compute_dtype == torch.bfloat16,
+)
+def reduced_in_bf16(run: SmallRun, patch: Patch) -> None:
+    def in_bf16(arguments: list[Any]) -> None:
+        arguments[6] = torch.bfloat16
+
+    changing_foreach_reduce(patch, in_bf16)
+
+
+@fault("gradients are rounded before their reduction", quantized)
+def rounded_before_reduction(run: SmallRun, patch: Patch) -> None:
+    def rounded(arguments: list[Any]) -> None:
+        arguments[1] = [gradient.bfloat16().float() for gradient in arguments[1]]
+
+    changing_foreach_reduce(patch, rounded)
+
+
+# ── Gathers ─────────────────────────────────────────────────────────────────────────────
+
+
+@fault("gathered weights are freed too early", quantized)
+def freed_too_early(run: SmallRun, patch: Patch) -> None:
+    group = layer_of(run)
+    run.layers[0].register_forward_pre_hook(lambda *_: group.free(run.packed.context.engine))
+
+
+@fault("gathered weights are stale")
+def not_gathered_again(run: SmallRun, patch: Patch) -> None:
+    group = group_of(run, "embed_tokens.weight")
+    unshard = group.fsdp.unshard
+    stored: list[Tensor] = []
+
+    def stale(*arguments: Any, **options: Any) -> Any:
+        unshard(*arguments, **options)
+        group.fsdp.wait_for_unshard()
+        weight = group.fsdp.fsdp_params[0]._unsharded_param.data
+        if not stored:
+            stored.append(weight.clone())
+        weight.copy_(stored[0])
+
+    patch.setattr(group.fsdp, "unshard", stale)
+
+
+# ── Codes ───────────────────────────────────────────────────────────────────────────────
+
+
+@fault("codes are stale", quantized)
+def codes_not_renewed(run: SmallRun, patch: Patch) -> None:
+    real = Gemm.weight_operand
+    updated: list[int] = []
+
+    def stale(self: Gemm, *arguments: Any, refresh: bool, **options: Any) -> Any:
+        return real(self, *arguments, refresh=refresh and not updated, **options)
+
+    after_update(run, patch, updated.append)
+    patch.setattr(Gemm, "weight_operand", stale)
+
+
+@fault("a rank's codes have an old scale", delayed)
+def old_scale(run: SmallRun, patch: Patch) -> None:
+    real = EmulatedGemm.quantize_along
+
+    def older(
+        self: EmulatedGemm, role: str, x: Tensor, along: str, scale: Tensor | None
+    ) -> Operand:
+        # The scale of a weight whose largest value was larger by a tenth.
+        return real(self, role, x, along, scale / 1.1 if role == "weight" else scale)
+
+    if run.accelerator.process_index == 1:
+        patch.setattr(EmulatedGemm, "quantize_along", older)
+
+
+@fault("a rank's codes are shifted", quantized)
+def shifted_codes(run: SmallRun, patch: Patch) -> None:
+    real = EmulatedGemm.quantize
+    name = next(iter(run.packed.context.engine.gemms))
+
+    def shifted(self: EmulatedGemm, role: str, *arguments: Any, **options: Any) -> BothWays:
+        operand = real(self, role, *arguments, **options)
+        if role != "weight" or self.name != name:
+            return operand
+        features, rows = operand.features, operand.rows
+        # An evaluation needs only one form.
+        if rows is not None:
+            rows = rows._replace(values=rows.values.roll(1, 1))
+        return operand._replace(
+            features=features._replace(values=features.values.roll(1, 0)), rows=rows
+        )
+
+    if run.accelerator.process_index == 1:
+        patch.setattr(EmulatedGemm, "quantize", shifted)
+
+
+@fault("amaxes are not reduced", delayed)
+def amax_not_reduced(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(delayed_state, "dist", SimpleNamespace(is_initialized=lambda: False))
