@@ -4,20 +4,23 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# `make gpu` writes .gpu. The other targets then keep the versions of the measurements.
+REQUIREMENTS := $(if $(wildcard $(VENV)/.gpu),requirements-measured.txt,requirements.txt)
 PIP := $(RUN) -m pip install --disable-pip-version-check
 # Number of test workers: one more than the number of cores, because many tests wait for a process
 # that they have started. `make test` starts at most 8, because each worker spends six seconds on
 # importing torch, and more workers would compete for memory.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: help install demo which check lint types test docs site clean
+.PHONY: help install gpu demo which check lint types test docs site clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train a small model without a GPU: tokenizer, packs, training, comparison (4 to 6 minutes)"
 	@echo "make which    after make demo: recommend a precision for a smaller model, with emulated FP8 (1.5 minutes)"
 	@echo "make test     install the test requirements and run the tests (4 to 5 minutes on 2 cores)"
-	@echo "make install  create .venv only (for FP8 on a GPU, see docs/install.md)"
+	@echo "make install  create .venv only"
+	@echo "make gpu      create .venv for NVIDIA GPUs with Python 3.12, compile Transformer Engine, check each precision"
 	@echo "make lint     check style and formatting with ruff"
 	@echo "make types    check the type hints with mypy"
 	@echo "make site     build the site of the docs in site/; links that lead nowhere are errors"
@@ -28,6 +31,10 @@ help:
 	@echo ".venv uses python3. To use another Python (3.11 or newer): make PYTHON=python3.12 ..."
 
 install: $(VENV)/.installed
+
+# The script explains its options, which are environment variables.
+gpu:
+	bash cluster/gpu_install.sh
 
 demo: $(VENV)/.installed
 	@$(RUN) -m demo
@@ -69,11 +76,11 @@ clean:
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # The stamp file is created after pip succeeds. The next `make` repeats an interrupted installation.
-$(VENV)/.installed: requirements.txt
+$(VENV)/.installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required: make PYTHON=python3.12 ...")'
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(PIP) "$$(grep '^torch==' requirements.txt)"
-	$(PIP) -r requirements.txt
+	$(PIP) "$$(grep '^torch==' $(REQUIREMENTS))"
+	$(PIP) -r $(REQUIREMENTS)
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
