@@ -136,7 +136,7 @@ def test_an_unfit_machine_is_refused_before_the_installation(machine: Machine, m
     assert not (machine.folder / "venv").exists()
 
 
-@pytest.mark.parametrize("name", ["Makefile", "cluster/Dockerfile"])
+@pytest.mark.parametrize("name", ["Makefile", "cluster/Dockerfile", "cluster/sky.yaml"])
 def test_gpu_machines_install_with_one_script(name: str):
     commands = (ROOT / name).read_text(encoding="utf-8").splitlines()
     assert any("bash cluster/gpu_install.sh" in line for line in commands)
