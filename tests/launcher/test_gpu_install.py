@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 
@@ -140,3 +141,29 @@ def test_an_unfit_machine_is_refused_before_the_installation(machine: Machine, m
 def test_gpu_machines_install_with_one_script(name: str):
     commands = (ROOT / name).read_text(encoding="utf-8").splitlines()
     assert any("bash cluster/gpu_install.sh" in line for line in commands)
+
+
+def test_the_jobset_starts_all_processes_of_its_machines():
+    """The manifest was compared with JobSet's schema, which is not part of this repository."""
+    manifest = yaml.safe_load((ROOT / "cluster/jobset.yaml").read_text(encoding="utf-8"))
+    (group,) = manifest["spec"]["replicatedJobs"]
+    job = group["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    (command,) = container["args"]
+    machines = job["completions"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert job["parallelism"] == machines
+    assert f"--num_machines {machines} " in command
+    assert f"--num_processes {machines * gpus} " in command
+    first = f"{manifest['metadata']['name']}-{group['name']}-0-0.{manifest['metadata']['name']}"
+    assert f"--main_process_ip {first} " in command
+    for path in re.findall(r"/opt/pretrain/(\S+)", command):
+        assert (ROOT / path).is_file()
+    # torchrun kills its processes before Kubernetes kills torchrun.
+    (timeout,) = (
+        int(variable["value"])
+        for variable in container["env"]
+        if variable["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    )
+    assert timeout < pod["terminationGracePeriodSeconds"]
