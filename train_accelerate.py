@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from foundation.command import run_command
+from foundation.errors import InputError
 from foundation.files import replace_file, write_json
 from foundation.signals import StopRequest
 from pretrain.launch import script
@@ -365,7 +366,10 @@ def finish(run: Run) -> None:
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)
-    replace_file(run.folder.loss_plot, picture_of_run(finished))
+    try:
+        replace_file(run.folder.loss_plot, picture_of_run(finished))
+    except InputError as error:
+        run.console.warning(f"{run.folder.loss_plot} is not written: {error}")
     if run.job.recipe.checkpoint.at_end:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 
 class InputError(Exception):
     """Error in something that the user supplied: a setting, a file, a command line or a machine.
@@ -15,3 +17,16 @@ class InputError(Exception):
     kind = "error"
     # Exit status of the command.
     status = 2
+
+
+def require_package(name: str, extra: str, feature: str) -> None:
+    """Raise InputError if the optional package `name` is not installed.
+
+    extra: the extra of this project in pyproject.toml that contains the package.
+    feature: the feature that needs the package. The message begins with it.
+    """
+    if find_spec(name) is None:
+        raise InputError(
+            f"{feature} needs the package {name}, which is not installed; run `pip install "
+            f"{name}`, or install this project with its extra `{extra}`"
+        )

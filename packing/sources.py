@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 
-from foundation.errors import InputError
+from foundation.errors import InputError, require_package
 from foundation.files import hash_of
 from foundation.progress import say
 from foundation.reading import as_input_error, one_line, parse_yaml
@@ -443,12 +443,12 @@ class DatasetSource:
         next row (`row`), the state of the dataset before the batch that has this row (`state`), and
         the number of earlier rows in this batch (`skip`).
         """
+        data = self._data
         import datasets
 
         row = begin.get("row", 0)
         state = begin.get("state")
         batch_start = row - begin.get("skip", 0)
-        data = self._data
         if isinstance(data, datasets.Dataset):
             data = data.to_iterable_dataset()
         read = self.records.read_columns
@@ -480,6 +480,7 @@ class DatasetSource:
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:
         """The loaded dataset. Raises InputError if it cannot be loaded, or has no such split."""
+        require_package("datasets", "hub", f"`data.source: {self.name}`: a Hugging Face dataset")
         import datasets
 
         settings = self.settings

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from foundation.errors import require_package
 from foundation.units import count
 from pretrain.metrics.run_record import RunRecord
 
@@ -79,7 +80,11 @@ def range_after_the_fall(
 
 
 def picture_of_run(run: RunRecord) -> bytes:
-    """Return a PNG that plots the training loss and the held-out loss of a run over the steps."""
+    """Return a PNG that plots the training loss and the held-out loss of a run over the steps.
+
+    Raises InputError if matplotlib is not installed.
+    """
+    require_package("matplotlib", "report", "the picture of the losses")
     # The import takes half a second, so it is not at the top of the file. Figure is used instead of
     # pyplot, because pyplot needs a display and keeps global state.
     from matplotlib.figure import Figure

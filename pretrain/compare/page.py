@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foundation.errors import InputError
+from foundation.errors import InputError, require_package
 from pretrain.compare.columns import figures_of
 from pretrain.compare.comparison import ComparedRun, machine_of
 from pretrain.compare.fairness import distinguishing_keys, loss_differences
@@ -74,11 +74,12 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
-    """Raise InputError unless `path` may be overwritten by a page.
+    """Raise InputError unless a page can be drawn, and `path` may be overwritten by it.
 
     A path may be overwritten if it does not exist, if it is an empty file, or if it is a file that
     contains WRITTEN_BY. The message begins with `named`, the option that sets `path`.
     """
+    require_package("plotly", "report", f"{named} {path}: a page with curves")
     if not path.exists():
         return
     content = path.read_bytes() if path.is_file() else b"a folder"

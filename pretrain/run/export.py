@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -131,7 +132,7 @@ def write_export(
     stop_after_answers(hf, tokenizer, recipe.data)
     further_files = {}
     # Omit the card if the run's records are missing, or if the checkpoint's folder was renamed and
-    # so has no step in its name.
+    # so has no step in its name. Omit the picture without matplotlib.
     with suppress(InputError, ValueError):
         run = read_run(run_dir, step_of(checkpoint))
         further_files[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None, facts=facts)
@@ -307,14 +308,13 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
 def export_trained(run: Run, record: RunRecord) -> None:
     """Export the last step of a run to `final/`. A checkpoint of this step must exist.
 
-    record: the record of the run, for the model card. The picture of its losses must exist.
+    record: the record of the run, for the model card.
     """
     hf = run.assembly.hf
     checkpoint = step_folder(run.folder.checkpoints, run.state.step)
-    further_files = {
-        CARD: model_card(record, hf, has_tokenizer=run.job.tokenizer is not None),
-        PICTURE: run.folder.loss_plot.read_bytes(),
-    }
+    further_files = {CARD: model_card(record, hf, has_tokenizer=run.job.tokenizer is not None)}
+    if run.folder.loss_plot.exists():
+        further_files[PICTURE] = run.folder.loss_plot.read_bytes()
     model.export(
         hf,
         all_tensors(hf, tensor_reader([checkpoint], hf, run.job.recipe.weights)),
@@ -342,7 +342,7 @@ def model_card(
     """Return the model card of an exported model: its size, data, settings and losses.
 
     The card is Markdown with the front matter of the hub, encoded as UTF-8. It links to the file
-    PICTURE in the same folder.
+    PICTURE in the same folder, if matplotlib can draw this file.
 
     run: the record of the run. It has all facts on the card except the size of the model.
     hf: the model, on any device.
@@ -375,13 +375,13 @@ def model_card(
         'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")'
         f"{_CONTINUE if has_tokenizer else ''}\n```",
         "\n".join(["| | |", "| --- | --- |", *table]),
-        f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
+        f"![Training and held-out loss by step]({PICTURE})" if find_spec("matplotlib") else "",
         "Every setting of the run:",
         "```yaml\n"
         + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120)
         + "```",
     ]
-    return ("\n\n".join(parts) + "\n").encode()
+    return ("\n\n".join(filter(None, parts)) + "\n").encode()
 
 
 def _is_on_hub(name: str) -> bool:

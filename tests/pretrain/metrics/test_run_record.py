@@ -54,6 +54,7 @@ def evaluation(step: int) -> dict[str, Any]:
 def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
     folder = tmp_path / "small-bf16-fp32"
     (folder / "final").mkdir(parents=True)
+    (folder / "loss.png").touch()
     title, rows = screen(
         folder, [step(n, mfu_bf16_peak=0.496) for n in range(1, 61)] + [evaluation(60)]
     )

@@ -1,0 +1,78 @@
+"""A feature that needs an optional package names the package if it is missing. Others work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundation.errors import InputError
+from packing.records import Records
+from packing.settings import DataSettings
+from packing.sources import open_source
+from pretrain.__main__ import main
+from tests.conftest import ROOT, write_recipe
+from tests.forked_commands import forking
+
+PACKAGES = ("datasets", "matplotlib", "plotly", "wandb")
+REMEDY = "is not installed; run `pip install {0}`, or install this project with its extra `{1}`"
+
+
+def test_the_extras_are_these_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = {extra: [text.partition(">")[0] for text in extras[extra]] for extra in extras}
+    assert names["wandb"] == ["wandb"]
+    assert names["report"] == ["matplotlib", "plotly"]
+    assert names["hub"] == ["datasets"]
+    assert names["all"] == [f"{project['name']}[wandb,report,hub]"]
+    assert not [text for text in project["dependencies"] if text.startswith(PACKAGES)]
+
+
+def test_a_dataset_without_its_package_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    source = open_source(
+        DataSettings(packs=Path("packs"), source="someone/documents", tokenizer="t"),
+        Records((), ()),
+    )
+    for read in (lambda: source.columns, lambda: list(source.chunks({}))):
+        with pytest.raises(InputError) as error:
+            read()
+        assert str(error.value).startswith("`data.source: someone/documents`: ")
+        assert str(error.value).endswith(REMEDY.format("datasets", "hub"))
+
+
+def test_a_page_without_its_package_is_refused_before_runs_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert main(["report", "nowhere", "--out", "page.html"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: --out page.html: ")
+    assert message.endswith(f"{REMEDY.format('plotly', 'report')}\n")
+
+
+@pytest.mark.long
+def test_a_training_needs_no_optional_package(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Only the picture of the losses is missing, in the run folder and in the exported folder."""
+    hidden = "".join(f"sys.modules[{name!r}] = None\n" for name in PACKAGES)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\n{hidden}")
+    recipe = write_recipe(small_recipe | {"precision": "fp32"}, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "train_accelerate.py", str(recipe)],
+        cwd=ROOT,
+        env=forking(tmp_path) | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    run = Path(small_recipe["run_dir"])
+    assert (run / "summary.json").exists()
+    assert REMEDY.format("matplotlib", "report") in " ".join((done.stdout + done.stderr).split())
+    assert not [*run.rglob("loss.png")]
+    assert "loss.png" not in (run / "final/README.md").read_text(encoding="utf-8")
+    assert "curve" not in done.stdout
