@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -131,6 +132,33 @@ def test_pinned_versions_are_in_the_ranges_of_the_project(name: str):
     pins = versions_in(name)
     assert ranges.keys() == pins.keys()
     assert {name: version for name, version in pins.items() if version not in ranges[name]} == {}
+
+
+def test_the_lock_has_the_pinned_versions_from_public_addresses():
+    text = (ROOT / "uv.lock").read_text()
+    assert {*re.findall(r"\w+://[^/\"]+", text)} == {
+        "https://pypi.org",
+        "https://files.pythonhosted.org",
+    }
+    lock = tomllib.loads(text)
+    packages = {package["name"]: package for package in lock["package"]}
+    (ours,) = (package for package in lock["package"] if "metadata" in package)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranged = sum(project["optional-dependencies"].values(), project["dependencies"])
+    ranges = {
+        requirement.name.lower(): requirement.specifier for requirement in map(Requirement, ranged)
+    }
+    locked = {
+        required["name"]: SpecifierSet(required.get("specifier", ""))
+        for required in ours["metadata"]["requires-dist"]
+    }
+    assert locked == ranges, "run `uv lock`"
+    dev = {required["name"].replace("-", "_") for required in ours["dev-dependencies"]["dev"]}
+    pins = versions_in("requirements-dev.txt")
+    pins = {name: pins[name] for name in pins if name.replace("-", "_") in dev}
+    pins |= versions_in("requirements.txt")
+    versions = {name: packages[name.replace("_", "-")]["version"] for name in pins}
+    assert versions == pins
 
 
 def test_the_measured_versions_are_those_of_the_result_files():
