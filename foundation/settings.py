@@ -9,6 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -99,6 +100,41 @@ def local_path(value: Any) -> Any:
             "folder, or use a folder on a shared disk"
         )
     return at_home(value)
+
+
+def _share_or_step(number: float) -> float | int:
+    """Validate the end of a phase. Return a share of all steps as float, or a step as int."""
+    if 0 < number < 1:
+        return number
+    if number < 2 or number != number // 1:
+        raise ValueError(
+            f"{number:g} is neither a share of the steps (above 0 and below 1) nor a step number "
+            "(2 or more)"
+        )
+    return int(number)
+
+
+# The end of a phase: a share of all steps, or the number of the phase's last step.
+PhaseEnd = Annotated[float, AfterValidator(_share_or_step)]
+
+
+def last_steps(key: str, untils: Sequence[float | int | None], steps: int) -> list[int]:
+    """Return the last step of each phase in a run of `steps` steps.
+
+    `key` is the setting with the phases, for a message. `untils` are the values of `PhaseEnd`, and
+    None for the last phase. Shares are rounded to whole steps, in the same way as the first step of
+    the learning rate's decay. Raise InputError if a phase would have no step.
+    """
+    phases = [1.0 if until is None else until for until in untils]
+    ends = [round(end * steps) if isinstance(end, float) else end for end in phases]
+    for number, (previous_end, end) in enumerate(pairwise([0, *ends]), 1):
+        if end <= previous_end or (end >= steps and number < len(ends)):
+            raise InputError(
+                f"`{key}`: phase {number} of {len(ends)} would begin after step "
+                f"{previous_end:,} and end after step {end:,} of {steps:,}, but every phase needs "
+                "at least one step; either end phases at other steps, or train longer (`train`)"
+            )
+    return ends
 
 
 Count = Annotated[int, Field(ge=0)]

@@ -12,12 +12,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
+from foundation.settings import last_steps
 from pretrain.optimizer import schedule
 from pretrain.precision.settings import (
     PRECISIONS,
     ActivePrecision,
     configured,
-    last_steps,
     phases_of,
 )
 from pretrain.settings.recipe import Recipe, TrainSettings
@@ -137,7 +137,7 @@ def check_settings(
     if recipe.train.epochs is None:
         steps = steps_of(recipe.train, batch.tokens, 0, data.length)
         schedule.check(recipe.schedule, steps)
-        last_steps([until for until, _ in phases_of(recipe.precision)], steps)
+        last_steps("precision", [until for until, _ in phases_of(recipe.precision)], steps)
     if stream := data.stream:
         _require(
             recipe.train.epochs is None,

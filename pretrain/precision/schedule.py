@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pretrain.precision.settings import ActivePrecision, label, last_steps
+from foundation.settings import last_steps
+from pretrain.precision.settings import ActivePrecision, label
 
 # The end of a phase, and the precision that this machine uses in the phase. The end is a share of
 # all steps, a step, or None for the last phase.
@@ -53,7 +54,7 @@ class PrecisionSchedule:
 
         Raise InputError if a phase would have no step.
         """
-        ends = last_steps([until for until, _ in self.phases], self.steps)
+        ends = last_steps("precision", [until for until, _ in self.phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]
         return tuple(
             Span(first, end, active)

@@ -14,15 +14,13 @@ This file does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from foundation.errors import InputError
-from foundation.settings import Count, PositiveCount, Settings
+from foundation.settings import Count, PhaseEnd, PositiveCount, Settings
 from pretrain.precision.formats import block, current, delayed, mxfp4, mxfp8, nvfp4
 from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.formats.unquantized import BF16, FP32
@@ -90,22 +88,10 @@ def without_unsupported(values: Any, defaults: Mapping[str, Any]) -> Any:
     return {key: value for key, value in values.items() if key not in defaults}
 
 
-def _share_or_step(number: float) -> float | int:
-    """Validate the end of a phase. Return a share of all steps as float, or a step as int."""
-    if 0 < number < 1:
-        return number
-    if number < 2 or number != number // 1:
-        raise ValueError(
-            f"{number:g} is neither a share of the steps (above 0 and below 1) nor a step number "
-            "(2 or more); set `until` to a share or a step number"
-        )
-    return int(number)
-
-
 class PrecisionPhase(Settings):
     """One phase of a precision schedule."""
 
-    until: Annotated[float, AfterValidator(_share_or_step)] | None = None
+    until: PhaseEnd | None = None
     """End of the phase: a share of all steps, or the number of the phase's last step.
 
     The last phase of a schedule has no `until`.
@@ -194,25 +180,6 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
 def is_quantized(setting: Any) -> bool:
     """Return True if any phase of a `precision` setting computes in a quantized precision."""
     return any(PRECISIONS[name].quantized for _, name in phases_of(setting))
-
-
-def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
-    """Return the last step of each phase in a run of `steps` steps.
-
-    `untils` are the ends of the phases as `phases_of` returns them. Shares are rounded to whole
-    steps, in the same way as the first step of the learning rate's decay. Raise InputError if a
-    phase would have no step.
-    """
-    phases = [1.0 if until is None else until for until in untils]
-    ends = [round(end * steps) if isinstance(end, float) else end for end in phases]
-    for number, (previous_end, end) in enumerate(pairwise([0, *ends]), 1):
-        if end <= previous_end or (end >= steps and number < len(ends)):
-            raise InputError(
-                f"`precision`: phase {number} of {len(ends)} would begin after step "
-                f"{previous_end:,} and end after step {end:,} of {steps:,}, but every phase needs "
-                "at least one step; either change `until`, or train for more steps (`train`)"
-            )
-    return ends
 
 
 # ── `fp8_config` ──────────────────────────────────────────────────────────────────────────────────

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from foundation.settings import last_steps
 from pretrain.launch.environment import with_precision
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import (
     is_quantized,
     label,
-    last_steps,
     phases_of,
 )
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
@@ -62,11 +62,11 @@ def test_a_saved_schedule_of_earlier_versions_is_read(load: Any) -> None:
 
 
 def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
-    assert last_steps([], 10) == []
-    assert last_steps([0.206, 50, None], 100) == [21, 50, 100]
+    assert last_steps("precision", [], 10) == []
+    assert last_steps("precision", [0.206, 50, None], 100) == [21, 50, 100]
     for untils in ([0.8, 50, None], [100, None], [0.001, None]):
         with pytest.raises(InputError, match=r"`precision`: phase \d of \d would begin after"):
-            last_steps(untils, 100)
+            last_steps("precision", untils, 100)
 
 
 # ── The precision of a step ────────────────────────────────────────────────────────────
