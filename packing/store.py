@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.units import percent
 from packing.arrow import (
     FIRST,
     MANIFEST,
@@ -22,7 +23,7 @@ from packing.arrow import (
 )
 from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, splitmix64
-from packing.settings import SOURCE_NAME, DataSettings, matching_files
+from packing.settings import SOURCE_NAME, DataSettings, matching_files, weights_by_phase
 from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
@@ -58,10 +59,20 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
             )
         streaming = settings.streaming
         if stream := settings.stream:
-            window = max(settings.length, round(stream.window * source.weight))
-            streaming = stream.model_copy(update={"window": window})
+            # The weights of a stream do not change.
+            window = round(stream.window * weights_by_phase(source.weight)[0])
+            streaming = stream.model_copy(update={"window": max(settings.length, window)})
         parts[name] = settings.part(source, settings.packs / name, streaming=streaming)
     return parts
+
+
+def shares_by_phase(settings: DataSettings) -> list[str]:
+    """Return the shares of the sources in each phase as texts: "70.0 % web, 30.0 % code"."""
+    phases = zip(*map(weights_by_phase, settings.shares), strict=True)
+    return [
+        ", ".join(map("{} {}".format, map(percent, shares), training_parts(settings)))
+        for shares in phases
+    ]
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
@@ -138,7 +149,12 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     }
     if not opened:
         return None
-    return MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True)))
+    return MixedPacks(
+        settings.packs,
+        opened,
+        dict(zip(parts, settings.shares, strict=True)),
+        settings.weights_until or (),
+    )
 
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:

@@ -461,9 +461,13 @@ class StreamOrder(Order):
         }
 
 
-def order_of(packs: Packs, seed: int) -> Order:
-    """Return the reading order of `packs`."""
+def order_of(packs: Packs, seed: int, steps: int = 1, packs_per_step: int = 1) -> Order:
+    """Return the reading order of `packs` in a run of `steps` steps.
+
+    The length of the run has an effect only if the weights of sources change (`weights_until`).
+    """
     if isinstance(packs, StreamedPacks):
         return StreamOrder(packs.mixture, seed, packs)
-    mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
-    return Order(mixture, seed)
+    if isinstance(packs, MixedPacks):
+        return Order(packs.mixture_over(steps, packs_per_step), seed)
+    return Order(Mixture.alone(len(packs)), seed)

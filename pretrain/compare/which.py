@@ -31,9 +31,9 @@ from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.units import duration
 from packing.arrow import Packs
+from packing.order import MixedPacks, Mixture
 from packing.prepare import prepare
 from packing.store import open_packs
-from packing.stream import order_of
 from pretrain.compare.differences import error_of, fewest_seeds
 from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix_file import Cell, Matrix
@@ -397,10 +397,12 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
     packs = cast(Packs, open_packs(recipe.data, "train"))
     # Check that the held-out packs can be used.
     open_packs(recipe.data, "held_out")
-    mixture = order_of(packs, recipe.seed).mixture
-    # Number of packs, counted over all sources, until one source has no unused pack left.
-    sources = zip(mixture.counts, mixture.share_of_packs, strict=True)
-    used_up = min(number / share for number, share in sources)
+    mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
+    # Number of packs, counted over all sources, until one source has no unused pack left. Count
+    # the largest share of each source in a phase, because the lengths of phases are not known yet.
+    phases = map(mixture.shares_of_packs, range(len(mixture.weights)))
+    shares = map(max, zip(*phases, strict=True))
+    used_up = min(count / share for count, share in zip(mixture.counts, shares, strict=True))
     return int(used_up * recipe.data.length / recipe.batch.tokens)
 
 

@@ -138,6 +138,7 @@ def check_settings(
         steps = steps_of(recipe.train, batch.tokens, 0, data.length)
         schedule.check(recipe.schedule, steps)
         last_steps("precision", [until for until, _ in phases_of(recipe.precision)], steps)
+        last_steps("data.weights_until", [*(data.weights_until or ()), None], steps)
     if stream := data.stream:
         _require(
             recipe.train.epochs is None,

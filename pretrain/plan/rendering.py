@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from foundation import units
 from foundation.units import GIB, plural
+from packing.store import shares_by_phase
 from pretrain.metrics.card_rates import read_rates
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan, fits_gathered
@@ -162,6 +163,9 @@ def horizon_lines(plan: Plan) -> list[str]:
             f"of {plural(count, 'pack')}"
             for name, count in zip(plan.mixture.names, plan.mixture.counts, strict=True)
         ]
+        if ends := plan.mixture_ends:
+            texts = shares_by_phase(plan.recipe.data)
+            lines += map("to step {:,}: {} of the tokens".format, [*ends, plan.steps], texts)
     return [*lines, describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps)]
 
 

@@ -72,14 +72,15 @@ class Data:
 
         Lengths are in tokens. The attention cost of a token is proportional to this length. In one
         pack, the mean is the sum of squared document lengths divided by the pack length. The mean
-        over all packs is estimated from evenly spaced packs of each source.
+        over all packs is estimated from evenly spaced packs of each source. If the weights of
+        sources change during the run, it is the mean in the first phase.
         """
         means = [
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
             for packs in self.train.by_source.values()
         ]
         readable = self.readable
-        weights = readable.mixture.share_of_packs if isinstance(readable, MixedPacks) else None
+        weights = readable.mixture.shares_of_packs(0) if isinstance(readable, MixedPacks) else None
         return float(np.average(means, weights=weights)) / self.train.length
 
     @cached_property

@@ -28,7 +28,7 @@ from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.sources import open_source, reading_settings
-from packing.store import find_splits
+from packing.store import find_splits, shares_by_phase
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.settings.config import load_data
 
@@ -120,7 +120,12 @@ def inspect_command(options: argparse.Namespace) -> None:
     """Describe all packs at or below a path. With --index, also print the text of one pack."""
     path = options.path
     if path.suffix in _RECIPE_SUFFIXES and path.is_file():
-        path = load_data([str(path)]).packs
+        settings = load_data([str(path)])
+        path = settings.packs
+        if settings.sources:
+            ends = [*(settings.weights_until or ()), "the end"]
+            for end, shares in zip(ends, shares_by_phase(settings), strict=True):
+                print(f"until {end}: {shares} of the tokens")
     for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
         _describe(folder, options.verify)
     if options.index is not None:
