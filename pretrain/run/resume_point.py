@@ -203,11 +203,10 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     }
     present = job.identity
     ignored = _SCHEDULE if repeats_past(record, job) else ()
-    saved_ends = saved.get("data.weights_until") or ()
-    place = record["progress"]["place"]
-    # Ends of phases may change if they are not before the checkpoint.
-    moved = {*saved_ends}.symmetric_difference(job.plan.mixture_ends)
-    if all(end * job.plan.packs_per_step >= place for end in moved):
+    ends = [{*(identity.get("data.weights_until") or ())} for identity in (saved, present)]
+    steps_read = record["progress"]["place"] / job.plan.packs_per_step
+    # Phases of data weights may end at other steps after the checkpoint.
+    if all(end >= steps_read for end in ends[0] ^ ends[1]):
         ignored = (*ignored, "data.weights_until")
     return {
         key: (saved.get(key), present.get(key))
