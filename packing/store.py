@@ -25,7 +25,7 @@ from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, splitmix64
 from packing.settings import SOURCE_NAME, DataSettings, matching_files, weights_by_phase
 from packing.stream import StreamedPacks
-from packing.token_bin import TokenBin
+from packing.token_bin import DatatrovePacks, TokenBin
 from packing.tokenizer import load_tokenizer
 
 # Usual names of the held-out split.
@@ -228,9 +228,13 @@ def find_splits(
     def first_of(*candidates: Path) -> Callable[[], Packs] | None:
         """Return a function that opens the first of `candidates` that has packs, or None.
 
-        A candidate has packs if it is a token file or an MDS folder, or if it contains MDS folders.
+        A candidate has packs if it is a token file or an MDS folder, or if it contains token files
+        of datatrove or MDS folders.
         """
         for candidate in candidates:
+            is_one = candidate.suffix == ".ds" and candidate.is_file()
+            if files := [candidate] if is_one else sorted(candidate.glob("*.ds")):
+                return partial(DatatrovePacks, files, path, length or _DEFAULT_LENGTH, tokenizer)
             if candidate.suffix in (".bin", ".npy") and candidate.is_file():
                 end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
                 return partial(TokenBin, candidate, length or _DEFAULT_LENGTH, end_token)
@@ -250,8 +254,9 @@ def find_splits(
     if train := train or first_of(path):
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
     raise InputError(
-        f"{path}: the path has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin and "
-        "no train.npy (tokens). To read a token file with another name, set data.packs to this "
-        "file, which must end in .bin or .npy. To read several token files of a folder, name each "
+        f"{path}: the path has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin, "
+        "no train.npy and no .ds files (tokens). To read a token file with another name, set "
+        "data.packs to this file, which must end in .bin, .npy or .ds. To read several .bin or "
+        ".npy files of a folder, name each "
         f"in data.sources, as {{name: x_train_000001.bin, weight: 1}}; {_MAKE}"
     )

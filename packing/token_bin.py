@@ -1,4 +1,4 @@
-"""Read flat token files, as nanoGPT, llm.c, Megatron-LM, OLMo and numpy.save write them.
+"""Read flat token files, as nanoGPT, llm.c, Megatron-LM, OLMo, numpy.save and datatrove write them.
 
 A token file has token ids one after another. It does not mark where packs start. The dtype of the
 ids is taken from the first of these that exists:
@@ -10,19 +10,28 @@ ids is taken from the first of these that exists:
   third is the number of tokens.
 
 Otherwise the dtype is uint16, uint32 or int64, which is inferred from the beginning of the file.
+
+Hugging Face's datatrove tokenizes a large corpus on many machines. Each task of its
+DocumentTokenizer writes one file or several files. Beside the tokens in `x.ds` are `x.ds.index`,
+the offset [documents] uint64 at which each document ends, and `x.ds.metadata`, a text. Its first
+line has the name of the tokenizer, `|`, and the bytes of a token. Its second line has the number of
+tokens. Masks of tokens without a loss, in `x.ds.loss`, are refused.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import hash_file, hash_of
+from foundation.files import ALWAYS_HASHED_BYTES, hash_file, hash_of
 from foundation.reading import as_input_error
-from packing.arrow import Pack, Packs, checked_index
+from packing.arrow import JoinedPacks, Pack, Packs, checked_index
+from packing.tokenizer import load_tokenizer
 
 # Number of different observations that an inferred dtype needs. The probability that tokens of
 # another dtype agree by chance is about 2 ** -_EVIDENCE.
@@ -79,6 +88,81 @@ class TokenBin(Packs):
             # No token is equal to None.
             ends = np.flatnonzero(tokens == self.end_token) + 1
         return Pack(ids, np.diff(np.union1d(ends, len(tokens)), prepend=0).astype(np.int32))
+
+
+class DatatroveFile(TokenBin):
+    """Packs of one .ds file of datatrove. Its index has the ends of documents."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        """Open the file `path`. Raise InputError if a file of the task is missing or damaged."""
+        self.path = path
+        self.length = length
+        self.end_token = None
+        with as_input_error(
+            (OSError, ValueError, LookupError),
+            f"{path}: the file or one of its files .metadata, .index and .loss cannot be used",
+            "run its task again with save_index and save_final_metadata, and without "
+            "save_loss_metadata, or copy all of these files again",
+        ):
+            first, count, *_ = Path(f"{path}.metadata").read_text(encoding="utf-8").splitlines()
+            self.tokenizer_name, _, width = first.rpartition("|")
+            self._tokens = _map_numbers(path, {"2": "<u2", "4": "<u4"}[width])
+            self._ends = _map_numbers(Path(f"{path}.index"), "<i8")
+            end = self._ends[-1] if len(self._ends) else 0
+            is_ordered = (np.diff(self._ends, prepend=0) >= 0).all()
+            if not (is_ordered and len(self._tokens) == int(count) == end):
+                raise ValueError(
+                    f"the file has {len(self._tokens):,} tokens, but its metadata has "
+                    f"{int(count):,}, and its last document ends at {end:,}"
+                )
+            if Path(f"{path}.loss").exists():
+                raise ValueError("masks of tokens without a loss are not supported")
+
+
+class DatatrovePacks(JoinedPacks):
+    """The packs of several .ds files of datatrove, concatenated in the order of the files."""
+
+    def __init__(
+        self, files: Sequence[Path], path: Path, length: int, tokenizer: str | None
+    ) -> None:
+        """Open `files`. `path` is the name of these packs in messages.
+
+        Raise InputError if a file is damaged or was not made with `tokenizer`. If `tokenizer` is
+        None, all files must have the same tokenizer.
+        """
+        parts = [DatatroveFile(file, length) for file in files]
+        super().__init__(path, parts)
+        self.length = length
+        if not len(self):
+            raise InputError(f"{path}: its .ds files have no tokens; run the tasks again")
+        expected = tokenizer or parts[0].tokenizer_name
+        for name, file in {part.tokenizer_name: part.path for part in parts}.items():
+            with as_input_error(
+                (InputError,),
+                f"{file}: its metadata has the tokenizer {name} instead of {expected}",
+                "set `data.tokenizer` to the tokenizer of all files. If it is the same tokenizer "
+                "with another name, write this name before the `|` in the .metadata file",
+            ):
+                is_same = (
+                    name == expected
+                    or load_tokenizer(name).fingerprint == load_tokenizer(expected).fingerprint
+                )
+                if not is_same:
+                    raise InputError("the two tokenizers differ")
+        self.tokenizer = load_tokenizer(tokenizer).describe() if tokenizer else {"name": expected}
+        # Hash all files of a small dataset. The ends of all documents identify a large one.
+        is_small = sum(file.stat().st_size for file in files) <= ALWAYS_HASHED_BYTES
+        hashed = [*(files if is_small else ()), *(Path(f"{file}.index") for file in files)]
+        self.fingerprint = hash_of([*(hash_file(file, "xxh3_128") for file in hashed), length])
+
+
+def _map_numbers(path: Path, dtype: str) -> np.ndarray:
+    """Return the numbers in a file as a memory-mapped array.
+
+    The file is closed again, so the limit of open files does not limit the number of maps.
+    """
+    with pa.memory_map(str(path)) as file:
+        return np.frombuffer(file.read_buffer(), dtype)
 
 
 def _read_index(path: Path, token_file: Path) -> tuple[str | None, np.ndarray | None]:

@@ -296,7 +296,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, start):
 def test_packs_that_are_no_token_file_are_refused(tmp_path, name):
     path = tmp_path / name
     path.mkdir() if name == "folder" else path.write_bytes(b"{}")
-    with pytest.raises(InputError, match=r"has no packs: .* must end in \.bin or \.npy"):
+    with pytest.raises(InputError, match=r"has no packs: .* must end in \.bin, \.npy or \.ds"):
         open_packs(DataSettings(packs=path, length=8), "train")
 
 
