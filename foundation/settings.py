@@ -20,6 +20,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -27,6 +28,7 @@ from pydantic import (
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error, parse_yaml
+from foundation.storage import address_of, is_address, path_for
 
 
 class Settings(BaseModel):
@@ -94,7 +96,7 @@ def local_path(value: Any) -> Any:
     Raises AddressError for an address such as s3://bucket/run. As a path, it would be a folder
     `s3:` in the present folder.
     """
-    if isinstance(value, str) and re.match(r"\w[\w+.-]*://", value):
+    if isinstance(value, str) and is_address(value):
         raise AddressError(
             f"{value} is an address, but a path on this machine is needed; mount the bucket as a "
             "folder, or use a folder on a shared disk"
@@ -137,6 +139,12 @@ def last_steps(key: str, untils: Sequence[float | int | None], steps: int) -> li
     return ends
 
 
+def copied_path(value: Any) -> Any:
+    """Return the path of the copy of an address (`foundation.storage`), or expand `~` of a path."""
+    is_remote = isinstance(value, str) and is_address(value)
+    return path_for(value) if is_remote else at_home(value)
+
+
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 # Tensors, files and other libraries store a seed as a signed integer of 64 bits.
@@ -150,6 +158,11 @@ TemplateText = Annotated[str, AfterValidator(with_escapes)]
 # A path on this machine. An address such as s3://bucket/run is refused.
 FilePath = Annotated[Path, BeforeValidator(local_path)]
 LocalPath = Annotated[str, BeforeValidator(local_path)]
+# A path, or an address in object storage. The value is the path of the address's copy. In files it
+# is the address.
+CopiedPath = Annotated[
+    Path, BeforeValidator(copied_path), PlainSerializer(address_of, when_used="json")
+]
 
 S = TypeVar("S", bound=BaseModel)
 

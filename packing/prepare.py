@@ -24,6 +24,7 @@ from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, write_json
 from foundation.progress import Progress, say
 from foundation.reading import as_input_error, load_object
+from foundation.storage import is_address
 from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Counts, Offset, Tokens, require_documents
 from packing.follow import make_first_part
@@ -77,15 +78,18 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
 def _exists_message(part: DataSettings) -> str:
     """Return a message about packs that exist, with a warning if their source has changed.
 
-    There is no warning if the packs do not record the identity of their source.
+    There is no warning if the packs do not record the identity of their source, or if the source is
+    in object storage. Its objects would have to be copied.
     """
+    message = f"{part.packs}: these packs are already prepared with these settings"
+    if is_address(str(part.source)):
+        return message
     recorded = read_manifest(folder_of(part))["statistics"].get("source_identity")
     present = None
     with suppress(InputError, OSError):
         source = open_source(part, Records((), ()))
         # The name of a folder that is gone may be the name of a dataset of the hub.
         present = source.identity if recorded and source.is_local else None
-    message = f"{part.packs}: these packs are already prepared with these settings"
     return message if present == recorded else f"{message}. {_CHANGED}"
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 
 from foundation.errors import InputError
 from foundation.settings import (
-    FilePath,
+    CopiedPath,
     PathText,
     PhaseEnd,
     PositiveCount,
@@ -32,6 +32,7 @@ from foundation.settings import (
     TemplateText,
     at_home,
 )
+from foundation.storage import address_of, is_address
 
 # Pattern of the names of repositories on the Hugging Face hub. Any other name is a path.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -148,6 +149,7 @@ class SourceSettings(Settings):
     source: Annotated[PathText, Field(min_length=1)] | None = None
     """File, folder, pattern such as `my_text/*.txt`, or Hugging Face dataset.
 
+    Files may be in object storage: s3://, gs:// or hf:// (docs/clusters.md).
     A dataset is `name` or `name@revision` (branch, tag or commit).
     null: `packs` already exist.
     """
@@ -263,10 +265,10 @@ class DataSettings(SourceSettings):
     the tokenizer of existing packs. The run encodes prompts with it and exports it.
     """
 
-    packs: FilePath
+    packs: CopiedPath
     """Folder of packs (Arrow, MDS), or a token file (.bin, .npy).
 
-    With `source`, packs are prepared in it.
+    With `source`, packs are prepared in it. Packs that exist may be in object storage (s3://...).
     """
 
     length: PositiveCount = 4096
@@ -445,6 +447,12 @@ class DataSettings(SourceSettings):
             raise ValueError(
                 "`source` is set but `tokenizer` is not; set both, because packs are prepared from "
                 "text with a tokenizer"
+            )
+        packs = address_of(self.packs)
+        if self.prepares and is_address(packs):
+            raise ValueError(
+                f"`packs`: {packs} is an address, but packs are prepared on this machine; set "
+                "`packs` to a folder"
             )
         if self.validation is not None and self.held_out:
             raise ValueError(

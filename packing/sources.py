@@ -39,6 +39,7 @@ from foundation.errors import InputError, require_package
 from foundation.files import hash_of
 from foundation.progress import say
 from foundation.reading import as_input_error, one_line, parse_yaml
+from foundation.storage import fetch, is_address
 from foundation.units import plural
 from packing.chunks import (
     COMPRESSION,
@@ -116,10 +117,15 @@ _READABLE = (
 def open_source(settings: DataSettings, records: Records) -> FileSource | DatasetSource:
     """Return the source that `settings` name. The content of its files is not read.
 
+    Objects in object storage are copied to this machine first.
+
     Raises InputError if the source does not exist, if its format is not known, or if `settings` has
     a setting of this source that its kind does not use.
     """
     name = str(settings.source)
+    if is_address(name):
+        name = str(fetch(name))
+        settings = settings.model_copy(update={"source": name})
     path = Path(name)
     # Datasets of `save_to_disk` have one of these files.
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():

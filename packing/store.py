@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.storage import address_of, fetch, is_address
 from foundation.units import percent
 from packing.arrow import (
     FIRST,
@@ -87,7 +88,7 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     # Validation text is packed before the run, even if the training text is streamed. If the
     # training text is streamed, a validation dataset of the hub is read without a download.
     name = str(validation.source)
-    is_remote = not (Path(name).exists() or matching_files(name))
+    is_remote = not (Path(name).exists() or matching_files(name) or is_address(name))
     streaming = is_remote if settings.stream else settings.streaming
     return settings.part(validation, packs, held_out=0.0, streaming=streaming)
 
@@ -220,6 +221,9 @@ def find_splits(
     `data.length`. If packs do not mark where documents end, each EOS token of `tokenizer` ends a
     document. Raises InputError if there are no training packs.
     """
+    address = address_of(path)
+    if is_address(address):
+        fetch(address)
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,9 +23,11 @@ import pytest
 import yaml
 from hypothesis import settings
 
+from foundation import storage
 from packing import arrow, pack_maker
 from packing.arrow import Pack
 from tests.moments import fork_context, start_server
+from tests.object_storage import Server, running_server
 
 # No deadlines: the workers share two cores, so the time of one example means nothing. Examples are
 # the same in every run. `pytest --hypothesis-profile explore` draws new ones.
@@ -232,6 +235,30 @@ def transformers4() -> Path:
             "`make test` installs them."
         )
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Server]:
+    """S3 server in this process."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """Address of an empty bucket on `s3_server`. Copies are in this test's folder."""
+    import s3fs
+
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage, "COPIES", tmp_path / "copies")
+    s3fs.S3FileSystem.clear_instance_cache()
+    name = f"bucket-{secrets.token_hex(4)}"
+    s3fs.S3FileSystem().mkdir(name)
+    s3_server.requests.clear()
+    yield f"s3://{name}"
+    s3_server.fault = lambda method, path: None
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ SETTINGS = {
     "run_dir=": "run_dir",
     "run_dir=runs/{nmae}": "{name}",
     "run_dir=s3://bucket/run": "`run_dir`: s3://bucket/run is an address",
-    "data.packs=gs://bucket/packs": "`data.packs`: gs://bucket/packs is an address",
+    "data.packs=s4://bucket/packs": "s4://bucket/packs: ValueError: Protocol not known: s4; check",
     "train.begin_with=s3://bucket/step-00000004": "`train.begin_with`: s3://bucket/step-",
     "run_dir=/dev/null/run": "/dev/null/run",
     "weights": "'weights'",

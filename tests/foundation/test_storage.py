@@ -1,0 +1,146 @@
+"""Data from object storage, on an S3 server."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from foundation import storage
+from foundation.errors import InputError
+from foundation.storage import address_of, fetch, path_for
+from tests.conftest import contents
+from tests.object_storage import Server
+
+# ── Data ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write(address: str, content: bytes) -> None:
+    with fsspec.open(address, "wb") as file:
+        file.write(content)
+
+
+def requests_for(server: Server, name: str) -> list[str]:
+    return [method for method, path in server.requests if path.endswith(name)]
+
+
+@pytest.fixture
+def data(bucket: str) -> str:
+    """Address of a folder with three objects."""
+    for name in ("a.jsonl", "über uns/b.jsonl", "c.txt"):
+        write(f"{bucket}/data/{name}", name.encode())
+    return f"{bucket}/data"
+
+
+def test_fetch_copies_a_folder_with_its_names(data: str) -> None:
+    copies = contents(fetch(data))
+    assert copies == {name: name.encode() for name in ("a.jsonl", "über uns/b.jsonl", "c.txt")}
+
+
+def test_fetch_copies_the_objects_of_a_pattern(data: str) -> None:
+    pattern = fetch(f"{data}/**/*.jsonl")
+    assert pattern == path_for(f"{data}/**/*.jsonl")
+    assert contents(path_for(data)).keys() == {"a.jsonl", "über uns/b.jsonl"}
+
+
+def test_fetch_copies_an_object_once(data: str, s3_server: Server) -> None:
+    first = fetch(f"{data}/a.jsonl")
+    modified = first.stat().st_mtime_ns
+    s3_server.requests.clear()
+    assert fetch(f"{data}/a.jsonl") == first
+    assert "GET" not in requests_for(s3_server, "a.jsonl")
+    first.unlink()
+    # Packs recognise their source by the time of its files, also on another machine.
+    assert fetch(data).joinpath("a.jsonl").stat().st_mtime_ns == modified
+
+
+@pytest.mark.parametrize("name", ["", "/*.jsonl", "/a.jsonl"])
+def test_fetch_replaces_changed_objects(data: str, name: str) -> None:
+    fetch(f"{data}{name}")
+    open_copy = path_for(f"{data}/a.jsonl").open("rb")
+    write(f"{data}/a.jsonl", b"changed")  # the same number of bytes
+    fetch(f"{data}{name}")
+    assert path_for(f"{data}/a.jsonl").read_bytes() == b"changed"
+    # A training that reads the earlier copy keeps it.
+    assert open_copy.read() == b"a.jsonl"
+    open_copy.close()
+
+
+def test_fetch_deletes_copies_of_deleted_objects(data: str) -> None:
+    fetch(data)
+    fsspec.url_to_fs(data)[0].rm(f"{data}/c.txt")
+    assert contents(fetch(data)).keys() == {"a.jsonl", "über uns/b.jsonl"}
+
+
+def test_fetch_repeats_an_interrupted_copy(data: str) -> None:
+    copy = path_for(f"{data}/a.jsonl")
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(b"a.j")
+    assert fetch(f"{data}/a.jsonl").read_bytes() == b"a.jsonl"
+
+
+def test_fetch_refuses_an_object_that_changes_while_it_is_copied(
+    data: str, s3_server: Server
+) -> None:
+    written = []
+
+    def change(method: str, path: str) -> None:
+        if method == "HEAD" and path.endswith("a.jsonl") and not written:
+            written.append(path)
+            write(f"{data}/a.jsonl", b"changed")
+
+    s3_server.fault = change
+    with pytest.raises(InputError, match=r"a\.jsonl has changed while it was copied"):
+        fetch(data)
+    assert fetch(f"{data}/a.jsonl").read_bytes() == b"changed"
+
+
+def test_processes_wait_for_the_copies_of_another(data: str, s3_server: Server) -> None:
+    threads = [threading.Thread(target=fetch, args=(data,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert requests_for(s3_server, "c.txt").count("GET") == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("s3://missing-bucket/a", "The specified bucket does not exist"),
+        ("{data}/none", "no such object or folder"),
+        ("{data}/*.csv", "no such object or folder"),
+        ("s4://bucket/a", "Protocol not known: s4"),
+        ("{data}/../a", "has an empty part"),
+    ],
+)
+def test_fetch_names_the_address_that_cannot_be_read(data: str, address: str, reason: str) -> None:
+    address = address.format(data=data)
+    with pytest.raises(InputError, match=reason) as error:
+        fetch(address)
+    assert str(error.value).startswith(f"{address}: ")
+
+
+def test_fetch_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"class": "not_installed.FileSystem", "err": "Install not_installed"}
+    registry = sys.modules["fsspec.registry"]
+    monkeypatch.setitem(registry.known_implementations, "gs", missing)
+    monkeypatch.setattr(registry, "_registry", {})
+    with pytest.raises(InputError, match=r"^gs://bucket/a: ImportError: Install not_installed"):
+        fetch("gs://bucket/a")
+
+
+def test_an_object_cannot_be_copied_outside_of_the_folder(bucket: str) -> None:
+    write(f"{bucket}/data/x/../../y", b"")
+    with pytest.raises(InputError, match="has an empty part"):
+        fetch(f"{bucket}/data")
+
+
+def test_copies_have_the_name_of_their_address() -> None:
+    path = path_for("s3://bucket/a b/ü.jsonl")
+    assert path == storage.COPIES / "s3/bucket/a b/ü.jsonl"
+    assert address_of(path) == "s3://bucket/a b/ü.jsonl"
+    assert address_of(Path("packs/a")) == "packs/a"
