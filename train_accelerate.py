@@ -93,9 +93,12 @@ def launch(arguments: argparse.Namespace) -> int:
     accelerator, notices = distributed.as_launched(recipe)
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)
+    address = config.run_address_of(recipe)
     # The run folder is checked first, because preparing the packs may take hours.
     if not arguments.plan:
-        distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
+        distributed.refused_together(
+            lambda: check_free(run_dir, address) if is_main_process else None
+        )
     job = prepare_job(
         recipe, accelerator, arguments.overrides, open_prepared if arguments.plan else open_data
     )
@@ -103,11 +106,13 @@ def launch(arguments: argparse.Namespace) -> int:
     console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
-    with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:
+    with distributed.refused_together(
+        lambda: RunFolder(run_dir, owner=is_main_process, address=address)
+    ) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
-    # Call this after `carry_out` has returned. Only then can the model be freed, which must happen
-    # before the process group ends.
-    distributed.end_processes(accelerator)
+        # Call this after `carry_out` has returned. Only then can the model be freed, which must
+        # happen before the process group ends. Then only the first rank waits for object storage.
+        distributed.end_processes(accelerator)
     # Return 128 plus the signal's number, as shells do if a signal has ended a process.
     return 128 + stopped_by if stopped_by else 0
 
@@ -128,6 +133,7 @@ def carry_out(
     job, checkpoints, source = resume_point.where_to_resume(
         job, arguments.resume, arguments.accept_changes
     )
+    distributed.refused_together(folder.claim)
     first_step = source.step if source else 0
     if first_step >= job.plan.steps and is_over(job, folder, console):
         return 0

@@ -1,10 +1,26 @@
-"""Copy data from object storage (s3://, gs://, hf://) to a cache on this machine."""
+"""Read data from object storage (s3://, gs://, hf://), and store the folder of a run in it.
+
+Data is copied to a cache on this machine, and a run trains in a folder on this machine. So all
+other code reads and writes local files. The objects of a run have the names of its files:
+
+    s3://bucket/run/
+      .writer                         name of the process that stores the run
+      config.yaml, metrics.jsonl, ...
+      checkpoints/step-00000100/...   complete if it has a manifest.json
+      final/...                       complete if summary.json exists
+
+Objects cannot be renamed, so each folder has a marker: manifest.json or summary.json. It is written
+after all other files of the folder, and deleted before one of them is replaced or deleted.
+"""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
+import secrets
+import shutil
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.files import CACHE, hash_of, locked
+from foundation.files import CACHE, hash_of, locked, new_folder
 from foundation.progress import say
 from foundation.reading import one_line
 
@@ -24,6 +40,17 @@ TRANSFERS = 4
 # Keys in the description of an object. Each kind of storage has some of them, and their values
 # change when the object is written again.
 _VERSION = ("ETag", "etag", "blob_id", "created", "size")
+# Object with the name of the process that stores a run.
+_WRITER = ".writer"
+# Marker of the folder `final`.
+_SUMMARY = "summary.json"
+# Names of the files that a run stores. Other objects are neither copied nor deleted.
+_OURS = re.compile(
+    r"checkpoints/step-\d{8,}/(manifest|state|(model|optimizer)-[\w-]+)\.(json|safetensors)"
+    r"|(final/)?[^./][^/]*"
+)
+# Seconds to wait before each attempt to store files.
+_WAITS = (0, 2, 15)
 
 
 def is_address(text: str) -> bool:
@@ -31,16 +58,17 @@ def is_address(text: str) -> bool:
     return re.match(r"\w[\w+.-]*://", text) is not None
 
 
-def path_for(address: str) -> Path:
-    """Return the path of the copy of `address` in the cache.
+def path_for(address: str, parent: Path | None = None) -> Path:
+    """Return the path for `address` in the folder `parent`: for s3://bucket/name s3/bucket/name.
 
-    Raises InputError if a part of the name is empty or consists of dots.
+    Without `parent`, return the path of its copy in the cache. Raises InputError if a part of the
+    name is empty or consists of dots.
     """
     scheme, _, name = address.partition("://")
     parts = name.strip("/").split("/")
     if {"", ".", ".."} & {*parts}:
         raise InputError(f"{address}: has an empty part, `.` or `..`; use another name")
-    return Path(COPIES, scheme, *parts)
+    return Path(parent or COPIES, scheme, *parts)
 
 
 def address_of(path: Path) -> str:
@@ -130,3 +158,175 @@ def _download(storage: Any, objects: Mapping[Path, Mapping[str, Any]]) -> None:
 
     with ThreadPoolExecutor(TRANSFERS) as threads:
         list(threads.map(download, objects))
+
+
+class StoredRun:
+    """The copy of a run folder in object storage. Only the first rank of a run has this object.
+
+    Args:
+        address: Address of the copy, such as s3://bucket/run.
+        folder: The run folder on this machine.
+
+    Attributes:
+        problem: Reason why the last attempt to store files has failed, or None.
+
+    Raises:
+        InputError: The address cannot be read, or has objects but no run.
+    """
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address = address
+        self.folder = folder
+        self.problem: str | None = None
+        # Name of this process, different from the name of any other process.
+        self._name = f"process {os.getpid()} on {os.uname().nodename}, {secrets.token_hex(4)}"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="storing")
+        with open_storage(address) as (storage, root):
+            self._objects(storage, root)
+
+    def restore(self) -> None:
+        """Copy the stored run to the run folder if its newest checkpoint is newer.
+
+        An older run folder is renamed, so that nothing is lost. A folder without its marker is not
+        copied.
+        """
+        with open_storage(self.address) as (storage, root):
+            objects = self._objects(storage, root)
+            complete = {name: objects[name] for name in objects if _marker_of(name) in objects}
+            manifests = [name for name in complete if name.endswith("/manifest.json")]
+            is_run = (self.folder / "config.yaml").exists()
+            if not complete or (
+                is_run and max(manifests, default="") <= max(self._manifests(), default="")
+            ):
+                return
+            say(f"{self.address}: copying {len(complete):,} objects to {self.folder}")
+            with new_folder(self.folder) as folder:
+                _download(storage, {folder / name: complete[name] for name in complete})
+                if self.folder.exists():
+                    earlier = self.folder.rename(f"{self.folder}-{secrets.token_hex(4)}")
+                    say(f"the earlier {self.folder} has been renamed to {earlier}")
+
+    def claim(self) -> None:
+        """Make this process the one that stores the run. Earlier processes then stop storing it."""
+        with open_storage(self.address) as (storage, root):
+            storage.pipe_file(f"{root}/{_WRITER}", self._name.encode())
+
+    def store(self) -> None:
+        """Store new and changed files in the background."""
+        self._thread.submit(self._store)
+
+    def close(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait until all files are stored. The arguments describe the exception that ends a run.
+
+        Raises InputError if files could not be stored, unless there is such an exception.
+        """
+        say(f"{self.address}: storing the last files")
+        self._thread.shutdown(cancel_futures=True)
+        self._store()
+        if self.problem:
+            failure = InputError(
+                f"{self.problem}. Not all files are stored. They are complete in {self.folder}; "
+                "start the same command again to store them"
+            )
+            if error is None:
+                raise failure
+            say(str(failure))
+
+    def _store(self) -> None:
+        """Store all files that are not stored yet, in several attempts. Set `problem`."""
+        for wait in _WAITS:
+            time.sleep(wait)
+            try:
+                with open_storage(self.address) as (storage, root):
+                    while self._store_newest(storage, root):
+                        pass
+                self.problem = None
+                return
+            except InputError as error:
+                problem = str(error)
+        self.problem = problem
+
+    def _store_newest(self, storage: Any, root: str) -> bool:
+        """Store the files outside of folders, and the newest folder that is not stored.
+
+        Return True if a folder was stored. Objects of deleted folders are deleted, but only while
+        another checkpoint is stored. Raises InputError if another process stores the run.
+        """
+        objects = self._objects(storage, root)
+        self._require_writer(storage, root)
+        markers = [path for path in (*self._manifests(), _SUMMARY) if (self.folder / path).exists()]
+        missing = [
+            marker
+            for marker in markers
+            if marker not in objects
+            or storage.cat_file(f"{root}/{marker}") != (self.folder / marker).read_bytes()
+        ]
+        if {*markers} - {*missing, _SUMMARY}:
+            deleted = {
+                name
+                for name in objects
+                if name.startswith(("checkpoints/", _SUMMARY)) and _marker_of(name) not in markers
+            }
+            for name in sorted(deleted, key=lambda name: name != _marker_of(name)):
+                storage.rm_file(f"{root}/{name}")
+        # metrics.jsonl has the steps before the checkpoint, so it is stored first.
+        for path in self.folder.glob("[!.]*"):
+            if path.is_file() and path.name != _SUMMARY:
+                storage.pipe_file(f"{root}/{path.name}", path.read_bytes())
+        if missing:
+            self._store_folder(storage, root, missing[0])
+        return bool(missing)
+
+    def _store_folder(self, storage: Any, root: str, marker: str) -> None:
+        """Store all files of the folder with the marker `marker`."""
+        links = self.folder / ".storing"
+        folder = "final" if marker == _SUMMARY else os.path.dirname(marker)
+        paths = (path for path in self.folder.glob(f"{folder}/*") if path.is_file())
+        names = set(filter(_OURS.fullmatch, (str(p.relative_to(self.folder)) for p in paths)))
+        # The run may delete the files meanwhile. Links keep their content.
+        shutil.rmtree(links, ignore_errors=True)
+        (links / folder).mkdir(parents=True)
+        for name in names | {marker}:
+            os.link(self.folder / name, links / name)
+        if storage.exists(f"{root}/{marker}"):
+            storage.rm_file(f"{root}/{marker}")
+        for name in sorted(names | {marker}, key=lambda name: name == marker):
+            self._require_writer(storage, root)
+            storage.put_file(str(links / name), f"{root}/{name}")
+        shutil.rmtree(links)
+
+    def _objects(self, storage: Any, root: str) -> dict[str, Mapping[str, Any]]:
+        """Return the descriptions of the run's objects by name.
+
+        Raises InputError if the address has objects, but no stored run.
+        """
+        listed = storage.find(root, detail=True)
+        objects = {path.removeprefix(root).lstrip("/"): listed[path] for path in listed}
+        if objects and _WRITER not in objects:
+            raise InputError(
+                f"{self.address}: has {min(objects)}, but no stored run; set another `run_dir`"
+            )
+        return {name: objects[name] for name in objects if _OURS.fullmatch(name)}
+
+    def _require_writer(self, storage: Any, root: str) -> None:
+        """Raise InputError if another process stores the run since a later call of `claim`."""
+        writer = storage.cat_file(f"{root}/{_WRITER}").decode()
+        if writer != self._name:
+            raise InputError(
+                f"{self.address}: another run stores its files there now ({writer}); stop one of "
+                "the runs, or set another `run_dir`"
+            )
+
+    def _manifests(self) -> list[str]:
+        """Return the names of the manifests in the run folder, the newest first."""
+        paths = self.folder.glob("checkpoints/step-*/manifest.json")
+        names = (str(path.relative_to(self.folder)) for path in paths)
+        return sorted(filter(_OURS.fullmatch, names), reverse=True)
+
+
+def _marker_of(name: str) -> str:
+    """Return the marker of the folder with the file `name`, or `name` outside of folders."""
+    if name.startswith("final/"):
+        return _SUMMARY
+    folder = os.path.dirname(name)
+    return f"{folder}/manifest.json" if folder else name

@@ -97,12 +97,17 @@ class Moment:
 
 
 class LauncherProcess:
-    """Launcher in a separate process that writes its output to `log`."""
+    """Launcher in a separate process that writes its output to `log`.
 
-    def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment) -> None:
+    With `environment`, it has these variables, and the folder of `log` is its current directory.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], log: Path, *moments: Moment, **environment: str
+    ) -> None:
         self._connection, process_end = fork_context.Pipe()
         self._process = fork_context.Process(
-            target=_launch, args=(arguments, log, moments, process_end), daemon=True
+            target=_launch, args=(arguments, log, moments, process_end, environment), daemon=True
         )
         self._process.start()
         process_end.close()
@@ -159,7 +164,11 @@ def become_launcher(
 
 
 def _launch(
-    arguments: Sequence[str], log: Path, moments: Sequence[Moment], connection: Connection
+    arguments: Sequence[str],
+    log: Path,
+    moments: Sequence[Moment],
+    connection: Connection,
+    environment: dict[str, str],
 ) -> None:
     """Run the launcher and stop it at the moments. `connection` leads to a LauncherProcess."""
     pending = list(moments)
@@ -191,4 +200,6 @@ def _launch(
 
     JsonlTracker.log = log_and_audit
     sys.addaudithook(watch)
-    become_launcher(arguments, (log, log), {})
+    if environment:
+        os.chdir(log.parent)
+    become_launcher(arguments, (log, log), environment)

@@ -16,6 +16,7 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
+from foundation.storage import StoredRun, is_address
 
 # This file exists if the run belongs to a matrix of runs. `pretrain.compare.matrix_run` writes it.
 MATRIX_FILE = "matrix.json"
@@ -58,10 +59,15 @@ class RunFolder(ExitStack):
     a `with` statement release the lock. With `owner=False`, the folder is neither created nor
     locked, and the object only has the paths. With several ranks, only rank 0 is the owner.
 
-    Raises InputError if the folder cannot be created, or if another process has locked it.
+    If `address` is an address in object storage, the run is stored there: `stored` is its copy, and
+    None for other runs and ranks. If the copy has a newer checkpoint than the folder, the
+    constructor restores the run from it.
+
+    Raises InputError if the folder cannot be created, if another process has locked it, or if the
+    copy cannot be read.
     """
 
-    def __init__(self, path: Path, *, owner: bool = True) -> None:
+    def __init__(self, path: Path, *, owner: bool = True, address: str = "") -> None:
         super().__init__()
         self.path = path
         self.checkpoints = path / "checkpoints"
@@ -73,8 +79,14 @@ class RunFolder(ExitStack):
         self.summary = path / SUMMARY_FILE
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
+        self.stored: StoredRun | None = None
         if not owner:
             return
+        if is_address(address):
+            # The folder itself is replaced if the run is restored, so lock a file beside it.
+            self.enter_context(locked(path.with_name(f".{path.name}.lock"), self._refuse))
+            self.stored = StoredRun(address, path)
+            self.stored.restore()
         is_new = not path.exists()
         self.enter_context(locked(path / ".lock", self._refuse))
         if is_new:
@@ -83,6 +95,15 @@ class RunFolder(ExitStack):
         # process holds the lock.
         for leftover in path.glob(f".*.[0-9]*{PARTIAL}"):
             leftover.unlink()
+
+    def claim(self) -> None:
+        """Start to store the run, if it is stored. `close` waits until all files are stored.
+
+        Raises InputError if the address in object storage cannot be written.
+        """
+        if self.stored is not None:
+            self.stored.claim()
+            self.push(self.stored.close)
 
     def _refuse(self, holder: str) -> None:
         """Raise InputError because `holder` has locked the folder."""
@@ -100,12 +121,16 @@ class RunFolder(ExitStack):
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def check_free(path: Path) -> None:
+def check_free(path: Path, address: str = "") -> None:
     """Raise InputError if a run that starts now could not use the folder `path`.
 
-    A missing folder is not created. The lock of an existing folder is released again.
+    A missing folder is not created. The lock of an existing folder is released again. If `address`
+    is an address in object storage, also raise InputError if it cannot be read, or if it has
+    objects that belong to no run.
     """
     check_ours(path)
+    if is_address(address):
+        StoredRun(address, path)
     if path.exists():
         RunFolder(path).close()
 

@@ -80,6 +80,16 @@ def save(run: Run, *, in_background: bool = False) -> None:
 
     All ranks must call this function.
     """
+    stored = run.folder.stored
+
+    def announce(text: str) -> None:
+        run.console.notice(text)
+        if stored is not None:
+            stored.store()
+
+    if stored is not None and stored.problem:
+        run.console.warning(stored.problem)
+        run.trackers.log({"step": run.state.step, "event": "not_stored", "reason": stored.problem})
     with run.console.progress(f"saving step {run.state.step}"):
         # A user may have deleted metrics.jsonl. Then save the checkpoint without it.
         if run.accelerator.is_main_process and run.folder.metrics.exists():
@@ -106,7 +116,7 @@ def save(run: Run, *, in_background: bool = False) -> None:
             state,
             spared=run.best["step"] if run.best else None,
             behind=in_background,
-            say=run.console.notice,
+            say=announce,
         )
 
 

@@ -29,6 +29,7 @@ from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.reading import load_with_bases
 from foundation.settings import S, Settings, closest_key, parse, set_value, value_from_text
+from foundation.storage import is_address, path_for
 from packing.settings import DataSettings
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
@@ -171,12 +172,21 @@ def _drop_horizon(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
         }
 
 
-def run_dir_of(recipe: Recipe) -> Path:
-    """Return the path of the run folder, after keys in braces are replaced by their values.
+def run_address_of(recipe: Recipe) -> str:
+    """Return `run_dir`, after keys in braces are replaced by their values.
 
     Raises InputError if a key in braces does not exist.
     """
-    return Path(fill_in(recipe.run_dir, _path_fields(recipe)))
+    return fill_in(recipe.run_dir, _path_fields(recipe))
+
+
+def run_dir_of(recipe: Recipe) -> Path:
+    """Return the path of the run folder. For s3://bucket/run it is runs/s3/bucket/run.
+
+    Raises InputError if a key in braces does not exist.
+    """
+    address = run_address_of(recipe)
+    return path_for(address, Path("runs")) if is_address(address) else Path(address)
 
 
 def branch_checkpoint(recipe: Recipe) -> Path | None:

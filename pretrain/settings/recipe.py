@@ -592,9 +592,10 @@ class Recipe(Settings):
 
     health: HealthSettings = HealthSettings()
 
-    run_dir: LocalPath = "runs/{name}-{precision}-{weights}"
+    run_dir: PathText = "runs/{name}-{precision}-{weights}"
     """Run folder.
 
+    With s3://bucket/run, the run trains in runs/s3/bucket/run, and is stored in the bucket too.
     Keys in braces, such as {seed} and {optimizer.learning_rate}, are replaced by their values.
     """
 

@@ -1,0 +1,231 @@
+"""Runs whose data and run folder are on an S3 server.
+
+benchmarks/kill_resume.py --address kills runs at random moments, each time with an empty disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import fsspec
+import pytest
+
+from foundation import storage
+from foundation.storage import StoredRun
+from tests.conftest import Finished, contents, write_recipe
+from tests.golden.runs import digest, saved, tensors_of
+from tests.moments import LauncherProcess
+from tests.object_storage import Server
+
+STEPS = 12  # with checkpoints after 4, 8 and 12
+
+
+@pytest.fixture
+def recipe(
+    small_recipe: dict[str, Any], bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Recipe of a run in the bucket, started in this test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(storage, "_WAITS", (0, 0))
+    return small_recipe | {"run_dir": f"{bucket}/run"}
+
+
+@pytest.fixture
+def run_dir(recipe: dict[str, Any]) -> Path:
+    return storage.path_for(recipe["run_dir"], Path("runs")).absolute()
+
+
+@pytest.fixture
+def start(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
+    return lambda *arguments: start_here(recipe, tmp_path, *arguments)
+
+
+def outcome(run_dir: Path) -> list[Any]:
+    """Return the figures that do not depend on the machine, and the hashes of the weights."""
+    machine = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    figures = [
+        {key: value for key, value in json.loads(line).items() if not key.endswith(machine)}
+        for line in lines
+    ]
+    return [figures, saved(run_dir, STEPS), digest(tensors_of(run_dir / "final"), named=True)]
+
+
+# Numbers of the requests that store or delete files of folders. A run is killed just before the
+# server answers this request. A checkpoint has four files.
+KILLS = (2, 4, 6, 3, 5)
+
+
+@pytest.mark.long
+def test_a_run_killed_on_machines_without_a_disk_equals_one_left_alone(
+    recipe: dict[str, Any],
+    run_dir: Path,
+    s3_server: Server,
+    start_here: Callable,
+    tmp_path: Path,
+) -> None:
+    alone = start_here(recipe | {"run_dir": str(tmp_path / "alone")}, tmp_path)
+    assert alone.status == 0, alone.output
+    arguments = [str(write_recipe(recipe, tmp_path))]
+    statuses = []
+    for kill in [*KILLS, None]:
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        s3_server.fault = lambda method, path: None
+        launcher = LauncherProcess(arguments, tmp_path / "log", **s3_server.environment)
+        left = itertools.count(1)
+
+        def end(
+            method: str,
+            path: str,
+            kill: int | None = kill,
+            launcher: LauncherProcess = launcher,
+            left: Iterator[int] = left,
+        ) -> None:
+            is_change = method in ("PUT", "DELETE")
+            is_in_folder = re.search("/checkpoints/|/final/|/summary", path)
+            if is_change and is_in_folder and next(left) == kill:
+                launcher.send_signal(SIGKILL)
+
+        s3_server.fault = end
+        status = launcher.end()
+        statuses.append(status)
+        assert status in (-SIGKILL, 0), (kill, (tmp_path / "log").read_text())
+    s3_server.fault = lambda method, path: None
+    assert statuses[-1] == 0
+    # A later run may find everything stored by an earlier one, which was killed at its end.
+    assert statuses.count(-SIGKILL) >= 3
+    assert outcome(run_dir) == outcome(alone.run_dir)
+    StoredRun(recipe["run_dir"], tmp_path / "restored").restore()
+    stored = contents(run_dir)
+    assert contents(tmp_path / "restored") == stored
+
+
+def test_packs_and_text_are_read_from_a_bucket(
+    recipe: dict[str, Any], bucket: str, start: Callable, words: Path, tmp_path: Path
+) -> None:
+    files, root = fsspec.url_to_fs(bucket)
+    files.put(recipe["data"]["packs"], f"{root}/packs", recursive=True)
+    lines = [json.dumps({"text": f"w1 w2 w{i % 60} w{i % 59} w{i % 53}"}) for i in range(400)]
+    files.pipe(f"{root}/text/a.jsonl", "\n".join(lines).encode())
+    local = start("train.steps=2", f"run_dir={tmp_path / 'local'}")
+    stored = start("train.steps=2", f"data.packs={bucket}/packs", f"run_dir={tmp_path / 'stored'}")
+    assert stored.losses() == local.losses()
+    config = (tmp_path / "stored/config.yaml").read_text()
+    assert f"packs: {bucket}/packs\n" in config
+    text = start(
+        "train.steps=2",
+        f"data.source={bucket}/text/*.jsonl",
+        f"data.tokenizer={words}",
+        f"data.packs={tmp_path / 'packs'}",
+        "data.held_out=0.1",
+        f"run_dir={tmp_path / 'text'}",
+    )
+    assert text.status == 0, text.output
+    both = start(f"data.source={bucket}/text", f"data.tokenizer={words}", f"data.packs={bucket}/x")
+    assert "is an address, but packs are prepared on this machine" in both.refusal
+
+
+def test_wrong_credentials_are_refused_before_packs_are_opened(
+    recipe: dict[str, Any], start: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0.0)
+    refused = start("data.packs=none")
+    assert f"{recipe['run_dir']}: PermissionError: " in refused.refusal
+
+
+def test_a_bucket_that_cannot_be_written_is_refused_before_training(
+    recipe: dict[str, Any], run_dir: Path, start: Callable, s3_server: Server
+) -> None:
+    s3_server.fault = lambda method, path: "403 Forbidden" if method == "PUT" else None
+    refused = start()
+    assert f"{recipe['run_dir']}: PermissionError: 403 Forbidden" in refused.refusal
+    assert not (run_dir / "metrics.jsonl").exists()
+
+
+def test_a_full_bucket_is_reported_and_the_next_start_stores_the_run(
+    run_dir: Path, start: Callable, s3_server: Server, tmp_path: Path, recipe: dict[str, Any]
+) -> None:
+    s3_server.fault = lambda method, path: (
+        "507 Insufficient Storage" if method == "PUT" and "/checkpoints/" in path else None
+    )
+    full = start()
+    assert full.status == 2, full.output
+    assert f"They are complete in {run_dir.relative_to(tmp_path)}; start the same" in full.err
+    assert "WARNING  s3://" in full.out
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    events = [line for line in map(json.loads, lines) if line.get("event") == "not_stored"]
+    assert events and "Insufficient Storage" in events[0]["reason"]
+    s3_server.fault = lambda method, path: None
+    assert start().status == 0
+    StoredRun(recipe["run_dir"], tmp_path / "restored").restore()
+    assert contents(tmp_path / "restored") == contents(run_dir)
+
+
+def test_training_does_not_wait_for_a_slow_bucket(
+    run_dir: Path, start: Callable, s3_server: Server
+) -> None:
+    """Every part of a checkpoint waits until the last step is logged."""
+    waited = []
+
+    def slow(method: str, path: str) -> None:
+        if method == "PUT" and "/checkpoints/" in path:
+            end = time.monotonic() + 60
+            while f'"step": {STEPS},' not in (run_dir / "metrics.jsonl").read_text():
+                assert time.monotonic() < end, "the run waits for the bucket"
+                time.sleep(0.01)
+            waited.append(path)
+
+    s3_server.fault = slow
+    assert start().status == 0
+    assert waited
+
+
+def test_a_second_run_at_the_same_address_ends_the_first(
+    recipe: dict[str, Any], start: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second run starts in another folder, as on another machine."""
+    first_store = StoredRun._store
+    results = []
+
+    def store(stored: StoredRun) -> None:
+        if not results:
+            results.append(None)
+            (tmp_path / "other").mkdir()
+            second = StoredRun(recipe["run_dir"], tmp_path / "other/run")
+            second.restore()
+            second.claim()
+        first_store(stored)
+
+    monkeypatch.setattr(StoredRun, "_store", store)
+    first = start()
+    assert first.status == 2
+    assert "another run stores its files there now (process " in first.err
+
+
+def test_a_restored_run_that_is_finished_trains_nothing(
+    run_dir: Path, start: Callable, tmp_path: Path
+) -> None:
+    assert start().status == 0
+    shutil.rmtree(tmp_path / "runs")
+    again = start()
+    assert again.status == 0, again.output
+    assert "this run is already finished" in again.out
+
+
+def test_another_recipe_is_refused_and_does_not_disturb_the_stored_run(
+    recipe: dict[str, Any], start: Callable, tmp_path: Path
+) -> None:
+    assert start().status == 0
+    files, root = fsspec.url_to_fs(recipe["run_dir"])
+    writer = files.cat_file(f"{root}/.writer")
+    shutil.rmtree(tmp_path / "runs")
+    assert "was made by another recipe" in start("optimizer.learning_rate=0.02").err
+    assert files.cat_file(f"{root}/.writer") == writer
