@@ -12,6 +12,12 @@ Two runs are equal if metrics.jsonl has every step exactly once, all values that
 memory are the same doubles, and the tensors of the last checkpoint and the exported model have the
 same bytes.
 
+With --address, the run folder is in object storage. The local copy is deleted after each kill, like
+the disk of a machine that is taken away, and half of the kills are while files are stored:
+
+    moto_server -p 5055 & export AWS_ENDPOINT_URL=http://127.0.0.1:5055
+    python -m benchmarks.kill_resume --models qwen3 --address s3://bucket
+
 With several processes, a randomly drawn rank is killed each time. torchrun must then end the other
 ranks and itself within a minute. Its table of failures names the killed rank.
 """
@@ -22,6 +28,7 @@ import argparse
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +45,7 @@ import yaml
 
 from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start
 from foundation.files import find_damage, write_json
+from foundation.storage import StoredRun, path_for
 from packing import arrow
 from packing.arrow import Pack
 from pretrain.checkpoint.format import read_manifest, step_folders
@@ -146,7 +154,7 @@ def write_recipe(
     return path
 
 
-def command_of(recipe: Path, run_dir: Path, processes: int) -> list[str]:
+def command_of(recipe: Path, run_dir: Path | str, processes: int) -> list[str]:
     """Return the command that trains `recipe`."""
     several = [
         "--config_file",
@@ -180,17 +188,24 @@ def kill_in(
     * steps: within 0.8 s after the first step, including evaluations and saves.
     * saving: within 15 ms after a change of the checkpoints.
     * exporting: within 15 ms after a change of the exported model.
+    * storing: within 0.5 s after the run has begun to store a folder.
     """
     if phase == "start-up":
         moment = time.monotonic() + rng.uniform(0, startup)
     else:
-        marks = {"steps": "metrics.jsonl", "saving": "checkpoints", "exporting": ".final.*.writing"}
+        marks = {
+            "steps": "metrics.jsonl",
+            "saving": "checkpoints",
+            "exporting": ".final.*.writing",
+            "storing": ".storing",
+        }
+        spans = {"steps": 0.8, "storing": 0.5}
         began = time.time()
         while not any(path.stat().st_mtime >= began for path in _existing(run_dir, marks[phase])):
             if process.poll() is not None:
                 return None
             time.sleep(0.0005)
-        moment = time.monotonic() + rng.uniform(0, 0.8 if phase == "steps" else 0.015)
+        moment = time.monotonic() + rng.uniform(0, spans.get(phase, 0.015))
     while time.monotonic() < moment:
         if process.poll() is not None:
             return None
@@ -271,13 +286,19 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def phases(kills: int, rng: random.Random) -> list[str]:
+def phases(kills: int, rng: random.Random, *, is_stored: bool = False) -> list[str]:
     """Return the phase of each kill.
 
     The last kills are in the export: a tenth of all kills, but at least two. Before them, in random
     order, a quarter of all kills are in the start-up, a quarter while saving, and the rest during
-    other steps.
+    other steps. With `is_stored`, half of all kills are while files are stored, and the rest is in
+    the start-up and in steps.
     """
+    if is_stored:
+        storing = ["storing"] * (kills // 2)
+        drawn = storing + rng.choices(["start-up", "steps"], k=kills - len(storing))
+        rng.shuffle(drawn)
+        return drawn
     exporting = min(kills, max(2, kills // 10))
     earlier = ["start-up"] * (kills // 4) + ["saving"] * (kills // 4)
     earlier += ["steps"] * (kills - exporting - len(earlier))
@@ -335,12 +356,17 @@ def prove(
     processes: int,
     rng: random.Random,
     environment: Mapping[str, str],
+    address: str,
 ) -> dict[str, Any]:
     """Train a model without and with kills. Return the kills and how the two runs differ."""
     steps = max(STEPS, STEPS_A_KILL * kills)
     recipe = write_recipe(folder, name, packs, steps, processes)
     uninterrupted = folder / f"{name}-uninterrupted"
-    killed = folder / f"{name}-killed"
+    target: Path | str = folder / f"{name}-killed"
+    killed = Path(target)
+    if address:
+        target = f"{address}/{folder.name}/{name}-killed"
+        killed = path_for(target, ROOT / "runs")
     log = folder / f"{name}.log"
     began = time.time()
     finish(start(command_of(recipe, uninterrupted, processes), log, environment), log)
@@ -348,8 +374,8 @@ def prove(
     startup = (uninterrupted / "config.yaml").stat().st_mtime - began
 
     records = []
-    for phase in phases(kills, rng):
-        process = start(command_of(recipe, killed, processes), log, environment)
+    for phase in phases(kills, rng, is_stored=bool(address)):
+        process = start(command_of(recipe, target, processes), log, environment)
         launched = time.monotonic()
         rank = rng.randrange(processes) if processes > 1 else None
         if (ended_after := kill_in(process, phase, killed, rng, startup, rank)) is None:
@@ -364,12 +390,21 @@ def prove(
                 **left_behind(killed),
             }
         )
+        if address:
+            stored = folder / f"{name}-stored-{len(records)}"
+            StoredRun(str(target), stored).restore()
+            records[-1]["stored_checkpoints"] = left_behind(stored)["checkpoints"]
+            shutil.rmtree(killed)
         if rank is not None:
             records[-1] |= {"rank": rank, "ended_after_seconds": round(ended_after, 2)}
         print(f"{name}: kill {len(records)} of {kills} in {phase}: {records[-1]}", flush=True)
-    finish(start(command_of(recipe, killed, processes), log, environment), log)
+    finish(start(command_of(recipe, target, processes), log, environment), log)
 
     differing = differences(uninterrupted, killed)
+    if address:
+        stored = folder / f"{name}-stored"
+        StoredRun(str(target), stored).restore()
+        differing += differences(uninterrupted, stored)
     print(f"{name}: {'equal, bit for bit' if not differing else differing[:5]}", flush=True)
     return {
         "model": MODELS[name],
@@ -402,6 +437,7 @@ def main() -> int:
         default=1,
         help="OMP_NUM_THREADS, which changes the order of sums and must not change in a run",
     )
+    parser.add_argument("--address", default="", help="bucket, such as s3://bucket")
     parser.add_argument("--out", type=Path, default=RESULTS, help="result file to write")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
@@ -410,7 +446,16 @@ def main() -> int:
     packs = write_packs(folder / "packs")
     environment = {"OMP_NUM_THREADS": str(arguments.threads), "ACCELERATE_USE_CPU": "true"}
     results = {
-        name: prove(name, folder, packs, arguments.kills, arguments.processes, rng, environment)
+        name: prove(
+            name=name,
+            folder=folder,
+            packs=packs,
+            kills=arguments.kills,
+            processes=arguments.processes,
+            rng=rng,
+            environment=environment,
+            address=arguments.address,
+        )
         for name in arguments.models
     }
     report = {
