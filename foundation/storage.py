@@ -119,7 +119,7 @@ def fetch(address: str) -> Path:
         objects = {
             path_for(f"{scheme}://{name}"): details
             for name, details in listed.items()
-            if details["type"] == "file"
+            if details["type"] == "file" and not name.endswith("/")
         }
         if not objects:
             raise FileNotFoundError("no such object or folder")
@@ -301,7 +301,12 @@ class StoredRun:
         Raises InputError if the address has objects, but no stored run.
         """
         listed = storage.find(root, detail=True)
-        objects = {path.removeprefix(root).lstrip("/"): listed[path] for path in listed}
+        # A console creates an empty object with a slash at its end for a folder.
+        objects = {
+            path.removeprefix(root).lstrip("/"): listed[path]
+            for path in listed
+            if not path.endswith("/")
+        }
         if objects and _WRITER not in objects:
             raise InputError(
                 f"{self.address}: has {min(objects)}, but no stored run; set another `run_dir`"

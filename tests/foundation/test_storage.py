@@ -43,6 +43,17 @@ def test_fetch_copies_a_folder_with_its_names(data: str) -> None:
     assert copies == {name: name.encode() for name in ("a.jsonl", "über uns/b.jsonl", "c.txt")}
 
 
+def test_objects_that_a_console_creates_for_folders_are_ignored(
+    data: str, run: Path, address: str
+) -> None:
+    files, _ = fsspec.url_to_fs(data)
+    for folder in (f"{data}/", f"{data}/empty/", f"{address}/", f"{address}/checkpoints/"):
+        bucket, _, key = folder.removeprefix("s3://").partition("/")
+        files.call_s3("put_object", Bucket=bucket, Key=key, Body=b"")
+    assert contents(fetch(data)).keys() == {"a.jsonl", "über uns/b.jsonl", "c.txt"}
+    store(address, run)
+
+
 def test_fetch_copies_the_objects_of_a_pattern(data: str) -> None:
     pattern = fetch(f"{data}/**/*.jsonl")
     assert pattern == path_for(f"{data}/**/*.jsonl")
