@@ -188,7 +188,7 @@ def kill_in(
     * steps: within 0.8 s after the first step, including evaluations and saves.
     * saving: within 15 ms after a change of the checkpoints.
     * exporting: within 15 ms after a change of the exported model.
-    * storing: within 0.5 s after the run has begun to store a folder.
+    * storing: within 6 s after the run has begun to store its first folder.
     """
     if phase == "start-up":
         moment = time.monotonic() + rng.uniform(0, startup)
@@ -199,7 +199,7 @@ def kill_in(
             "exporting": ".final.*.writing",
             "storing": ".storing",
         }
-        spans = {"steps": 0.8, "storing": 0.5}
+        spans = {"steps": 0.8, "storing": 6.0}
         began = time.time()
         while not any(path.stat().st_mtime >= began for path in _existing(run_dir, marks[phase])):
             if process.poll() is not None:
