@@ -66,7 +66,7 @@ def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     """Return the keys whose values differ between two identities.
 
     An identity is a dict that maps dotted keys to settings and fingerprints. A missing key has the
-    value None, also in the mappings of a list, such as the phases of `precision`.
+    value None.
 
     Args:
         saved: Identity in a checkpoint.
@@ -75,19 +75,8 @@ def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     # Convert `current` to JSON and back, like `saved`. JSON turns tuples into lists.
     current = json.loads(json.dumps(current))
     return [
-        key
-        for key in sorted(saved.keys() | current.keys())
-        if _without_nulls(saved.get(key)) != _without_nulls(current.get(key))
+        key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
     ]
-
-
-def _without_nulls(setting: Any) -> Any:
-    """Return `setting` without null keys of mappings in lists, such as phases of a precision."""
-    if isinstance(setting, list):
-        return [_without_nulls(item) for item in setting]
-    if isinstance(setting, dict):
-        return {key: item for key, item in setting.items() if item is not None}
-    return setting
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from foundation.settings import Count, PhaseEnd, PositiveCount, Settings
 from pretrain.precision.formats import block, current, delayed, mxfp4, mxfp8, nvfp4
@@ -70,24 +70,6 @@ PrecisionName: TypeAlias = Annotated[Literal[tuple(PRECISIONS)], BeforeValidator
 # ── `precision`: a name or a schedule ─────────────────────────────────────────────────────────────
 
 
-def without_unsupported(values: Any, defaults: Mapping[str, Any]) -> Any:
-    """Return `values` without the keys of `defaults`, which are no longer supported.
-
-    `values` is a section of a recipe. The config.yaml of an earlier run may have these keys. Raise
-    ValueError if the value of such a key is neither null nor its default.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    for key, default in defaults.items():
-        if values.get(key) not in (None, default):
-            raise ValueError(
-                f"`{key}: {values[key]}` is not supported; remove this key (to lower the loss, "
-                "train the last steps in BF16, as in `precision: [{until: 0.94, use: nvfp4}, {use: "
-                "bf16}]`)"
-            )
-    return {key: value for key, value in values.items() if key not in defaults}
-
-
 class PrecisionPhase(Settings):
     """One phase of a precision schedule."""
 
@@ -99,11 +81,6 @@ class PrecisionPhase(Settings):
 
     use: PrecisionName
     """Precision of the matrix products in this phase."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unsupported(cls, values: Any) -> Any:
-        return without_unsupported(values, {"forward": None})
 
 
 def _check_schedule(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
@@ -198,19 +175,6 @@ class KeepBf16Layers(Settings):
     """
 
 
-# Options of Transformer Engine's recipes that are not supported, with their defaults. An Accelerate
-# configuration or the config.yaml of an earlier run may have these keys.
-UNSUPPORTED: dict[str, Any] = {
-    "disable_2d_quantization": False,
-    "enable_2d_quantization": False,
-    "row_scaled_activation": False,
-    "nvfp4_4over6": "none",
-    "nvfp4_4over6_e4m3_use_256": "all",
-    "nvfp4_4over6_err_mode": "MAE",
-    "backward_override": None,
-}
-
-
 class LowPrecisionSettings(Settings):
     """The `fp8_config` of a recipe or of an Accelerate configuration."""
 
@@ -283,11 +247,6 @@ class LowPrecisionSettings(Settings):
 
     Needs Hopper or emulation.
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unsupported(cls, values: Any) -> Any:
-        return without_unsupported(values, UNSUPPORTED)
 
     @property
     def options_set(self) -> dict[str, Any]:

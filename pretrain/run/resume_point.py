@@ -26,7 +26,6 @@ from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_run
 from pretrain.optimizer.schedule import describe, learning_rate
-from pretrain.precision.settings import UNSUPPORTED
 from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
 from pretrain.settings.recipe import OptimizerSettings, Recipe, ScheduleSettings
@@ -194,13 +193,7 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     The settings of the schedule are not included if they do not change the steps before the
     checkpoint (see `repeats_past`). The resumed run then equals an uninterrupted run of the job.
     """
-    defaults = {f"fp8_config.{key}": value for key, value in UNSUPPORTED.items()}
-    # Ignore options that are no longer supported, if the checkpoint has null or their default.
-    saved = {
-        key: value
-        for key, value in record["identity"].items()
-        if key not in defaults or value not in (None, defaults[key])
-    }
+    saved = record["identity"]
     present = job.identity
     ignored = _SCHEDULE if repeats_past(record, job) else ()
     ends = [{*(identity.get("data.weights_until") or ())} for identity in (saved, present)]

@@ -49,10 +49,10 @@ SETTINGS = {
         "every phase except the last needs `until`"
     ),
     "precision=[{until: 0.5, use: nvfp4}, {use: nvfp4, forward: bf16}]": (
-        "`precision.1`: `forward: bf16` is not supported; remove this key"
+        "`precision.1.forward`: unknown key; known keys here: until, use"
     ),
     "precision=nvfp4 fp8_config.backward_override=dequantized": (
-        "`fp8_config`: `backward_override: dequantized` is not supported; remove this key"
+        "`fp8_config.backward_override`: unknown key; known keys here: amax_compute_algo"
     ),
     "fp8_config.recipe=mxfp8": "`fp8_config.recipe`",
     "precision=block fp8_config.backend=emulation": "`data.length: 32`",

@@ -149,16 +149,8 @@ def test_accelerates_defaults_count_only_if_the_precision_has_the_key(
             r"override_linear_precision.* is not supported; .*keep_bf16_layers",
         ),
         (
-            {"recipe": "nvfp4", "nvfp4_4over6": "weights", "disable_2d_quantization": False},
-            r"`fp8_config`: `nvfp4_4over6: weights` is not supported; remove this key",
-        ),
-        (
-            {"recipe": "nvfp4", "disable_2d_quantization": True},
-            r"disable_2d_quantization: True` is not supported",
-        ),
-        (
-            {"recipe": "mxfp8", "fp8_format": "E4M3", "enable_2d_quantization": True},
-            r"enable_2d_quantization: True` is not supported",
+            {"recipe": "nvfp4", "nvfp4_4over6": "weights"},
+            r"`fp8_config.nvfp4_4over6`: unknown key; known keys here: amax_compute_algo",
         ),
         (
             {"use_mxfp8_block_scaling": True, "recipe": "delayed"},
@@ -183,19 +175,6 @@ def test_a_mistake_in_a_file_is_reported_with_its_key_and_a_remedy(
 ) -> None:
     with pytest.raises(InputError, match=rf"^Accelerate configuration: .*{message}"):
         take_requested_precision(environment(**fp8_config))
-
-
-def test_unsupported_options_with_their_defaults_are_accepted(environment: Any) -> None:
-    """The config.yaml of earlier runs has these keys, with null in other precisions."""
-    without = resolve(environment(recipe="nvfp4"))
-    for options in (
-        {"disable_2d_quantization": False, "nvfp4_4over6": "none", "nvfp4_4over6_err_mode": "MAE"},
-        {"row_scaled_activation": None, "backward_override": None},
-    ):
-        assert resolve(environment(recipe="nvfp4", **options)) == without
-        assert resolve({}, precision="nvfp4", fp8_config=options) == without
-    with pytest.raises(InputError, match="`row_scaled_activation: True` is not supported"):
-        resolve({}, precision="nvfp4", fp8_config={"row_scaled_activation": True})
 
 
 def test_accelerates_switch_for_mxfp8_is_accepted(environment: Any) -> None:

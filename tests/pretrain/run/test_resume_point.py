@@ -429,24 +429,6 @@ def test_a_moved_horizon_is_noted() -> None:
     assert point.health.rollbacks == 1
 
 
-def test_a_checkpoint_with_options_of_earlier_versions_is_resumed() -> None:
-    record = record_of(4, **{"fp8_config.nvfp4_4over6": "none", "fp8_config.margin": 0})
-    job = job_of(**{"fp8_config.margin": 0})
-    assert changes_since(record, job) == {}
-    record["identity"]["fp8_config.nvfp4_4over6"] = "all"
-    assert changes_since(record, job) == {"fp8_config.nvfp4_4over6": ("all", None)}
-
-
-@pytest.mark.parametrize(("forward", "is_changed"), [(None, False), ("bf16", True)])
-def test_null_keys_of_phases_in_a_checkpoint_are_ignored(
-    forward: str | None, is_changed: bool
-) -> None:
-    phases = [{"until": 0.5, "use": "nvfp4"}, {"until": None, "use": "bf16"}]
-    saved = [phase | {"forward": forward} for phase in phases]
-    changes = changes_since(record_of(4, precision=saved), job_of(precision=tuple(phases)))
-    assert list(changes) == ["precision"] * is_changed
-
-
 def test_a_checkpoint_of_an_earlier_version_is_refused() -> None:
     point = checkpoint_at(4)
     assert point.health.rollbacks == 1
