@@ -166,14 +166,11 @@ class PackedLanguageModel(nn.Module):
         """
         balance = self.routing.balance(accelerator)
         sums = self.take_sums()
-        names = ["loss", "penalty"] if self.hf.get_output_embeddings().penalty else []
-        names += self.routing.names
-        if not names:
+        if not sums:
             return {"loss": trained}
-        zero = torch.zeros((), device=trained.device)
-        rank_sums = torch.stack([sums.get(name, zero) for name in names])
+        rank_sums = torch.stack(list(sums.values()))
         means = accelerator.reduce(rank_sums, reduction="sum") / max(tokens, 1)
-        losses = {"loss": trained} | dict(zip(names, means, strict=True))
+        losses = {"loss": trained} | dict(zip(sums, means, strict=True))
         # With a penalty, the head has summed the cross-entropy separately. Without a penalty,
         # subtract the router loss from the minimized loss to get the cross-entropy.
         if "router_loss" in losses and "penalty" not in losses:

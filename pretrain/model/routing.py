@@ -107,24 +107,15 @@ class Routing:
         self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
         return loss
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the sums that `take_sums` returns.
-
-        `router_entropy` is the entropy of the routers relative to the entropy of a uniform choice
-        among all experts. `router_loss` is the router loss without its coefficient. If the router
-        loss is off, `router_loss` is not in the list. The list is empty without routers.
-        """
-        entropy = ["router_entropy"] if self.routers else []
-        return [*entropy, *(["router_loss"] if self.coefficient is not None else [])]
-
     def take_sums(self) -> dict[str, Tensor]:
         """Return the sums of the router statistics since the last call, and reset the sums.
 
-        The result maps each name of `names` to an FP32 scalar. This scalar is a sum over all
-        forwards in training since the last call. Each summand is the value of one forward, times
-        its number of tokens with a label. The loads of the experts are reset too. Return an empty
-        dictionary if there was no forward in training since the last call.
+        The result maps names to FP32 scalars. `router_entropy` is the entropy of the routers
+        relative to the entropy of a uniform choice among all experts. `router_loss` is the router
+        loss without its coefficient. It is missing if the router loss is off. Each scalar is a sum
+        over all forwards in training since the last call. Each summand is the value of one forward,
+        times its number of tokens with a label. The loads of the experts are reset too. Return an
+        empty dictionary without routers, or without a forward in training since the last call.
         """
         sums = self._sums
         self._sums = {}
