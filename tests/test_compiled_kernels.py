@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
-from pretrain.model.fused.formulas import SWIGLU, Activation
-from pretrain.model.fused.heads import HeadNorms, Heads
+from pretrain.model.fused.formulas import SWIGLU, Activation, HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 
 triton = pytest.importorskip(

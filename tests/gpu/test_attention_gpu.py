@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
-from pretrain.model.fused.heads import Heads
+from pretrain.model.fused.formulas import Heads
 
 LENGTH = 512
 PACKS = 3

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pretrain.model.attention import document_bounds
 from pretrain.model.attention_kernel import attend, attend_backward
-from pretrain.model.fused.heads import Heads
+from pretrain.model.fused.formulas import Heads
 from tests.gpu.conftest import DEVICE, INTERPRETED
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, one_pass, packed
 

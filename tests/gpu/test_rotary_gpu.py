@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pretrain.model.fused import rotary_kernel
-from pretrain.model.fused.formulas import rotate, rotate_backward
+from pretrain.model.fused.formulas import HeadNorms, Heads, rotate, rotate_backward
 from pretrain.model.fused.fp8_tile import TensorScaled
-from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.quantizers import E5M2, tensor
 from tests.gpu.conftest import DEVICE, ROUNDED, cuda_only
 

@@ -31,8 +31,7 @@ from pretrain.model.fused.arithmetic import (
     StackedPass,
     parameters_of,
 )
-from pretrain.model.fused.formulas import NAMES, Activation
-from pretrain.model.fused.heads import HeadNorms, Heads
+from pretrain.model.fused.formulas import NAMES, Activation, HeadNorms, Heads
 from pretrain.model.gradients import Summed
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.scope import LINEARS, Decision

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pretrain.model.fused import formulas
+from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.model.fused.fp8_tile import (
     TYPES,
     TensorScaled,
@@ -40,7 +41,6 @@ from pretrain.model.fused.fp8_tile import (
     store_tensor_scaled,
     tensor_scale,
 )
-from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.transformer_engine import library
 
 # Head sizes that the kernels support. With other sizes, such as 80, some threads would be idle.
