@@ -35,7 +35,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.routing import forget_logits
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext, with_main_grad_of
-from pretrain.precision.scope import Decision, features_of
+from pretrain.precision.scope import Decision, features_of, quantized_names
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Switch
 
@@ -107,16 +107,14 @@ def fuse(
             Empty if nothing is quantized.
         arithmetic: Arithmetic that the fused layers use.
     """
+    low_precision = {engine: quantized_names(by_name) for engine, by_name in decisions.items()}
     fused = {}
     # Map the name of each layer that is not fused to the reason from `assess_layer`.
-    reasons: dict[str, str] = {}
+    reasons = {}
     for name, layer in layers.items():
-        low_precision = {}
-        for engine, engine_decisions in (decisions or {None: {}}).items():
-            reason, low_precision[engine] = assess_layer(name, layer, engine_decisions)
-            if reason:
-                reasons.setdefault(name, reason)
-        if name not in reasons:
+        if reason := assess_layer(name, layer, low_precision.values()):
+            reasons[name] = reason
+        else:
             fused[name] = FusedLayer(layer, name, arithmetic, low_precision=low_precision)
             layer.forward = fused[name]
     return FusedLayers(fused, reasons, arithmetic)
@@ -139,7 +137,7 @@ def convert(
     engine: Any = context.engine
     group_experts(hf, context)
     fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
-    quantized = {name for name, decision in decisions.items() if decision.reason is None}
+    quantized = quantized_names(decisions)
     for name, module in list(hf.named_modules()):
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():

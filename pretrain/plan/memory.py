@@ -64,7 +64,7 @@ from pretrain.model.wrapping import not_fused_because
 from pretrain.optimizer.offload import OFFLOADED
 from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.grouped import STACKS, stacked_experts
-from pretrain.precision.scope import QUANTIZED_SHARE, Decision, decide, features_of
+from pretrain.precision.scope import QUANTIZED_SHARE, Decision, decide, features_of, quantized_names
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
@@ -357,6 +357,7 @@ def layers_of(
     layers = decoder_layers(model)
     is_low = active.precision.quantized
     decisions = decide(model, list(layers.values()), active, capability) if is_low else {}
+    low = quantized_names(decisions)
     not_fused = not_fused_because(
         recipe.model.fused, active, device_type, getattr(torch, active.precision.compute_dtype)
     )
@@ -366,7 +367,7 @@ def layers_of(
     compiled = compiled_layer(flops, active.precision, layouts, left_out)
     result = []
     for index, (name, layer) in enumerate(layers.items()):
-        reason, low = assess_layer(name, layer, decisions)
+        reason = assess_layer(name, layer, [low])
         memory = compiled
         if not (not_fused or reason):
             parts = Parts.of(layer)

@@ -8,7 +8,7 @@ shape would keep all of them unquantized.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -119,6 +119,11 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
             f"in this precision ({'; '.join(dict.fromkeys(reasons))}). Either keep fewer layers in "
             "BF16 (`fp8_config`), or change sizes in `model.config`, or set `precision: bf16`"
         )
+
+
+def quantized_names(decisions: Mapping[str, Decision]) -> set[str]:
+    """Return the names of the quantized layers in the result of `decide`."""
+    return {name for name, decision in decisions.items() if decision.reason is None}
 
 
 def is_called(name: str, pattern: str) -> bool:

@@ -13,8 +13,9 @@ gradients of the step (`pretrain.model.gradients`), which each parameter of a fu
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -34,7 +35,6 @@ from pretrain.model.fused.arithmetic import (
 from pretrain.model.fused.formulas import NAMES, Activation, HeadNorms, Heads
 from pretrain.model.gradients import Summed
 from pretrain.precision.gemm import GemmEngine
-from pretrain.precision.scope import LINEARS, Decision
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -174,10 +174,8 @@ def _full_name(layer: nn.Module) -> str:
     return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
 
-def assess_layer(
-    name: str, layer: Any, decisions: Mapping[str, Decision]
-) -> tuple[str | None, frozenset[str]]:
-    """Return the reason why a decoder layer cannot be fused, and its low-precision linear layers.
+def assess_layer(name: str, layer: Any, low_precision: Iterable[Collection[str]]) -> str | None:
+    """Return the reason why a decoder layer cannot be fused, or None if it can.
 
     For example, a decoder layer cannot be fused if some linear layers of one stacked product are in
     low precision and others are not.
@@ -185,34 +183,22 @@ def assess_layer(
     Args:
         name: Name of the decoder layer in its model.
         layer: The decoder layer.
-        decisions: Map the name of each linear layer in the model to its precision. Empty if nothing
-            is quantized.
-
-    Returns:
-        A tuple of two values. The first is the reason, or None if the decoder layer can be fused.
-        The second has the full names of its low-precision linear layers, such as
-        "model.layers.0.mlp.up_proj".
+        low_precision: For each precision of the run, the names of all quantized linear layers of
+            the model, such as "model.layers.0.mlp.up_proj".
     """
-    linears = [
-        f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)
-    ]
-    low = frozenset(linear for linear in linears if decisions and decisions[linear].reason is None)
     if _full_name(layer) not in _FUSED:
-        return f"{type(layer).__name__} has no fused implementation", low
+        return f"{type(layer).__name__} has no fused implementation"
     parts = Parts.of(layer)
     if parts.function not in NAMES:
-        return f"their activation {parts.function} is neither SiLU nor GELU", low
+        return f"their activation {parts.function} is neither SiLU nor GELU"
     # The configuration keys of the dropout of the residual branches, in GPT-2 and in StarCoder2.
     if any(getattr(parts.attention.config, key, 0) for key in ("resid_pdrop", "residual_dropout")):
-        return "they have dropout", low
-    for stack in parts.stacks.values():
+        return "they have dropout"
+    for low, stack in itertools.product(low_precision, parts.stacks.values()):
         if len({f"{name}.{member}" in low for member in stack}) > 1:
             members = ", ".join(member.rpartition(".")[2] for member in stack)
-            return (
-                f"their {members} would be one fused product, but have different precisions",
-                low,
-            )
-    return None, low
+            return f"their {members} would be one fused product, but have different precisions"
+    return None
 
 
 # ── The forward of a layer ──
