@@ -33,7 +33,7 @@ from pretrain.observe.observers import Observer, Step
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
 from pretrain.precision.model_precision import ModelPrecision
-from pretrain.precision.probe import Probe
+from pretrain.precision.product import Probe
 from pretrain.precision.quantizers import Quantized
 from pretrain.precision.settings import ActivePrecision
 

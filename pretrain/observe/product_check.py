@@ -33,8 +33,7 @@ from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, OptionValues, Role
 from pretrain.precision.gemm import GemmKind
 from pretrain.precision.observed import ALONG, OPERANDS
-from pretrain.precision.probe import Probe
-from pretrain.precision.product import PrecisionContext
+from pretrain.precision.product import PrecisionContext, Probe
 from pretrain.precision.settings import ActivePrecision
 
 # The number of rows and of columns in a sample: a multiple of every format's block size.

@@ -29,7 +29,7 @@ from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import join
 from pretrain.precision.gemm import Gemm, Operand
 from pretrain.precision.observed import dtype_name
-from pretrain.precision.probe import Probe
+from pretrain.precision.product import Probe
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from pretrain.observe.product_check import Compared, token_rows
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, OptionValues, Role, Scaling
-from pretrain.precision.probe import Probe
-from pretrain.precision.product import PrecisionContext
+from pretrain.precision.product import PrecisionContext, Probe
 from pretrain.precision.settings import ActivePrecision
 
 Array = np.ndarray

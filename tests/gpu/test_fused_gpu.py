@@ -28,8 +28,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.gemm import Gemm
-from pretrain.precision.probe import Probe
-from pretrain.precision.product import PrecisionContext
+from pretrain.precision.product import PrecisionContext, Probe
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import (

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.precision import searched
-from pretrain.precision.probe import Probe
+from pretrain.precision.product import Probe
 from pretrain.precision.searched import Products, add_product_, products_on
 from tests.gpu.conftest import relative_error
 from tests.gpu.test_fused_gpu import assemble, larger

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.overrides import overridden
-from pretrain.precision.probe import Probe
-from pretrain.precision.product import LinearState
+from pretrain.precision.product import LinearState, Probe
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
 from tests.pretrain.conftest import QUANTIZED, emulation_of, linear_of, to_nearest
 from tests.pretrain.observe.test_operand_statistics import SmallModel

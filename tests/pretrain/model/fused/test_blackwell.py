@@ -26,8 +26,7 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse, not_fused_
 from pretrain.observe.audit import audit_products, is_expected
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.gemm import Gemm
-from pretrain.precision.probe import Probe
-from pretrain.precision.product import PrecisionContext
+from pretrain.precision.product import PrecisionContext, Probe
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import ActivePrecision
