@@ -284,16 +284,14 @@ class LinearPass:
     @property
     def results_are_observed(self) -> bool:
         """True if a probe observes the results of the products of this pass."""
-        probes = self.context.probes
-        return self.gemm.quantizes and any(probe.observes_results for probe in probes)
+        return self.gemm.quantizes and any(probe.observes_results for probe in self.context.probes)
 
     def quantize(self, role: Role, x: Tensor) -> Operand:
         """Quantize the input [tokens, in] or the output's gradient [tokens, out].
 
         The operand can be used in both of its products if a backward can follow.
         """
-        if self.context.probes:
-            self.show(role, lambda: x)
+        self.show(role, lambda: x)
         return self.gemm.quantize(role, x, both=self.differentiable)
 
     def forward_product(
@@ -310,16 +308,13 @@ class LinearPass:
         matrix: function that returns the unquantized weight [out, in].
         residual: the values that are added, [tokens, out]. They are not modified.
         """
-        probes = self.context.probes
-        if probes and residual is not None and self.results_are_observed:
+        if residual is not None and self.results_are_observed:
             # A probe must observe the product without the residual.
             return self.forward_product(x, weight, matrix, bias).add_(residual)
-        if probes:
-            self.show_weight(weight, matrix)
+        self.show_weight(weight, matrix)
         dtype = self.context.compute_dtype
         y = self.gemm.matmul("forward", x, weight, dtype, bias, residual, ends=self.ends)
-        if probes:
-            self.show_result("forward", y, bias)
+        self.show_result("forward", y, bias)
         self.gemm.end()
         return y
 
@@ -333,8 +328,7 @@ class LinearPass:
         """
         dtype = dtype or self.context.compute_dtype
         gradient = self.gemm.matmul(kind, left, right, dtype, ends=self.ends)
-        if self.context.probes:
-            self.show_result(kind, gradient)
+        self.show_result(kind, gradient)
         return gradient
 
     def weight_gradient(
@@ -347,7 +341,7 @@ class LinearPass:
         """
         if total is None:
             return self.gradient_product("wgrad", dy, x)
-        if self.context.probes and self.results_are_observed:
+        if self.results_are_observed:
             gradient = self.gradient_product("wgrad", dy, x, torch.float32)
             add_to(total, gradient, overwrite=overwrite)
         else:
@@ -356,11 +350,10 @@ class LinearPass:
 
     def show(self, role: Role, values: Callable[[], Tensor]) -> None:
         """Show an operand to the probes. `values` returns it unquantized, [..., features]."""
-        probes = self.context.probes
-        if probes and self.gemm.quantizes:
+        if self.context.probes and self.gemm.quantizes:
             # Several probes may need the values, which are computed only once.
             rows = functools.cache(lambda: values().detach().flatten(0, -2))
-            for probe in probes:
+            for probe in self.context.probes:
                 probe.operand(self.gemm.name, role, rows, self.ends)
 
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
