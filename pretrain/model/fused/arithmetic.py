@@ -292,17 +292,6 @@ class Arithmetic:
             return dx, sums.unbind(), _token_sums(dx, residual) if summed else (None, None)
         return dx, sums[:2].unbind(), sums[2:].unbind() if summed else (None, None)
 
-    def rotate(
-        self,
-        qkv: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        heads: formulas.Heads,
-        norms: formulas.HeadNorms | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, see `formulas.rotate`."""
-        return self.kernels.rotary.rotate(qkv, cos, sin, heads, norms)
-
     def rotate_backward(
         self,
         gradients: list[Tensor],

@@ -410,7 +410,7 @@ class NormedAttention(torch.autograd.Function):
         ctx.call = (layer, product, attention, arithmetic.gemm_class.is_first_in_forward())
         normed, *statistics = arithmetic.norm(x, layer.parts.norms[0], product)
         qkv = product.project(normed)
-        q, k, v = arithmetic.rotate(
+        q, k, v = arithmetic.kernels.rotary.rotate(
             qkv, cos, sin, layer.parts.heads, layer.parts.head_norms_in(qkv.dtype)
         )
         saved = [normed, x, *statistics, qkv if layer.parts.head_norms else None, cos, sin]
@@ -471,7 +471,7 @@ def _attention_backward(
     """
     q, k, v, output, log_sums = attended
     if q is None:
-        q, k, v = layer.arithmetic.rotate(*rotation_inputs)
+        q, k, v = layer.arithmetic.kernels.rotary.rotate(*rotation_inputs)
     d_output = d_output.view(output.shape)
     return list(kernels.backward(d_output, q, k, v, output, log_sums, *documents))
 
