@@ -131,7 +131,13 @@ def choose(
         return Choice(f"packed_{_kind_of(requested)}", "requested")
     kinds = FASTEST_FIRST
     reasons = ["fastest that runs here"]
-    if _is_triton_fastest(device_type, head_dim, mean_length):
+    # Our Triton kernels were measured to be the fastest in this case.
+    if (
+        device_type == "cuda"
+        and head_dim == 64
+        and mean_length <= SHORT
+        and torch.cuda.get_device_capability()[0] == 9
+    ):
         kinds = ("triton", *FASTEST_FIRST)
         reasons = ["fastest that runs here for short documents"]
     for kind in kinds:
@@ -145,13 +151,6 @@ def choose(
 def _kind_of(requested: Attention) -> str:
     """Return the kind of the backend that a recipe requests."""
     return "fa4" if requested == "flash_attn" else requested
-
-
-def _is_triton_fastest(device_type: str, head_dim: int, mean_length: float) -> bool:
-    """Return True if our Triton kernels were measured to be the fastest in this case."""
-    if device_type != "cuda" or head_dim != 64 or mean_length > SHORT:
-        return False
-    return torch.cuda.get_device_capability()[0] == 9
 
 
 def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
