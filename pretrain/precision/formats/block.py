@@ -26,8 +26,8 @@ PRECISION = QuantizedPrecision(
     hardware=Hardware((9, 0), "H100, H200, B200, RTX 5090"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
-    quantize=lambda x, given: quantizers.blocks.quantize_fp8(
-        x, given.grid, two_dimensional=given.square
+    quantize=lambda x, *, grid, square, **_: quantizers.blocks.quantize_fp8(
+        x, grid, two_dimensional=square
     ),
     served_as="FP8 blocks",
     te_recipe="Float8BlockScaling",
@@ -45,8 +45,8 @@ PRECISION = QuantizedPrecision(
             ),
             # FP32 scales map the largest value of a block to the largest code, up to rounding.
             "scales": Scaling("FP32", 0.95, 128),
-            "quantize": lambda x, given: quantizers.blocks.quantize_fp8(
-                x, given.grid, two_dimensional=given.square, power_of_two=False
+            "quantize": lambda x, *, grid, square, **_: quantizers.blocks.quantize_fp8(
+                x, grid, two_dimensional=square, power_of_two=False
             ),
             "served_as": "FP8 blocks with FP32 scales",
         },

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 
@@ -29,22 +29,6 @@ OptionValues = Any
 # A function that quantizes x [rows, features]. Its arguments are x, the scale of delayed scaling or
 # None, and the amax of x or None. The product sums along the last axis of the result.
 Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
-
-
-class Given(NamedTuple):
-    """All arguments of the function `QuantizedPrecision.quantize` except x."""
-
-    # The number format of the codes.
-    grid: Grid
-    # True if a block is a square instead of a row of values.
-    square: bool
-    # The scale of delayed scaling, a Tensor. None in other precisions.
-    scale: Any
-    # The amax of x, a scalar. None if not yet computed.
-    amax: Tensor | None
-    # Random numbers in [0, 1) for stochastic rounding, FP32, in the shape of x. None to round to
-    # the nearest value.
-    uniform: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -186,8 +170,11 @@ class QuantizedPrecision(Precision):
     # True if the blocks of a weight are squares. They are quantized once for both products of the
     # weight.
     square_weights: bool = False
-    # Function that quantizes x [rows, features] in blocks along its features.
-    quantize: Callable[[Tensor, Given], Quantized]
+    # Function that quantizes x [rows, features] in blocks along its features. Its keyword arguments
+    # are `grid`, the number format of the codes; `square`, which is True if a block is a square;
+    # `scale`, the scale of delayed scaling or None; `amax`, the amax of x or None; and `uniform`,
+    # random numbers in [0, 1) for stochastic rounding, FP32 in the shape of x, or None.
+    quantize: Callable[..., Quantized]
     # The number format of the codes. With `fp8_format: HYBRID`, gradients have E5M2 instead.
     codes: Grid = E4M3
     # True if scales are computed from earlier microbatches, so that checkpoints must store them.
@@ -300,7 +287,7 @@ class QuantizedPrecision(Precision):
 
         def quantized(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
             uniform = torch.rand_like(x, dtype=torch.float32) if stochastic else None
-            return quantize(x, Given(grid, square, scale, amax, uniform))
+            return quantize(x, grid=grid, square=square, scale=scale, amax=amax, uniform=uniform)
 
         return quantized
 

@@ -19,7 +19,7 @@ PRECISION = QuantizedPrecision(
     },
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),
     scales=Scaling("FP32", 0.0),
-    quantize=lambda x, given: quantizers.tensor.quantize(x, given.scale, given.grid),
+    quantize=lambda x, *, grid, scale, **_: quantizers.tensor.quantize(x, scale, grid),
     served_as="static FP8",
     keeps_history=True,
     te_recipe="DelayedScaling",

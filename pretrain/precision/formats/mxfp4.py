@@ -23,7 +23,9 @@ PRECISION = QuantizedPrecision(
     hardware=Hardware(None, "no release of Transformer Engine offers this precision"),
     scales=Scaling("power of two", 0.5, 32),
     codes=quantizers.E2M1,
-    quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid, uniform=given.uniform),
+    quantize=lambda x, *, grid, uniform, **_: quantizers.blocks.quantize_mx(
+        x, grid, uniform=uniform
+    ),
     served_as="MXFP4",
     operand_bytes=1 / 2 + 1 / 32,
     # We saw a run that trained although 55 % of an operand's values became zero. With the same

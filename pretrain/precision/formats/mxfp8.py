@@ -16,7 +16,7 @@ PRECISION = QuantizedPrecision(
         below=(11, 0),
     ),
     scales=Scaling("power of two", 0.5, 32),
-    quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid),
+    quantize=lambda x, *, grid, **_: quantizers.blocks.quantize_mx(x, grid),
     served_as="MXFP8",
     te_recipe="MXFP8BlockScaling",
     te_available="is_mxfp8_available",

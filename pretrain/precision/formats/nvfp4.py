@@ -28,8 +28,8 @@ PRECISION = QuantizedPrecision(
     scales=Scaling("E4M3", 4 / 6, 16),
     square_weights=True,
     codes=quantizers.E2M1,
-    quantize=lambda x, given: quantizers.blocks.quantize_nvfp4(
-        x, two_dimensional=given.square, uniform=given.uniform, amax=given.amax
+    quantize=lambda x, *, square, amax, uniform, **_: quantizers.blocks.quantize_nvfp4(
+        x, two_dimensional=square, uniform=uniform, amax=amax
     ),
     served_as="NVFP4",
     te_recipe="NVFP4BlockScaling",
