@@ -114,6 +114,30 @@ def device_functions_patch_triton_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def inline_assembly_in_python() -> Iterator[None]:
+    """Compute inline assembly in Python, because the interpreter does not support it."""
+    if not INTERPRETED:
+        yield
+        return
+    import triton.language as tl
+
+    def computed(instructions: str, constraints: str, operands: Any, **_: Any) -> Any:
+        (x,) = operands
+        if "ex2.approx" in instructions:
+            return tl.exp2(x)
+        if "rcp.approx" in instructions:
+            return 1 / x
+        if "cvt.rn.bf16x2" in instructions:
+            return x.to(tl.bfloat16).to(tl.float32)
+        assert instructions == "mov.b32 $0, $1;"
+        return x
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl, "inline_asm_elementwise", computed)
+        yield
+
+
 @pytest.fixture(scope="module")
 def conversions_that_round() -> Iterator[None]:
     """Make the interpreter convert to BF16 and FP8 as the GPU does.

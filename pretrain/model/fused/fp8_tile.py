@@ -26,9 +26,6 @@ from pretrain.precision.transformer_engine import library
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _INFINITY = tl.constexpr(float("inf"))
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# True if Triton's interpreter runs the kernels on a CPU. The interpreter does not support inline
-# assembly.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Map the dtype of a kernel's output to the kernel's argument `fp8`.
 TYPES = {torch.bfloat16: None, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -205,8 +202,6 @@ def _computed_once(codes):
     Without this function, Triton 3.6 recomputed the codes in the layout of the transpose, and every
     fourth column was wrong on an H200.
     """
-    if INTERPRETED:
-        return codes
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4
     )
@@ -219,8 +214,6 @@ def exponential(x):
     The relative error is about 2^-22 plus 2^-24 * |x|, as for tl.exp. Results below 1e-38 are
     replaced by zero. tl.exp does not replace them, but takes more than twice as many instructions.
     """
-    if INTERPRETED:
-        return tl.exp(x)
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1
     )
