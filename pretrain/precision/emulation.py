@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.precision import grouped
@@ -209,18 +210,9 @@ class EmulatedGemm(Gemm):
 
         The result is FP32 if `dtype` is None. `ends` is the same as in `Gemm.matmul`.
         """
-        left = a.values.float()
-        right = b.values.float()
-        if kind == "wgrad":
-            left = left.t()
-            right = right.t()
-        elif kind == "forward":
-            right = right.unflatten(0, (len(ends), -1))
-        else:
-            # The weight is [in, experts x out]. It becomes [experts, out, in].
-            right = right.unflatten(1, (len(ends), -1)).permute(1, 2, 0)
+        right = grouped.by_expert(kind, b.values.float(), len(ends))
         with watched(self.members, kind, self._engine.kinds(kind)):
-            product = grouped.matmul(kind, left, right, ends)
+            product = F.grouped_mm(a.values.float(), right, offs=ends)
         scale = _product_scale(a, b)
         if scale is not None:
             product.mul_(scale)

@@ -129,3 +129,16 @@ def matmul(kind: str, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     elif kind == "forward":
         right = right.mT
     return F.grouped_mm(left, right, offs=ends)
+
+
+def by_expert(kind: str, right: Tensor, experts: int) -> Tensor:
+    """Return the right operand of a product, as `F.grouped_mm` expects it.
+
+    right: the operand, stored so that the product sums along its last axis. A weight has the
+        weights of all experts: [experts x out, in] in forward, and [in, experts x out] in dgrad.
+    """
+    if kind == "wgrad":
+        return right.t()
+    if kind == "forward":
+        return right.unflatten(0, (experts, -1)).mT
+    return right.unflatten(1, (experts, -1)).permute(1, 2, 0)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.reading import one_line
-from pretrain.precision import searched
+from pretrain.precision import grouped, searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
@@ -289,14 +289,11 @@ class TransformerEngineGemm(Gemm):
         """
         experts = len(ends)
         a = _e4m3(left, transposed=kind == "wgrad")
-        b = _e4m3(right, transposed=kind != "forward")
+        # b is [experts, k, n], contiguous along k, or [k, n] in wgrad.
+        b = grouped.by_expert(kind, _e4m3(right, transposed=kind != "forward"), experts)
         if kind == "wgrad":
-            b = b.t()
             scale_sizes: Any = len(a) * experts, b.shape[1] * experts
         else:
-            # b becomes [experts, k, n], contiguous along k.
-            by_expert = b.unflatten(0 if kind == "forward" else 1, (experts, -1))
-            b = by_expert.mT if kind == "forward" else by_expert.permute(1, 2, 0)
             scale_sizes = len(a), (experts, b.shape[2])
         scale_a = left._scale_inv.expand(scale_sizes[0]).contiguous()
         scale_b = right._scale_inv.expand(scale_sizes[1]).contiguous()
