@@ -9,7 +9,7 @@ kernels and one reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple
 
@@ -104,13 +104,17 @@ class DelayedState:
             # The next training step must not use the amaxes of an evaluation.
             self._state_of("forward").amax_history[0].zero_()
 
-    def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
-        """Return a context manager for the recomputation of a layer in backward.
+    @contextmanager
+    def recomputing(
+        self, again: Callable[[], AbstractContextManager[None]], forward_scales: Tensor
+    ) -> Iterator[None]:
+        """Return a context for the recomputation of a layer in backward, inside of `again()`.
 
         Inside, operands are quantized with `forward_scales`, the scales of the original forward,
         and no amax is recorded.
         """
-        return overridden(self, forward_scales=forward_scales, _recording=False)
+        with again(), overridden(self, forward_scales=forward_scales, _recording=False):
+            yield
 
     def scale(self, module: int, role: Role) -> Tensor:
         """Return the current scale of an operand, an FP32 scalar."""

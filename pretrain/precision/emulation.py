@@ -8,8 +8,8 @@ layers share the same input tensor. Backward quantizes the input again for the w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from pretrain.precision import grouped
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved, checkpointed
+from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
 from pretrain.precision.observed import ALONG, NO_CONTEXT, OPERANDS, dtype_name, watched
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
@@ -87,16 +87,9 @@ class EmulationEngine(GemmEngine):
         *args: Any,
         again: Callable[[], AbstractContextManager[None]],
     ) -> Any:
-        if self.delayed is None:
-            return checkpointed(function, *args, again=again)
-        recompute = functools.partial(self.delayed.recompute, self.delayed.forward_scales)
-
-        @contextmanager
-        def recomputing() -> Iterator[None]:
-            with again(), recompute():
-                yield
-
-        return checkpointed(function, *args, again=recomputing)
+        if self.delayed is not None:
+            again = functools.partial(self.delayed.recomputing, again, self.delayed.forward_scales)
+        return super().checkpoint(function, *args, again=again)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self.delayed is None else self.delayed.state()

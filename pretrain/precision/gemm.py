@@ -313,7 +313,6 @@ class GemmEngine(ABC):
         With delayed scaling, the scales are updated when the context is left.
         """
 
-    @abstractmethod
     def checkpoint(
         self,
         function: Callable[..., Any],
@@ -324,6 +323,7 @@ class GemmEngine(ABC):
 
         The recomputation uses the same scales and random numbers as the first computation.
         """
+        return checkpointed(function, *args, again=again)
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
