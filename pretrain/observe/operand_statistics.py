@@ -35,7 +35,6 @@ from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scal
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.product import Probe
 from pretrain.precision.quantizers import Quantized
-from pretrain.precision.settings import ActivePrecision
 
 Record = Mapping[str, Any]
 
@@ -85,7 +84,8 @@ class OperandWatch(Observer):
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Measure the operands of the microbatch that runs in the caller's `with` statement."""
         context = self.precision.context
-        self._statistics = OperandStatistics(self.precision.current.active, context.state())
+        precision = self.precision.current.active.quantized_precision
+        self._statistics = OperandStatistics(precision, context.state())
         with context.probing(self._statistics):
             yield
 
@@ -145,14 +145,14 @@ class OperandStatistics(Probe):
     ("Statistics and health") explains the keys of `records`.
     """
 
-    def __init__(self, active: ActivePrecision, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, precision: QuantizedPrecision, state: Mapping[str, Tensor]) -> None:
         """Create empty statistics before the microbatch runs.
 
-        active: the precision of the microbatch, which must be quantized.
+        precision: the precision of the microbatch.
         state: `PrecisionContext.state()`: the histories and scales of delayed scaling, or {}.
         """
-        self.precision = active.quantized_precision.with_options(
-            active.settings.model_copy(update={"disable_stochastic_rounding": True})
+        self.precision = precision.with_options(
+            precision.settings.model_copy(update={"disable_stochastic_rounding": True})
         )
         # Copy the scales before the forward pass. When backward recomputes a layer, the layer's
         # operands are measured with these scales again. By then the engine has replaced its own

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundation.overrides import overridden
-from pretrain.precision.formats.definition import Role
+from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.quantizers.tensor import update_scale
-from pretrain.precision.settings import ActivePrecision
 
 Direction = Literal["forward", "backward"]
 # Map each direction to the slots in the amax history of a linear layer, in Transformer Engine's
@@ -66,8 +65,8 @@ class DelayedState:
     Each layer must be registered before the first forward.
     """
 
-    def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        self._precision = active.quantized_precision
+    def __init__(self, precision: QuantizedPrecision, device: torch.device) -> None:
+        self._precision = precision
         self._device = device
         self._modules: list[str] = []
         self._states: dict[Direction, DirectionState] = {}

@@ -70,7 +70,9 @@ class EmulationEngine(GemmEngine):
         is_exact = not self.precision.block_scaled or self.precision.scales.kind != "FP32"
         in_bf16 = device.type == "cuda" and is_exact
         self.operand_dtype = torch.bfloat16 if in_bf16 else torch.float32
-        self.delayed = DelayedState(active, device) if self.precision.keeps_history else None
+        self.delayed = (
+            DelayedState(self.precision, device) if self.precision.keeps_history else None
+        )
         self.preparation = functools.cache(self._compiled_preparation)
 
     def _make(

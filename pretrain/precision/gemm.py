@@ -48,7 +48,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.precision import grouped, searched
-from pretrain.precision.formats.definition import QuantizedPrecision, Role
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import NO_CONTEXT, watched
 from pretrain.precision.settings import ActivePrecision
 
@@ -275,13 +275,8 @@ class GemmEngine(ABC):
     """The Gemms of one model in one precision, with the histories and scales that they share."""
 
     def __init__(self, active: ActivePrecision) -> None:
-        self.active = active
+        self.precision = active.quantized_precision
         self.gemms: dict[str, Any] = {}  # map the name of each linear layer to its Gemm
-
-    @property
-    def precision(self) -> QuantizedPrecision:
-        """Return the precision of the products."""
-        return self.active.quantized_precision
 
     def gemm(
         self,

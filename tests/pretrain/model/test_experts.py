@@ -18,6 +18,7 @@ from pretrain.model.wrapping import convert
 from pretrain.precision.grouped import arrange
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import QUANTIZED, emulation_of
 
@@ -62,7 +63,10 @@ def in_precision(
     hf.load_state_dict(plain_model(kind).state_dict())
     engine = emulation_of(name, **fp8_config) if name in QUANTIZED else None
     context = PrecisionContext(engine, torch.float32, engines=[*filter(None, [engine])])
-    decisions = decide(hf, [*decoder_layers(hf).values()], engine.active) if engine else {}
+    decisions = {}
+    if engine:
+        active = ActivePrecision(name, engine.precision, "emulation")
+        decisions = decide(hf, [*decoder_layers(hf).values()], active)
     convert(hf, decisions, context)
     return hf, context
 

@@ -52,7 +52,7 @@ class SmallModel:
 
     def observed_step(self, **options) -> tuple[list[Tensor], OperandStatistics]:
         """Return the result of `step` and the statistics of its operands."""
-        statistics = OperandStatistics(self.engine.active, self.context.state())
+        statistics = OperandStatistics(self.engine.precision, self.context.state())
         with self.context.probing(statistics):
             return self.step(**options), statistics
 
@@ -72,7 +72,7 @@ def record_of(
         "fp8/l/forward/scale": torch.full((3,), scale),
         "fp8/l/backward/scale": torch.full((2,), scale),
     }
-    statistics = OperandStatistics(active_in(recipe, **options), scales)
+    statistics = OperandStatistics(active_in(recipe, **options).quantized_precision, scales)
     for part in x.chunk(parts):
         statistics.operand("l", role, lambda part=part: part, None)
     (record,) = statistics.records()
@@ -98,7 +98,7 @@ def test_underflow_is_reported_per_expert(role):
     """
     x = torch.ones(64, 256)
     x[:16, 128:], x[32:48] = 1e-9, 0 if role == "weight" else 1e-9
-    statistics = OperandStatistics(active_in("current"), {})
+    statistics = OperandStatistics(active_in("current").quantized_precision, {})
     statistics.operand("l", role, lambda: x, torch.tensor([16, 32, 32, 64], dtype=torch.int32))
     assert statistics.records()[0]["underflow_of_experts"] == (
         [0.5, 0, None, 0] if role == "weight" else [0.5, 0, None, 0.5]
