@@ -56,11 +56,6 @@ def test_a_schedule_has_a_label_and_a_folder(load: Any, last: str) -> None:
     assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
 
 
-def test_a_saved_schedule_of_earlier_versions_is_read(load: Any) -> None:
-    saved = load("precision=[{until: 0.8, use: nvfp4, forward: null}, {use: bf16, forward: null}]")
-    assert saved == load("precision=[{until: 0.8, use: nvfp4}, {use: bf16}]")
-
-
 def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
     assert last_steps("precision", [], 10) == []
     assert last_steps("precision", [0.206, 50, None], 100) == [21, 50, 100]
