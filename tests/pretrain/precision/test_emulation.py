@@ -234,11 +234,11 @@ def test_transposed_views_and_compiled_quantizers_have_the_same_codes(
     recipe: str,
 ) -> None:
     torch._dynamo.reset()
-    active = emulation_of(recipe, **to_nearest(recipe)).active
+    precision = emulation_of(recipe, **to_nearest(recipe)).precision
     x = operands(256, 384)[0]
-    scale = torch.tensor(3.0) if active.precision.keeps_history else None
+    scale = torch.tensor(3.0) if precision.keeps_history else None
     for role, along in ROLES_AND_AXES:
-        quantize = active.precision.quantizer(role, along)
+        quantize = precision.quantizer(role, along)
         expected = quantize(x, scale, None)
         view = quantize(x.t().contiguous().t(), scale, None)
         assert torch.equal(view.codes, expected.codes) and torch.equal(
