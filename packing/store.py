@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -67,13 +67,14 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
     return parts
 
 
-def shares_by_phase(settings: DataSettings) -> list[str]:
-    """Return the shares of the sources in each phase as texts: "70.0 % web, 30.0 % code"."""
-    phases = zip(*map(weights_by_phase, settings.shares), strict=True)
-    return [
-        ", ".join(map("{} {}".format, map(percent, shares), training_parts(settings)))
-        for shares in phases
+def lines_of_phases(settings: DataSettings, ends: Sequence[str]) -> list[str]:
+    """Return a line with the shares of the sources in each phase. `ends` has the ends as texts."""
+    names = training_parts(settings)
+    texts = [
+        ", ".join(f"{percent(share)} {name}" for name, share in zip(names, shares, strict=True))
+        for shares in zip(*map(weights_by_phase, settings.shares), strict=True)
     ]
+    return [f"until {end}: {text} of the tokens" for end, text in zip(ends, texts, strict=True)]
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from foundation import units
 from foundation.units import GIB, plural
-from packing.store import shares_by_phase
+from packing.store import lines_of_phases
 from pretrain.metrics.card_rates import read_rates
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan, fits_gathered
@@ -164,8 +164,8 @@ def horizon_lines(plan: Plan) -> list[str]:
             for name, count in zip(plan.mixture.names, plan.mixture.counts, strict=True)
         ]
         if ends := plan.mixture_ends:
-            texts = shares_by_phase(plan.recipe.data)
-            lines += map("to step {:,}: {} of the tokens".format, [*ends, plan.steps], texts)
+            steps = [f"step {end:,}" for end in (*ends, plan.steps)]
+            lines += lines_of_phases(plan.recipe.data, steps)
     return [*lines, describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps)]
 
 

@@ -28,7 +28,7 @@ from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.sources import open_source, reading_settings
-from packing.store import find_splits, shares_by_phase
+from packing.store import find_splits, lines_of_phases
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.settings.config import load_data
 
@@ -123,9 +123,8 @@ def inspect_command(options: argparse.Namespace) -> None:
         settings = load_data([str(path)])
         path = settings.packs
         if settings.sources:
-            ends = [*(settings.weights_until or ()), "the end"]
-            for end, shares in zip(ends, shares_by_phase(settings), strict=True):
-                print(f"until {end}: {shares} of the tokens")
+            ends = [*map(str, settings.weights_until or ()), "the end"]
+            print("\n".join(lines_of_phases(settings, ends)))
     for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
         _describe(folder, options.verify)
     if options.index is not None:

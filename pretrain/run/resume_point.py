@@ -197,9 +197,9 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     present = job.identity
     ignored = _SCHEDULE if repeats_past(record, job) else ()
     ends = [{*(identity.get("data.weights_until") or ())} for identity in (saved, present)]
-    steps_read = record["progress"]["place"] / job.plan.packs_per_step
+    place = record["progress"]["place"]
     # Phases of data weights may end at other steps after the checkpoint.
-    if all(end >= steps_read for end in ends[0] ^ ends[1]):
+    if all(end * job.plan.packs_per_step >= place for end in ends[0] ^ ends[1]):
         ignored = (*ignored, "data.weights_until")
     return {
         key: (saved.get(key), present.get(key))

@@ -57,8 +57,8 @@ def resumed(
 
 
 def test_the_plan_says_when_the_weights_change(alone: Finished) -> None:
-    assert "to step 4: 100.0 % a, 0.0 % b of the tokens" in alone.output
-    assert "to step 6: 25.0 % a, 75.0 % b of the tokens" in alone.output
+    assert "until step 4: 100.0 % a, 0.0 % b of the tokens" in alone.output
+    assert "until step 6: 25.0 % a, 75.0 % b of the tokens" in alone.output
     shares = [record["share/b"] for record in alone.records() if "share/b" in record]
     assert shares[:LAST_OF_PHASE] == [0.0] * LAST_OF_PHASE
     # Two steps of 8 packs have 12 packs of b, or 11 because of rounding.
@@ -85,4 +85,4 @@ def test_phases_that_alter_data_already_read_are_refused(resumed: Callable) -> N
 def test_a_longer_run_may_end_a_phase_later(resumed: Callable) -> None:
     run = resumed(4, "train.steps=9")
     assert run.status == 0, run.output
-    assert "to step 6: 100.0 % a" in run.output
+    assert "until step 6: 100.0 % a" in run.output
