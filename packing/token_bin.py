@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +113,8 @@ class DatatroveFile(TokenBin):
             is_ordered = (np.diff(self._ends, prepend=0) >= 0).all()
             if not (is_ordered and len(self._tokens) == int(count) == end):
                 raise ValueError(
-                    f"the file has {len(self._tokens):,} tokens, but its metadata has "
-                    f"{int(count):,}, and its last document ends at {end:,}"
+                    f"it has {len(self._tokens):,} tokens, its metadata has {int(count):,}, and "
+                    f"its index, which must ascend, ends at {end:,}"
                 )
             if Path(f"{path}.loss").exists():
                 raise ValueError("masks of tokens without a loss are not supported")
@@ -149,7 +150,10 @@ class DatatrovePacks(JoinedPacks):
                 )
                 if not is_same:
                     raise InputError("the two tokenizers differ")
-        self.tokenizer = load_tokenizer(tokenizer).describe() if tokenizer else {"name": expected}
+        self.tokenizer = {"name": expected}
+        # The tokenizer may be a path on another machine.
+        with suppress(InputError):
+            self.tokenizer = load_tokenizer(expected).describe()
         # Hash all files of a small dataset. The ends of all documents identify a large one.
         is_small = sum(file.stat().st_size for file in files) <= ALWAYS_HASHED_BYTES
         hashed = [*(files if is_small else ()), *(Path(f"{file}.index") for file in files)]
@@ -159,10 +163,10 @@ class DatatrovePacks(JoinedPacks):
 def _map_numbers(path: Path, dtype: str) -> np.ndarray:
     """Return the numbers in a file as a memory-mapped array.
 
-    The file is closed again, so the limit of open files does not limit the number of maps.
+    Arrow's memory map does not keep the file open. A corpus may have more files than a process may
+    open.
     """
-    with pa.memory_map(str(path)) as file:
-        return np.frombuffer(file.read_buffer(), dtype)
+    return np.frombuffer(pa.memory_map(str(path)).read_buffer(), dtype)
 
 
 def _read_index(path: Path, token_file: Path) -> tuple[str | None, np.ndarray | None]:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from foundation.errors import InputError
 from packing.arrow import Packs
+from packing.order import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.token_bin import DatatrovePacks
@@ -81,13 +82,22 @@ def test_packs_are_consecutive_windows_of_each_file(length: int) -> None:
         assert all(document.index(EOS) == len(document) - 1 for document in documents[:-1])
 
 
+def test_the_recorded_tokenizer_is_used_if_it_is_here(copied, monkeypatch) -> None:
+    monkeypatch.chdir(DATA)
+    assert open_folder(DATA / "two_tasks").tokenizer["eos_id"] == EOS
+    # Its fingerprint is compared with the tokenizers of other sources and of the model.
+    parts = {"a": open_folder(DATA / "two_tasks"), "b": open_folder(DATA / "wide")}
+    with pytest.raises(InputError, match="made with different tokenizers"):
+        MixedPacks(DATA, parts, {"a": 0.5, "b": 0.5})
+
+
 def test_documents_without_eos_of_4_bytes_and_an_empty_task() -> None:
     tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(70_000)}, "w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     texts = ["w1 w69999 w3", "w65536 w2"]
     packs = open_folder(DATA / "wide")
     assert documents_in(packs) == [[tokenizer.encode(text).ids] for text in texts]
-    assert packs.tokenizer == {"name": "/tmp/datatrove_words.json"}
+    assert packs.tokenizer["name"] == "/tmp/datatrove_words.json"
 
 
 def test_chunks_are_read_where_datatrove_has_cut_documents() -> None:
@@ -102,7 +112,7 @@ def test_the_tokenizer_is_compared_by_name_or_content(copied, tmp_path: Path) ->
     # Another name of the same tokenizer.
     same = shutil.copy(DATA / "tokenizer.json", tmp_path / "same.json")
     for metadata in folder.glob("*.metadata"):
-        metadata.write_text(metadata.read_text().replace("tokenizer.json", str(same)))
+        metadata.write_text(metadata.read_text().replace("./tokenizer.json", str(same)))
     packs = open_folder(folder, tokenizer=DATA / "tokenizer.json")
     assert packs.tokenizer["vocab_size"] == 257 and packs.tokenizer["eos_id"] == EOS
     # The files do not depend on the name.
@@ -133,14 +143,14 @@ def remove(suffix: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damage("", lambda data: data[:-2]), "has 61 tokens, but its metadata has 62"),
+        (damage("", lambda data: data[:-2]), "has 61 tokens, its metadata has 62"),
         (damage("", lambda data: data[:-1]), "buffer size must be a multiple"),
-        (damage("", lambda data: b""), "has 0 tokens, but its metadata has 62"),
-        (damage(".index", lambda data: data[:-8]), "last document ends at"),
+        (damage("", lambda data: b""), "has 0 tokens, its metadata has 62"),
+        (damage(".index", lambda data: data[:-8]), "must ascend, ends at"),
         (damage(".index", lambda data: data[:-1]), "buffer size must be a multiple"),
-        (damage(".index", lambda data: b"\xff" * 8 + data[8:]), "last document ends at 62"),
+        (damage(".index", lambda data: b"\xff" * 8 + data[8:]), "must ascend, ends at 62"),
         (damage(".index", lambda data: data[8:16] + data[:8] + data[16:]), "ends at 62"),
-        (damage(".index", lambda data: data[:-8] + b"\x7f" + data[-7:]), "document ends at 127"),
+        (damage(".index", lambda data: data[:-8] + b"\x7f" + data[-7:]), "ascend, ends at 127"),
         (damage(".metadata", lambda data: data.replace(b"62", b"63")), "metadata has 63"),
         (damage(".metadata", lambda data: data.replace(b"|2", b"|4")), "has 31 tokens"),
         (damage(".metadata", lambda data: data.replace(b"|2", b"|3")), "KeyError: '3'"),
