@@ -266,7 +266,7 @@ class DataSettings(SourceSettings):
     """
 
     packs: CopiedPath
-    """Folder of packs (Arrow, MDS), or a token file (.bin, .npy).
+    """Folder of packs (Arrow, MDS) or of .ds files, or a token file (.bin, .npy, .ds).
 
     With `source`, packs are prepared in it. Packs that exist may be in object storage (s3://...).
     """
