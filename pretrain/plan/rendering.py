@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from foundation import units
 from foundation.units import GIB, plural
 from packing.store import lines_of_phases
-from pretrain.metrics.card_rates import read_rates
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan, fits_gathered
 from pretrain.plan.speed import predict
@@ -171,7 +170,7 @@ def horizon_lines(plan: Plan) -> list[str]:
 
 def _time_line(plan: Plan) -> str:
     """Return a line with the predicted time of the run, and how sure it is."""
-    prediction = predict(plan, read_rates(plan.devices.name))
+    prediction = predict(plan)
     if prediction.tokens_per_second is None:
         return f"not predicted: {prediction.basis}"
     time = units.duration(plan.total_tokens / prediction.tokens_per_second)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from pretrain.metrics.card_rates import CardRates
+from pretrain.metrics.card_rates import CardRates, read_rates
 from pretrain.metrics.cards import GUESSED, MEASURED, Card, card_of
 from pretrain.metrics.flops import TRAINED
 from pretrain.plan.plan import Plan
@@ -97,6 +97,8 @@ HEAD_DIMS = (64, 128)
 SMALL = 50_000_000
 LEAST_MICROBATCH = 4096
 HOST_GPUS = 8
+# Part of the basis of a prediction from measured rates.
+HERE = "with the rates measured here"
 
 
 @dataclass(frozen=True)
@@ -224,10 +226,11 @@ def _sent(work: Work, microbatches: float) -> float:
 def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
     """Return the predicted speed of a run on the devices of its plan.
 
-    rates: measured rates of the devices. By default, and if they lack a precision of the run, those
-        of the data sheet.
+    rates: measured rates of the devices. By default, those that the doctor has stored. If there are
+        none, or if they lack a precision of the run, those of the data sheet are used.
     """
     card = card_of(plan.devices.name)
+    rates = rates or read_rates(plan.devices.name)
     tokens = plan.tokens_per_step
     if card is None:
         return Prediction({}, tokens, None, f"{plan.devices.name} is not in the table of GPUs")
@@ -309,7 +312,7 @@ def _basis(plan: Plan, bar: float | None, rates: CardRates | None) -> str:
     if bar == SAME:
         basis = f"measured (hosts differ by {100 * SAME:.0f} %)"
     if rates:
-        basis += ", with the rates measured here"
+        basis += f", {HERE}"
     if plan.mean_squared == plan.recipe.data.length:
         basis += ", each pack counted as one document"
     return basis

@@ -15,7 +15,6 @@ from foundation import units
 from foundation.errors import InputError
 from foundation.units import GIB, UNKNOWN, markdown, or_dash
 from pretrain.launch.environment import with_precision
-from pretrain.metrics.card_rates import read_rates
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
@@ -27,7 +26,7 @@ from pretrain.plan.rendering import (
     render,
     width,
 )
-from pretrain.plan.speed import SAME, Prediction, predict
+from pretrain.plan.speed import HERE, SAME, Prediction, predict
 from pretrain.plan.targets import card_called, devices_called, obstacle, plan_on
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import BF16, PRECISIONS
@@ -167,16 +166,16 @@ def device_table(plans: Mapping[str, Plan], price: float | None) -> str:
     price: dollars for an hour of one device, or None.
     """
     devices = next(iter(plans.values())).devices
-    rates = read_rates(devices.name)
     rows = []
     remarks = defaultdict(list)
     for label, plan in plans.items():
-        prediction = predict(plan, rates)
+        prediction = predict(plan)
         missing = obstacle(plan)
         if missing is None:
             rows.append(_row(label, plan, prediction, price))
-        # Rates may lack a precision, so each precision has its basis.
-        basis = [prediction.basis] if prediction.bar is None or rates is not None else []
+        # The notes below the tables explain a prediction from the data sheet.
+        needs_basis = prediction.bar is None or HERE in prediction.basis
+        basis = [prediction.basis] * needs_basis
         for remark in [missing] if missing else [*plan.experts_in_bf16, *basis]:
             remarks[remark].append(label)
     columns = len(COLUMNS) - (price is None)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pretrain.metrics.card_rates import read_rates
 from pretrain.metrics.run_record import Record, summary
 from pretrain.plan.speed import Prediction, predict
 from pretrain.run.job import Job
@@ -20,16 +19,13 @@ COMPARED = 20
 
 
 def predict_phase(job: Job, step: int, attention: str) -> Prediction:
-    """Return the predicted speed of a run in the precision of `step`, with a packed attention.
-
-    The prediction uses the rates that the doctor has stored for the GPU, or else its data sheet.
-    """
+    """Return the predicted speed of a run in the precision of `step`, with a packed attention."""
     plan = replace(
         job.plan,
         schedule=replace(job.plan.schedule, phases=[(None, job.plan.schedule.at(step))]),
         attention=attention,
     )
-    return predict(plan, read_rates(plan.devices.name))
+    return predict(plan)
 
 
 def line_about_attention(job: Job, step: int) -> str | None:

@@ -32,7 +32,6 @@ from foundation.errors import InputError
 from foundation.units import UNKNOWN, count, duration, markdown, plural
 from pretrain.compare import which
 from pretrain.compare.which_plan import RoundTimes, WhichPlan
-from pretrain.metrics.card_rates import read_rates
 from pretrain.settings.commands import MARGIN_PERCENT
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -71,9 +70,8 @@ def main(options: argparse.Namespace) -> int:
     answers = nearest_answers(flops.parameters, of_mixtures=flops.choices > 0)
     print(f"{recipe.name}, {count(flops.parameters)} parameters\n\n{table_of_answers(answers)}\n")
     print(device_table(plans, price=None), end="\n\n")
-    rates = read_rates(devices.name)
     speeds = {
-        name: predict(plan, rates).tokens_per_second
+        name: predict(plan).tokens_per_second
         for name, plan in plans.items()
         if obstacle(plan) is None and fits(plan)
     }
