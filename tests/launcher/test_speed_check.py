@@ -38,7 +38,7 @@ def test_each_start_is_compared_once(
 ) -> None:
     """The speed of a CPU is not predicted, so the prediction is replaced."""
     fast = Prediction({"GEMMs": 1e-9}, 128, 0.07, "± 7 %")
-    monkeypatch.setattr(speed_check, "predict", lambda plan, rates: fast)
+    monkeypatch.setattr(speed_check, "predict", lambda plan: fast)
     first = started("run", "train.steps=23")
     resumed = started("run", "train.steps=43")
     assert [event["step"] for event in events(resumed)] == [20, 42]
@@ -52,7 +52,7 @@ def test_steps_in_two_precisions_are_not_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fast = Prediction({"GEMMs": 1e-9}, 256, 0.07, "± 7 %")
-    monkeypatch.setattr(speed_check, "predict", lambda plan, rates: fast)
+    monkeypatch.setattr(speed_check, "predict", lambda plan: fast)
     run = train_here(
         "train.steps=20",
         "precision=[{use: current, until: 15}, {use: bf16}]",
