@@ -21,7 +21,7 @@ from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.prepare import check_sources
 from pretrain.compare.matrix_file import Cell, Matrix
-from pretrain.launch.configuration import Launch
+from pretrain.launch.launcher import Launch
 from pretrain.launch.processes import POLL_SECONDS, Training, is_training, start_training
 from pretrain.metrics.run_folder import check_ours
 from pretrain.settings.config import branch_checkpoint

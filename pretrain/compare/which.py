@@ -51,7 +51,7 @@ from pretrain.compare.which_trainings import (
     seconds_of,
     train,
 )
-from pretrain.launch.configuration import find_configuration
+from pretrain.launch.launcher import find_configuration
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
 from pretrain.precision.formats.definition import QuantizedPrecision

@@ -1,7 +1,9 @@
 """Train as `accelerate launch` does, and translate the end of the training into an exit status.
 
-This module imports torch and accelerate's launcher only when a training starts. A training in one
-process runs in this process, so that torch and accelerate are imported only once.
+`main` is the command `python -m pretrain train`, which chooses an Accelerate configuration. This
+module imports torch and accelerate's launcher only when a training starts, after the command line,
+the recipe and the configuration have been checked. A training in one process runs in this process,
+so that torch and accelerate are imported only once.
 """
 
 from __future__ import annotations
@@ -11,21 +13,35 @@ import gc
 import logging
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 
+from foundation.errors import InputError
+from foundation.gpus import visible_gpus
 from foundation.overrides import overridden
-from foundation.reading import as_input_error
+from foundation.reading import as_input_error, load_yaml
 from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
-from pretrain.launch.configuration import Launch
+from foundation.units import plural
+from pretrain.launch.environment import is_true
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
 
+_ROOT = Path(__file__).resolve().parents[2]
+# Folder of the configurations, in the checkout or beside the installed packages.
+CONFIGURATIONS = _ROOT / "accelerate_configs"
+# Script that trains, in the folder of the checkout or of the installed packages.
+SCRIPT = _ROOT / "train_accelerate.py"
 # Signals that are passed on to the training processes.
 PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
 # Beginnings of log lines that are not printed: accelerate's list of default values, and the lines
@@ -41,6 +57,141 @@ _REFUSED = (
     AssertionError,
     RuntimeError,
 )
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────────
+
+
+def main(options: argparse.Namespace) -> int:
+    """Train as the command line requests, and return the exit status of the training.
+
+    Raises InputError for a mistake in the recipe or in the Accelerate configuration.
+    """
+    recipe = load_recipe(options.recipe, options.overrides)
+    configuration, processes, reason = choose_configuration(
+        recipe, options.config, options.processes
+    )
+    launch = Launch(configuration, tuple(training_arguments(options)), processes)
+    # Flush, so that the command comes before the output of the processes in a log file.
+    print(f"{reason}{shlex.join(['accelerate', 'launch', *launch.arguments])}", flush=True)
+    content = load_yaml(configuration)
+    if content.get("num_machines") not in (None, 0, 1):
+        print(
+            f"machine {content.get('machine_rank')} waits for all {content['num_machines']} "
+            f"machines at {content.get('main_process_ip')}:{content.get('main_process_port')}",
+            flush=True,
+        )
+    return run(launch)
+
+
+def choose_configuration(
+    recipe: Recipe, config: str | None, processes: int | None
+) -> tuple[Path, int | None, str]:
+    """Choose the configuration for this machine, and the number of processes.
+
+    Each process needs at least one pack in every step. So if a step has fewer packs than there are
+    GPUs, only some of the GPUs are used.
+
+    config: configuration that the user has set, or None.
+    processes: number that the user has set, or None.
+
+    Returns three values: the path of the configuration, the number of processes, and a line with
+    the reason for the choice. If the second value is None, the configuration sets the number of
+    processes. The line is empty if the user has set the configuration.
+    """
+    if config:
+        return find_configuration(config), processes, ""
+    gpus = count_gpus()
+    packs = recipe.batch.tokens // recipe.data.length
+    number = processes or min(gpus, packs)
+    name = "bf16" if gpus else "cpu"
+    if number > 1:
+        name = "ddp"
+    devices = plural(gpus, "GPU") if gpus else "no GPU"
+    reason = f"{devices}, {plural(packs, 'pack')} in a step: {name}.yaml (--config sets another)\n"
+    return CONFIGURATIONS / f"{name}.yaml", number if number > 1 else None, reason
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that processes of this environment can use.
+
+    The result is 0 if torch was built for CPUs, or if ACCELERATE_USE_CPU is set.
+    """
+    if is_true(os.environ, "ACCELERATE_USE_CPU") or "+cpu" in version("torch"):
+        return 0
+    return len(visible_gpus())
+
+
+def training_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of train_accelerate.py for the options of `train`."""
+    arguments = [
+        f"--{name.replace('_', '-')}"
+        for name in ("accept_changes", "plan", "profile")
+        if getattr(options, name)
+    ]
+    if options.resume != "auto":
+        arguments += ["--resume", options.resume]
+    return [str(options.recipe), *options.overrides, *arguments]
+
+
+# ── The configuration ─────────────────────────────────────────────────────────────────────────────
+
+
+def find_configuration(name: str) -> Path:
+    """Return the path of an Accelerate configuration, which is readable YAML.
+
+    `name` is a path, or the name of a file in accelerate_configs/, with or without `.yaml`. Raises
+    InputError if there is no such file, or if its machines would not find each other.
+    """
+    shipped = CONFIGURATIONS / f"{name.removesuffix('.yaml')}.yaml"
+    path = next(filter(Path.is_file, (Path(name).expanduser(), shipped)), None)
+    if path is None:
+        raise InputError(
+            f"--config {name}: there is no such file; name a path, or one of these configurations: "
+            + ", ".join(sorted(file.stem for file in CONFIGURATIONS.glob("*.yaml")))
+        )
+    settings = load_yaml(path)
+    if settings.get("num_machines") not in (None, 0, 1) and settings.get("main_process_port") == 0:
+        raise InputError(
+            f"{path}: `main_process_port: 0` is another free port on each machine, so the machines "
+            "would not find each other; set the same port in the file of every machine"
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A training as `accelerate launch` starts it."""
+
+    # The Accelerate configuration.
+    configuration: Path
+    # Arguments of the script: the recipe, settings that override it as key=value, and options.
+    script_arguments: tuple[str, ...]
+    # Number of processes. None if the configuration sets the number.
+    processes: int | None = None
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the arguments of `accelerate launch`."""
+        options = ["--config_file", os.path.relpath(self.configuration)]
+        if self.processes is not None:
+            options += ["--num_processes", str(self.processes)]
+        if load_yaml(self.configuration).get("mixed_precision") is False:
+            # YAML reads `no` without quotation marks as false, which accelerate does not accept.
+            options += ["--mixed_precision", "no"]
+        return [*options, os.path.relpath(SCRIPT), *self.script_arguments]
+
+    @property
+    def command(self) -> list[str]:
+        """Return the complete command, which a user can type too.
+
+        `--quiet` suppresses the traceback that accelerate prints after the training's own error
+        message.
+        """
+        return [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *self.arguments]
+
+
+# ── The training ──────────────────────────────────────────────────────────────────────────────────
 
 
 def run(launch: Launch) -> int:

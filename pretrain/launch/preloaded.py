@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 
 from pretrain.launch import script
-from pretrain.launch.configuration import SCRIPT
+from pretrain.launch.launcher import SCRIPT
 
 # Leave the terminal's process group: Ctrl-C would end the server during its imports.
 os.setpgid(0, 0)

@@ -28,7 +28,7 @@ from foundation.command import run_command
 from foundation.files import is_locked
 from foundation.signals import StopRequest
 from pretrain.launch import launcher
-from pretrain.launch.configuration import Launch
+from pretrain.launch.launcher import Launch
 
 # Seconds between two checks of a process.
 POLL_SECONDS = 0.2

@@ -30,7 +30,7 @@ from foundation.gpus import link_between_gpus
 from foundation.signals import StopRequest
 from foundation.units import TERA, UNKNOWN, markdown, percent, three_digits
 from packing.arrow import Pack, write_packs
-from pretrain.launch.configuration import Launch, find_configuration
+from pretrain.launch.launcher import Launch, find_configuration
 from pretrain.launch.processes import start_training
 from pretrain.metrics.card_rates import CardRates, rates_file, write_rates
 from pretrain.metrics.cards import card_of

@@ -504,7 +504,7 @@ def inspect(add: Callable) -> None:
 # options, and the name of the function that runs the command with the parsed options. The docstring
 # of the second value is the description that --help prints.
 COMMANDS: dict[str, tuple[type[CommandParser], Callable, str]] = {
-    "train": (TrainingParser, train, "pretrain.run.train_command:main"),
+    "train": (TrainingParser, train, "pretrain.launch.launcher:main"),
     "plan": (LaunchParser, plan, "pretrain.run.plan_command:main"),
     "evaluate": (LaunchParser, evaluate, "pretrain.run.evaluate_command:main"),
     "report": (CommandParser, report, "pretrain.compare.report:main"),

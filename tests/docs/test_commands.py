@@ -20,8 +20,8 @@ from torch.distributed.run import get_args_parser
 
 from docs.recipes_page import FOLDER
 from pretrain.__main__ import main as pretrain
-from pretrain.launch.configuration import find_configuration
 from pretrain.launch.environment import with_precision
+from pretrain.launch.launcher import find_configuration
 from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.checks import check_launch, steps_of
 from pretrain.settings import commands

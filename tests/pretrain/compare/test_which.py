@@ -31,7 +31,7 @@ from pretrain.compare.verdicts import NO_GAIN, Rounds, Verdict, verdict_of
 from pretrain.compare.which_answer import answer
 from pretrain.compare.which_plan import RoundTimes, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings, candidate_of
-from pretrain.launch.configuration import Launch
+from pretrain.launch.launcher import Launch
 from pretrain.launch.processes import Training
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe

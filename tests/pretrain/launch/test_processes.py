@@ -52,7 +52,7 @@ CLIENT = """
 import os, signal, sys, time
 from pathlib import Path
 from pretrain.launch import processes
-from pretrain.launch.configuration import Launch
+from pretrain.launch.launcher import Launch
 from foundation.signals import StopRequest
 
 processes.PRELOADED[:] = ["preloaded"]

@@ -18,8 +18,7 @@ import pytest
 from pretrain import __version__
 from pretrain.__main__ import main
 from pretrain.launch import launcher
-from pretrain.launch.configuration import find_configuration
-from pretrain.run import train_command
+from pretrain.launch.launcher import find_configuration
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
@@ -227,9 +226,9 @@ def test_the_configuration_fits_the_machine(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(train_command, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(launcher, "count_gpus", lambda: gpus)
     recipe = load_recipe(write_recipe(small_recipe, tmp_path))
-    path, number, _ = train_command.choose_configuration(recipe, None, processes)
+    path, number, _ = launcher.choose_configuration(recipe, None, processes)
     assert (path, number) == (ROOT / f"accelerate_configs/{name}.yaml", started)
 
 
@@ -250,12 +249,12 @@ def test_visible_gpus_are_counted(
     """The management library is that of a machine with four GPUs."""
     monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
     monkeypatch.setattr("pynvml.nvmlDeviceGetCount", lambda: 4)
-    monkeypatch.setattr(train_command, "version", lambda package: "2.13.0")
+    monkeypatch.setattr(launcher, "version", lambda package: "2.13.0")
     for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert train_command.count_gpus() == gpus
+    assert launcher.count_gpus() == gpus
 
 
 def test_a_configuration_is_named_by_its_path_or_its_name(tmp_path: Path) -> None:
@@ -314,9 +313,9 @@ def test_mixed_precision_no_needs_no_quotation_marks(
 
 def test_the_options_of_the_script_are_passed_on() -> None:
     given = ["my.yaml", "seed=1", "--accept-changes", "--plan", "--resume", "step-1"]
-    assert train_command.training_arguments(commands.read("train", given)) == given
+    assert launcher.training_arguments(commands.read("train", given)) == given
     with_setting = commands.read("train", ["--profile", "my.yaml", "--seed=1"])
-    assert train_command.training_arguments(with_setting) == ["my.yaml", "seed=1", "--profile"]
+    assert launcher.training_arguments(with_setting) == ["my.yaml", "seed=1", "--profile"]
 
 
 def test_the_mistakes_of_a_command_line_do_not_import_torch(tmp_path: Path) -> None:
