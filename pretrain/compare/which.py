@@ -56,7 +56,6 @@ from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
-from pretrain.settings.commands import ON_CPU, ON_GPU
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
@@ -86,9 +85,7 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError for a mistake in the arguments.
     """
-    accelerate = ON_GPU if has_gpu() else ON_CPU
-    if options.config:
-        accelerate = find_configuration(options.config)
+    accelerate = find_configuration(options.config or ("bf16" if has_gpu() else "cpu"))
     recipe = checked_recipe(options)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
     trainings = WhichTrainings(

@@ -14,6 +14,7 @@ from pretrain.compare.matrix_file import as_overrides
 from pretrain.compare.verdicts import NO_GAIN, USE, Rounds, Verdict, verdict_of
 from pretrain.compare.which_plan import WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings
+from pretrain.launch.launcher import Launch
 
 # File with the verdicts, in the folder of the runs.
 VERDICT_FILE = "verdict.json"
@@ -81,9 +82,8 @@ def answer(trainings: WhichTrainings, plan: WhichPlan, verdicts: Sequence[Verdic
         if plan.begin_with:
             values["train.begin_with"] = plan.begin_with
         overrides = [*trainings.overrides, *as_overrides(values)]
-        launch = ["accelerate", "launch", "--config_file", str(trainings.accelerate)]
-        command = [*launch, "train_accelerate.py", str(trainings.recipe_file), *overrides]
-        lines.append(f"  {shlex.join(command)}")
+        launch = Launch(trainings.accelerate, (str(trainings.recipe_file), *overrides))
+        lines.append(f"  {shlex.join(['accelerate', 'launch', *launch.arguments])}")
     elif all(verdict.advice == NO_GAIN for verdict in verdicts):
         lines.append(f"Stay with {plan.base}.")
     return "\n".join(lines)

@@ -15,9 +15,6 @@ from pathlib import Path
 from foundation.command import CommandParser
 from pretrain.settings.config import LaunchParser, PacksParser, TrainingParser
 
-# Default Accelerate configurations of the command `which` with and without a GPU.
-ON_GPU = Path("accelerate_configs/bf16.yaml")
-ON_CPU = Path("accelerate_configs/cpu.yaml")
 # Default of --margin in percent of the baseline's loss, for `which` and `report`.
 MARGIN_PERCENT = 0.3
 # Devices of the command `plan` if --on is not set.
@@ -385,7 +382,7 @@ def which(add: Callable) -> None:
         "--config_file",
         metavar="FILE",
         help="Accelerate configuration: a path, or the name of a file in accelerate_configs/; "
-        f"default: {ON_GPU} with a GPU, {ON_CPU} without a GPU",
+        "default: bf16 with a GPU, cpu without a GPU",
     )
     add(
         "--run_dir",

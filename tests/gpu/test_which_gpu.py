@@ -15,6 +15,7 @@ from foundation.errors import InputError
 from pretrain.compare import which, which_trainings
 from pretrain.compare.matrix_run import launch_of
 from pretrain.compare.which_trainings import WhichTrainings
+from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
@@ -100,7 +101,9 @@ def test_forked_trainings_equal_launched_ones(
     needs("delayed")
     overrides = ("deterministic=true",)
     loaded = load_recipe(recipe, overrides)
-    trainings = WhichTrainings(loaded, recipe, overrides, commands.ON_GPU, tmp_path / "which")
+    trainings = WhichTrainings(
+        loaded, recipe, overrides, CONFIGURATIONS / "bf16.yaml", tmp_path / "which"
+    )
     matrix = trainings.trial(["bf16", "delayed"])
     which_trainings.train(matrix, may_fail=False)
     for cell in matrix.cells:

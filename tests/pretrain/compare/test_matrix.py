@@ -13,7 +13,7 @@ from pretrain.__main__ import main
 from pretrain.compare import matrix_run
 from pretrain.compare.matrix import write_report
 from pretrain.compare.matrix_run import StartedCell, devices_of, launch_of, mark, next_of, start
-from pretrain.settings.commands import ON_GPU
+from pretrain.launch.launcher import CONFIGURATIONS
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
 
@@ -27,7 +27,9 @@ def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
 
 
 def test_a_cell_sees_the_visible_gpus_of_its_slot(matrix, monkeypatch: pytest.MonkeyPatch):
-    loaded = matrix(axes={"weights": ["fp32"]}, accelerate=str(ROOT / ON_GPU), gpus=3)
+    loaded = matrix(
+        axes={"weights": ["fp32"]}, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=3
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     devices = [devices_of(loaded, slot) for slot in (None, 0, 1)]
     assert devices == [{}, {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
@@ -59,7 +61,7 @@ def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPat
         lambda launch, environment, log, stop: gpus.append(environment["CUDA_VISIBLE_DEVICES"]),
     )
     axes = {"seed": [3, 4], "weights": ["fp32", "bf16"]}
-    loaded = matrix(axes=axes, accelerate=str(ROOT / ON_GPU), gpus=2)
+    loaded = matrix(axes=axes, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=2)
     running: list[StartedCell] = []
     for cell in loaded.cells:
         running = [

@@ -31,7 +31,7 @@ from pretrain.compare.verdicts import NO_GAIN, Rounds, Verdict, verdict_of
 from pretrain.compare.which_answer import answer
 from pretrain.compare.which_plan import RoundTimes, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings, candidate_of
-from pretrain.launch.launcher import Launch
+from pretrain.launch.launcher import CONFIGURATIONS, Launch
 from pretrain.launch.processes import Training
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
@@ -250,7 +250,7 @@ def new_question(recipe: dict[str, Any], path: Path) -> TrainedRounds:
     folder = path / "which"
     folder.mkdir()
     (folder / "which.json").write_text(json.dumps(asdict(PLAN)))
-    trainings = WhichTrainings(load_recipe(file), file, (), commands.ON_CPU, folder)
+    trainings = WhichTrainings(load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", folder)
     return TrainedRounds(file, folder, trainings, Rounds(RoundTimes(PLAN)))
 
 

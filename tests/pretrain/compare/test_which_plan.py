@@ -16,6 +16,7 @@ from pretrain.compare.verdicts import USE, Verdict
 from pretrain.compare.which_answer import answer
 from pretrain.compare.which_plan import RoundTimes, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings, candidate_of, train
+from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
@@ -147,7 +148,7 @@ def test_an_epoch_ends_when_one_source_is_used_up(
 def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     file = write_recipe(small_recipe, tmp_path)
     trainings = WhichTrainings(
-        load_recipe(file), file, (), commands.ON_GPU, tmp_path / "which", gpus=2
+        load_recipe(file), file, (), CONFIGURATIONS / "bf16.yaml", tmp_path / "which", gpus=2
     )
     assert trainings.trial(["fp32", "bf16"]).at_once == 2
     plan = WhichPlan(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 400, 80)
@@ -175,7 +176,11 @@ def test_no_training_starts_after_a_baseline_that_failed(
     file = write_recipe(small_recipe, tmp_path)
     overrides = ("optimizer.learning_rate=1e30", "parity=false")
     trainings = WhichTrainings(
-        load_recipe(file, overrides), file, overrides, commands.ON_CPU, tmp_path / "which"
+        load_recipe(file, overrides),
+        file,
+        overrides,
+        CONFIGURATIONS / "cpu.yaml",
+        tmp_path / "which",
     )
     matrix = trainings.trial(["fp32", "bf16"])
     with pytest.raises(InputError, match=r"fp32\.log: this training has halted"):
@@ -188,7 +193,9 @@ def test_a_precision_that_the_packs_do_not_suit_is_skipped_and_named(
 ) -> None:
     """`block` needs a multiple of 128 tokens."""
     file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
-    trainings = WhichTrainings(load_recipe(file), file, (), commands.ON_CPU, tmp_path / "which")
+    trainings = WhichTrainings(
+        load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", tmp_path / "which"
+    )
     cells = trainings.trial(["bf16", "block", "mxfp8"]).cells
     assert [candidate_of(cell) for cell in cells] == ["bf16", "mxfp8"]
     output = capsys.readouterr().out
@@ -206,7 +213,9 @@ def test_a_candidate_has_the_options_that_its_precision_accepts(
     overrides = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head")
     names = ["bf16", "delayed", "current", "nvfp4"]
     recipe = load_recipe(file, overrides)
-    trainings = WhichTrainings(recipe, file, overrides, commands.ON_CPU, tmp_path / "which")
+    trainings = WhichTrainings(
+        recipe, file, overrides, CONFIGURATIONS / "cpu.yaml", tmp_path / "which"
+    )
     settings = [cell.recipe.fp8_config for cell in trainings.trial(names).cells]
     options = [(fp8_config.fp8_format, fp8_config.margin) for fp8_config in settings]
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
