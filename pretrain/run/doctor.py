@@ -125,16 +125,18 @@ def rates_table(rates: CardRates) -> str:
         best = getattr(card_of(rates.device), peak, None)
         return f"{percent(rate / TERA / best)} of {peak}" if best else UNKNOWN
 
-    rows = []
-    for name, rate in rates.gemm.items():
-        peak = "fp8" if PRECISIONS[name].quantized else "bf16"
-        rows.append((f"{name} GEMMs", f"{rate / TERA:,.0f} TFLOP/s", share(rate, peak)))
-    memory = f"{rates.bandwidth / 1e9:,.0f} GB/s"
-    rows.append(("memory", memory, share(rates.bandwidth, "bandwidth")))
-    rows.append(("kernel launches", f"{1 / rates.launch:,.0f} a second", UNKNOWN))
-    rows += [
-        (f"{message} bytes", f"{rate / 1e9:,.0f} GB/s", UNKNOWN)
-        for message, rate in rates.nccl.items()
+    peaks = {name: "fp8" if PRECISIONS[name].quantized else "bf16" for name in rates.gemm}
+    rows = [
+        *(
+            (f"{name} GEMMs", f"{rate / TERA:,.0f} TFLOP/s", share(rate, peaks[name]))
+            for name, rate in rates.gemm.items()
+        ),
+        ("memory", f"{rates.bandwidth / 1e9:,.0f} GB/s", share(rates.bandwidth, "bandwidth")),
+        ("kernel launches", f"{1 / rates.launch:,.0f} a second", UNKNOWN),
+        *(
+            (f"{message} bytes", f"{rate / 1e9:,.0f} GB/s", UNKNOWN)
+            for message, rate in rates.nccl.items()
+        ),
     ]
     return markdown((rates.device, "rate", "of the data sheet"), rows)
 
