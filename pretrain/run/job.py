@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -213,16 +213,13 @@ def prepare_job(
         accelerator.num_processes,
         missing_on(accelerator.device.type),
     )
-    is_main_process = accelerator.is_main_process
-    if recipe.data.prepares:
-        # Open the packs after all other checks, because preparing them may take hours. Their
-        # tokenizer is `data.tokenizer`.
-        model, tokenizer = _check_model_here(checked, None, accelerator)
-        data = opener(recipe.data, is_main_process=is_main_process)
-    else:
-        # Open the packs before the other checks, because the packs may record their tokenizer.
-        data = opener(recipe.data, is_main_process=is_main_process)
-        model, tokenizer = _check_model_here(checked, data, accelerator)
+    open_packs = partial(opener, recipe.data, is_main_process=accelerator.is_main_process)
+    # Open packs that exist before the model is checked, because they may record their tokenizer.
+    # Otherwise open them after all other checks, because preparing them may take hours. Their
+    # tokenizer is `data.tokenizer`.
+    data = None if recipe.data.prepares else open_packs()
+    model, tokenizer = _check_model_here(checked, data, accelerator)
+    data = data or open_packs()
     _check_data(model, data)
     plan = _plan_of(model, data, _devices_of(accelerator, checked.phases), overrides)
     plan, chosen = _fit_to_machine(plan, model, accelerator)
