@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
 
 from pretrain.compare.differences import error_of, fewest_seeds
 
@@ -90,20 +91,18 @@ class RoundTimes:
         plan = self.plan
         baseline = self._seconds_of(plan.base)
         trunk = 0.0 if plan.begin_with else baseline * plan.trunk / plan.steps
-        # For each GPU, the seconds from the start of the rounds until the GPU is free. The next run
-        # is trained on the GPU that is free first.
-        gpu_free_at = [0.0] * self.at_once
+        # For each GPU, the seconds from the start of the rounds until the GPU is free, as a heap.
+        # The next run is trained on the GPU that is free first.
+        free_at = [0.0] * self.at_once
         # For each round, the seconds until its candidates can start.
         candidates_start_at = []
         for _ in range(rounds):
-            gpu = gpu_free_at.index(min(gpu_free_at))
-            candidates_start_at.append(gpu_free_at[gpu] + trunk)
-            gpu_free_at[gpu] += baseline
+            start = heapreplace(free_at, free_at[0] + baseline)
+            candidates_start_at.append(start + trunk)
         for name in candidates:
             for start in candidates_start_at:
-                gpu = gpu_free_at.index(min(gpu_free_at))
-                gpu_free_at[gpu] = max(gpu_free_at[gpu], start) + self._seconds_of(name)
-        return max(gpu_free_at)
+                heapreplace(free_at, max(free_at[0], start) + self._seconds_of(name))
+        return max(free_at)
 
     def _seconds_of(self, name: str) -> float:
         """Return the estimated seconds of one run of `name`, the baseline or a candidate.
