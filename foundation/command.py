@@ -10,6 +10,7 @@ import difflib
 import itertools
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,11 +21,6 @@ from typing import NoReturn
 
 from foundation.errors import InputError
 from foundation.settings import local_path
-
-# Exit statuses that a shell reports for a process that SIGINT or SIGPIPE has ended.
-SIGINT_STATUS = 130
-SIGPIPE_STATUS = 141
-
 
 # Map the name of an option in another program to the name of the option here. In both names, `_`
 # replaces `-`.
@@ -116,12 +112,12 @@ def run_command(command: Callable[[], int | None]) -> int:
         print(end="", flush=True)
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C; run the same command again to continue", file=sys.stderr)
-        status = SIGINT_STATUS
+        status = 128 + signal.SIGINT
     except BrokenPipeError:
         # The program that reads stdout, such as `head`, has ended. Discard the remaining output:
         # the interpreter flushes stdout at exit, which would raise the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = SIGPIPE_STATUS
+        status = 128 + signal.SIGPIPE
     except (InputError, OSError) as error:
         status = report_error(error)
     if status is not None:
