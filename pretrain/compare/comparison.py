@@ -10,13 +10,12 @@ from functools import cached_property
 from typing import Any
 
 from pretrain.compare.fairness import (
-    ends_of,
     loss_differences,
     recipe_of,
     same_held_out,
     why_not_paired,
 )
-from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord
+from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord, at_the_end
 from pretrain.settings.config import settings_without
 
 # Colours of the first ten runs: the default palette of Tableau and plotly, whose colours are easy
@@ -106,7 +105,8 @@ class ComparedRun:
         """
         if self.is_baseline or self.not_paired:
             return None
-        return float(ends_of(loss_differences(self.base, self.run)).mean())
+        steps, differences = loss_differences(self.base, self.run)
+        return float(differences[at_the_end(steps)].mean())
 
     @property
     def speedup(self) -> float | None:

@@ -21,7 +21,6 @@ from pretrain.metrics.run_record import (
     HELD_OUT_LABELS,
     RunRecord,
     as_text,
-    at_the_end,
     kind,
     same_measure,
 )
@@ -249,15 +248,6 @@ def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, n
     differences = second_losses - first_losses
     finite = np.isfinite(differences)
     return steps[finite], differences[finite]
-
-
-def ends_of(differences: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return the loss differences of the last steps of a training, which `at_the_end` selects.
-
-    `differences` are the step numbers and loss differences from `loss_differences`.
-    """
-    steps, values = differences
-    return values[at_the_end(steps)]
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
