@@ -273,7 +273,6 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     """
     progress = source.record["progress"]
     past = source.record["past"]
-    notes = []
     changed = []
     if not source.is_branch:
         changed = list(past["changed"])
@@ -281,11 +280,15 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
             changed.append(
                 {"step": source.step, "was": {key: saved for key, (saved, _) in changes.items()}}
             )
-    for key, line in lines_of(changes, source.record, job).items():
-        is_new_option = key.startswith("fp8_config.") and changes[key][0] is None
-        is_implied = is_new_option and "precision" in changes
-        if not (is_implied or (key == "train.begin_with" and source.is_branch)):
-            notes.append(f"the recipe has changed: {line}")
+    implied = {"train.begin_with"} if source.is_branch else set()
+    if "precision" in changes:
+        new_options = [key for key, (saved, _) in changes.items() if saved is None]
+        implied |= {key for key in new_options if key.startswith("fp8_config.")}
+    notes = [
+        f"the recipe has changed: {line}"
+        for key, line in lines_of(changes, source.record, job).items()
+        if key not in implied
+    ]
     left_out = past["left_out"] if source.in_run_folder else progress["left_out"]
     return replace(source, notes=notes, past={"changed": changed, "left_out": left_out})
 
