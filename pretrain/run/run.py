@@ -119,8 +119,7 @@ class Run:
             f"observed precision of the linear layers (details: {self.folder.audit})",
             console_rows(self.assembly.audit),
         )
-        for note in notes:
-            self.console.notice(note)
+        self.console.notice(*notes)
         settings = resolved(self.job.recipe)
         if self.accelerator.is_main_process:
             # First delete the summary that an earlier process of this run may have written, because
@@ -289,8 +288,7 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
     notices: lines about settings that `as_launched` has corrected in the Accelerate configuration.
     """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-    for text in [*job.plan.notices, *notices]:
-        console.notice(text)
+    console.notice(*job.plan.notices, *notices)
     # Several phases may have the same notice. `dict.fromkeys` removes duplicates and keeps the
     # order.
     for text in dict.fromkeys(active.notice for active in job.plan.precisions if active.notice):
