@@ -6,7 +6,6 @@ import pkgutil
 import signal
 import sys
 from difflib import get_close_matches
-from inspect import getdoc
 
 from foundation.signals import end_on_ctrl_c
 
@@ -49,7 +48,7 @@ def _run(arguments: list[str]) -> int | None:
     """
     name, *options = arguments
     parsed = read(name, options)
-    command = pkgutil.resolve_name(COMMANDS[name][2])
+    command = pkgutil.resolve_name(COMMANDS[name].function)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(parsed)
@@ -58,8 +57,7 @@ def _run(arguments: list[str]) -> int | None:
 def usage() -> str:
     """Return the help text of the program, with one line for each command."""
     lines = [
-        f"  {name:<10} {str(getdoc(options)).splitlines()[0]}"
-        for name, (_, options, _) in COMMANDS.items()
+        f"  {name:<10} {command.description.splitlines()[0]}" for name, command in COMMANDS.items()
     ]
     return "\n".join(
         [

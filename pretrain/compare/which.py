@@ -1,8 +1,8 @@
 """Find the fastest precision at equal loss: `python -m pretrain which RECIPE [key=value ...]`.
 
-`pretrain.settings.commands.which` describes the method and the result. This module has the steps of
-the command. First it writes the plan, which fixes the settings and the length of the runs. Then
-it trains the rounds. `which_trainings` trains, and `verdicts` computes the verdicts.
+`WHICH` in `pretrain.settings.commands` describes the method and the result. This module has the
+steps of the command. First it writes the plan, which fixes the settings and the length of the runs.
+Then it trains the rounds. `which_trainings` trains, and `verdicts` computes the verdicts.
 
 Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid input,
 and 128 plus the number of the signal if a signal stopped the command.

@@ -7,10 +7,11 @@ messages about invalid options appear at once.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from inspect import getdoc
+from inspect import cleandoc
 from pathlib import Path
+from typing import Any
 
 from foundation.command import CommandParser
 from pretrain.settings.config import LaunchParser, PacksParser, TrainingParser
@@ -30,9 +31,10 @@ def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
     Raises InputError if an argument is invalid. With --help, print the help and end the process.
     """
-    parser_class, add_options, _ = COMMANDS[command]
-    parser = parser_class(f"python -m pretrain {command}", getdoc(add_options))
-    add_options(parser.add_argument)
+    settings = COMMANDS[command]
+    parser = settings.parser(f"python -m pretrain {command}", settings.description)
+    for names, option_settings in settings.options:
+        parser.add_argument(*names, **option_settings)
     return parser.read(arguments)
 
 
@@ -58,7 +60,37 @@ def priced(text: str) -> tuple[str, float]:
     return device, positive(dollars)
 
 
-def train(add: Callable) -> None:
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+class Command:
+    """A command of `python -m pretrain`.
+
+    Args:
+        parser: Class of the parser.
+        function: The function that runs the command with the parsed options, as "module:name". Its
+            module is imported after the options have been parsed.
+        description: Text that --help prints. The list of commands has its first line.
+        options: The options, which are added to those of the parser.
+    """
+
+    def __init__(
+        self, parser: type[CommandParser], function: str, description: str, *options: Option
+    ) -> None:
+        self.parser = parser
+        self.function = function
+        self.description = cleandoc(description)
+        self.options = options
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """Return the arguments with which `add_argument` of argparse adds an option."""
+    return names, settings
+
+
+TRAIN = Command(
+    TrainingParser,
+    "pretrain.launch.launcher:main",
     """Train a recipe on the devices of this machine, or resume its training.
 
         python -m pretrain train my.yaml
@@ -68,23 +100,26 @@ def train(add: Callable) -> None:
     accelerate_configs/cpu.yaml on a machine without a GPU, bf16.yaml on one GPU, and ddp.yaml on
     several GPUs. NVIDIA's driver counts the GPUs, and CUDA_VISIBLE_DEVICES limits them. To train on
     several machines, use `accelerate launch`.
-    """
-    add(
+    """,
+    option(
         "--config",
         "--config_file",
         metavar="FILE",
         help="Accelerate configuration: a path, or the name of a file in accelerate_configs/",
-    )
-    add(
+    ),
+    option(
         "--processes",
         type=count,
         metavar="N",
         help="number of processes, one for each GPU; default: the number in the configuration, or "
         "one for each GPU",
-    )
+    ),
+)
 
 
-def plan(add: Callable) -> None:
+PLAN = Command(
+    LaunchParser,
+    "pretrain.run.plan_command:main",
     """Predict speed, time and memory of a training on other devices, precision by precision.
 
         python -m pretrain plan my.yaml train.tokens=20e9          on the usual devices
@@ -94,8 +129,8 @@ def plan(add: Callable) -> None:
     If the recipe or the command line sets a precision, only this precision and BF16 are planned.
     To plan a training on this machine, use python -m pretrain train RECIPE --plan. Unlike the
     command `plan`, it needs the packs.
-    """
-    add(
+    """,
+    option(
         "--on",
         action="extend",
         type=lambda text: text.split(","),
@@ -103,23 +138,26 @@ def plan(add: Callable) -> None:
         metavar="DEVICE",
         help="device, with a number if there are several: H200, 8xB200, rtx4090; a wrong name "
         f"prints all names; may be repeated; default: {', '.join(USUAL)}",
-    )
-    add(
+    ),
+    option(
         "--config",
         choices=["ddp", "zero", "fsdp2"],
         help="Accelerate configuration for several devices; default: the first that fits",
-    )
-    add(
+    ),
+    option(
         "--price",
         action="append",
         type=priced,
         default=[],
         metavar="DEVICE=DOLLARS",
         help="dollars for an hour of one device, such as H100=2.5; may be repeated",
-    )
+    ),
+)
 
 
-def evaluate(add: Callable) -> None:
+EVALUATE = Command(
+    LaunchParser,
+    "pretrain.run.evaluate_command:main",
     """Compute the held-out loss of a checkpoint, or the checkpoint's loss on a text file.
 
         python -m pretrain evaluate RUN_OR_RECIPE [FILE] [--resume CHECKPOINT] [key=value ...]
@@ -127,172 +165,189 @@ def evaluate(add: Callable) -> None:
     If the run has no checkpoint, evaluate the model that the run would start from. The command
     writes nothing into the run folder. To evaluate on GPUs, start the command with
     accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate ...
-    """
-    add(
+    """,
+    option(
         "--resume",
         default="auto",
         metavar="CHECKPOINT",
         help="checkpoint to evaluate; default: the newest intact checkpoint of the run",
-    )
-    add(
+    ),
+    option(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
         help="evaluate in these precisions and in BF16; `all` selects all quantized precisions "
         "that support `data.length`; the precisions that the device does not support are emulated; "
         "default: the precisions of the recipe",
-    )
+    ),
+)
 
 
-def doctor(add: Callable) -> None:
+DOCTOR = Command(
+    CommandParser,
+    "pretrain.run.doctor:main",
     """Test which precisions work on this machine, and how fast.
 
     First, the sustained rates of a GPU are measured and stored: GEMMs, memory, kernel launches, and
     NCCL between several GPUs. Then a model of one layer is trained in each precision for a few
     steps. Before the first step, its loss and gradients are compared with plain transformers.
-    """
-    add(
+    """,
+    option(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
         help="precisions to test; default: all",
-    )
+    ),
+)
 
 
-def export(add: Callable) -> None:
+EXPORT = Command(
+    CommandParser,
+    "pretrain.run.export:main",
     """Export a checkpoint as a model folder for transformers, with a model card.
 
     The command needs no GPU. It needs as much memory as the weights. `hf upload OWNER/NAME FOLDER`
     uploads the folder to the Hugging Face hub.
-    """
-    add(
+    """,
+    option(
         "source",
         type=Path,
         metavar="RUN_OR_CHECKPOINT",
         help="a checkpoint (a step-* folder), or a run folder, whose newest checkpoint is exported",
-    )
-    add(
+    ),
+    option(
         "--out",
         type=Path,
         metavar="FOLDER",
         help="folder into which the model is exported; default: RUN/export",
-    )
-    add(
+    ),
+    option(
         "--best",
         action="store_true",
         help="export the run's checkpoint with the lowest held-out loss, not the newest checkpoint",
-    )
-    add(
+    ),
+    option(
         "--dtype",
         choices=["bf16", "fp32"],
         help="dtype of the exported weights; default: the dtype in which the run stores them. If "
         "the run has `weights: bf16_exact`, fp32 restores all 32 bits of each weight",
-    )
-    add(
+    ),
+    option(
         "--precision",
         choices=["trained"],
         help="trained: export quantized weights, with the codes and scales of the forward pass in "
         "training, in the layout that servers read (docs/serving.md)",
-    )
-    add(
+    ),
+    option(
         "--merge",
         type=count,
         metavar="N",
         help="export the mean of the weights in the last N checkpoints, computed in FP64",
-    )
+    ),
+)
 
 
-def sample(add: Callable) -> None:
+SAMPLE = Command(
+    CommandParser,
+    "pretrain.run.sampling:main",
     """Generate text with a trained model.
 
     FOLDER is the run folder of a finished run, or a model folder that transformers can load. To
     make a model folder from any checkpoint, use `python -m pretrain export`. The model is run on a
     GPU if there is one, in the dtype of the stored weights.
-    """
-    add("folder", type=Path, metavar="FOLDER", help="a run folder or a model folder")
-    add(
+    """,
+    option("folder", type=Path, metavar="FOLDER", help="a run folder or a model folder"),
+    option(
         "prompts",
         nargs="+",
         metavar="PROMPT",
         help="text that the model continues; '' generates text without a prompt",
-    )
-    add(
+    ),
+    option(
         "--tokens",
         "--max-new-tokens",
         "--max_new_tokens",
         type=count,
         default=TOKENS,
         help="maximum number of new tokens for each prompt; default: %(default)s",
-    )
-    add(
+    ),
+    option(
         "--temperature",
         type=float,
         default=TEMPERATURE,
         help="sampling temperature; 0 always chooses the likeliest token; default: %(default)s",
-    )
-    add(
+    ),
+    option(
         "--top-p",
         "--top_p",
         type=float,
         default=TOP_P,
         help="sample only from the likeliest tokens whose probabilities sum to this value; "
         "default: %(default)s",
-    )
-    add(
+    ),
+    option(
         "--seed",
         type=int,
         default=42,
         help="random seed, from which the seed of each prompt is derived; default: 42",
-    )
+    ),
+)
 
 
-def matrix(add: Callable) -> None:
+MATRIX = Command(
+    CommandParser,
+    "pretrain.compare.matrix:main",
     """Run all cells of an experiment and compare them.
 
     A cell is one training run of the experiment. Finished cells are not run again.
-    """
-    add(
+    """,
+    option(
         "matrix",
         type=Path,
         help="YAML file that describes the experiment; examples are in recipes/matrices/",
-    )
-    add(
+    ),
+    option(
         "overrides",
         nargs="*",
         default=[],
         metavar="key=value",
         help="settings that override the recipe in every cell",
-    )
-    add(
+    ),
+    option(
         "--only",
         action="append",
         default=[],
         metavar="key=value",
         help="run only the cells in which this setting has this value; may be repeated",
-    )
-    add(
+    ),
+    option(
         "--cell",
         type=int,
         metavar="N",
         help="run only cell number N of the selected cells, counted from 0; for job arrays",
-    )
-    add(
+    ),
+    option(
         "--at-once",
         type=count,
         metavar="N",
         help="maximum number of cells that run at the same time",
-    )
-    add(
+    ),
+    option(
         "--gpus",
         type=count,
         metavar="N",
         help="number of GPUs of this machine over which the cells are distributed",
-    )
-    add("--processes", type=count, metavar="N", help="number of processes that train each cell")
-    add("--dry-run", action="store_true", help="print the command that runs each cell, and exit")
+    ),
+    option("--processes", type=count, metavar="N", help="number of processes that train each cell"),
+    option(
+        "--dry-run", action="store_true", help="print the command that runs each cell, and exit"
+    ),
+)
 
 
-def which(add: Callable) -> None:
+WHICH = Command(
+    LaunchParser,
+    "pretrain.run.which_on:main",
     """Find the fastest precision at equal loss for your model and data.
 
     One precision is the baseline, and the other precisions are candidates. First, a few steps
@@ -319,141 +374,150 @@ def which(add: Callable) -> None:
 
     Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid
     input, and 128 plus the number of the signal if a signal stopped the command.
-    """
-    add(
+    """,
+    option(
         "--on",
         metavar="CARD",
         help="train nothing, and predict the answer on this card: recorded answers, predicted "
         "speeds, measured losses, and the --hours that this command needs there; needs no GPU",
-    )
-    add(
+    ),
+    option(
         "--hours",
         type=positive,
         default=4.0,
         metavar="H",
         help="time limit of this start of the command, in hours; a round is only started if it is "
         "expected to end within this limit; default: 4",
-    )
-    add(
+    ),
+    option(
         "--margin",
         type=positive,
         default=MARGIN_PERCENT,
         metavar="PERCENT",
         help="largest loss difference that counts as equivalent, in percent of the baseline's "
         f"loss; default: {MARGIN_PERCENT}",
-    )
-    add(
+    ),
+    option(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
         help="precisions to compare, the baseline first; append +head to a precision to quantize "
         "the head too; default: BF16 and all quantized precisions that this machine supports; on "
         "a machine that supports none, one emulated precision",
-    )
-    add(
+    ),
+    option(
         "--seeds",
         type=count,
         default=5,
         metavar="N",
         help="number of rounds for which the length of the runs is planned, at least 3; default: 5",
-    )
-    add(
+    ),
+    option(
         "--steps",
         type=count,
         metavar="N",
         help="steps of each run; default: computed from --hours",
-    )
-    add(
+    ),
+    option(
         "--gpus",
         type=count,
         metavar="N",
         help="number of GPUs of this machine over which the runs are distributed; "
         "default: one run at a time",
-    )
-    add(
+    ),
+    option(
         "--from",
         dest="begin_with",
         metavar="CHECKPOINT",
         help="checkpoint (a step-* folder) from which all runs branch, including the "
         "baseline's; default: the baseline trains from the start",
-    )
-    add(
+    ),
+    option(
         "--config",
         "--config_file",
         metavar="FILE",
         help="Accelerate configuration: a path, or the name of a file in accelerate_configs/; "
         "default: bf16 with a GPU, cpu without a GPU",
-    )
-    add(
+    ),
+    option(
         "--run_dir",
         type=Path,
         metavar="FOLDER",
         help="folder of the runs; default: runs/which/NAME with the recipe's name",
-    )
+    ),
+)
 
 
-def report(add: Callable) -> None:
+REPORT = Command(
+    CommandParser,
+    "pretrain.compare.report:main",
     """Compare runs: tables, curves, and the difference in loss from a baseline.
 
     The first run is the baseline. The tables are printed, and --out also writes an HTML page.
-    """
-    add(
+    """,
+    option(
         "runs",
         nargs="+",
         type=Path,
         metavar="RUN",
         help="run folder; the first one is the baseline",
-    )
-    add("--out", type=Path, metavar="PAGE.html", help="also write the report as an HTML page")
-    add(
+    ),
+    option("--out", type=Path, metavar="PAGE.html", help="also write the report as an HTML page"),
+    option(
         "--vary",
         action="append",
         default=[],
         metavar="KEY",
         help="key or section in which the runs may differ; may be repeated",
-    )
-    add(
+    ),
+    option(
         "--margin",
         type=positive,
         default=MARGIN_PERCENT,
         metavar="PERCENT",
         help="largest difference that counts as equivalent in a comparison over seeds, in percent "
         f"of the baseline's loss; default: {MARGIN_PERCENT}",
-    )
+    ),
+)
 
 
-def tokenizer(add: Callable) -> None:
+TOKENIZER = Command(
+    PacksParser,
+    "pretrain.run.pack_commands:tokenizer_command",
     """Train a byte-level BPE tokenizer on text.
 
     The end-of-text token of the tokenizer has the id 0 and ends each document.
 
         python -m pretrain tokenizer my_text --vocabulary 8192 --out my_tokenizer
-    """
-    add("source", metavar="SOURCE", help="file, folder, pattern or dataset")
-    add(
+    """,
+    option("source", metavar="SOURCE", help="file, folder, pattern or dataset"),
+    option(
         "settings",
         nargs="*",
         metavar="key=value",
         help="keys of the data section, such as data.text=body",
-    )
-    add(
+    ),
+    option(
         "--vocabulary",
         type=int,
         required=True,
         metavar="N",
         help="number of tokens, including 256 bytes and the special tokens",
-    )
-    add("--out", type=Path, required=True, metavar="FOLDER")
-    add(
+    ),
+    option("--out", type=Path, required=True, metavar="FOLDER"),
+    option(
         "--special",
         action="append",
         default=[],
         metavar="TOKEN",
         help="special token to add, such as <|im_start|>; may be given several times",
-    )
+    ),
+)
 
 
-def prepare(add: Callable) -> None:
+PREPARE = Command(
+    PacksParser,
+    "pretrain.run.pack_commands:prepare_command",
     """Tokenize text and pack it.
 
     After an interruption, run the same command again to continue.
@@ -461,57 +525,62 @@ def prepare(add: Callable) -> None:
         python -m pretrain prepare recipes/smoke.yaml data.length=1024
         python -m pretrain prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B \\
             data.packs=packs/corpus
-    """
-    add(
+    """,
+    option(
         "recipe",
         nargs="*",
         help="RECIPE.yaml, whose data section is read, then key=value settings that override it",
-    )
+    ),
+)
 
 
-def follow(add: Callable) -> None:
+FOLLOW = Command(
+    PacksParser,
+    "pretrain.run.pack_commands:follow_command",
     """Tokenize and pack a stream while a run trains on it (data.streaming).
 
     A run starts a packer itself. This command packs in another process, or on another machine.
-    """
-    add("recipe", nargs="*", help="recipe and settings, as for prepare")
-    add(
+    """,
+    option("recipe", nargs="*", help="recipe and settings, as for prepare"),
+    option(
         "--parent",
         type=int,
         metavar="PROCESS",
         help="exit when the process with this id exits; set by a run that starts the packer",
-    )
+    ),
+)
 
 
-def inspect(add: Callable) -> None:
+INSPECT = Command(
+    CommandParser,
+    "pretrain.run.pack_commands:inspect_command",
     """Show the counts, lengths and text of packs.
 
     The packs may be of this project (Arrow), MDS shards or token .bin files.
-    """
-    add("path", type=Path, help="folder or file of packs, or RECIPE.yaml")
-    add("--index", type=int, help="also print the text of this training pack")
-    add(
+    """,
+    option("path", type=Path, help="folder or file of packs, or RECIPE.yaml"),
+    option("--index", type=int, help="also print the text of this training pack"),
+    option(
         "--tokenizer",
         help="tokenizer.json, folder or hub name (default: the tokenizer stored with the packs)",
-    )
-    add("--verify", action="store_true", help="compare each file with its recorded hash")
+    ),
+    option("--verify", action="store_true", help="compare each file with its recorded hash"),
+)
 
 
-# Map the name of each command to three values: the class of its parser, a function that adds the
-# options, and the name of the function that runs the command with the parsed options. The docstring
-# of the second value is the description that --help prints.
-COMMANDS: dict[str, tuple[type[CommandParser], Callable, str]] = {
-    "train": (TrainingParser, train, "pretrain.launch.launcher:main"),
-    "plan": (LaunchParser, plan, "pretrain.run.plan_command:main"),
-    "evaluate": (LaunchParser, evaluate, "pretrain.run.evaluate_command:main"),
-    "report": (CommandParser, report, "pretrain.compare.report:main"),
-    "doctor": (CommandParser, doctor, "pretrain.run.doctor:main"),
-    "export": (CommandParser, export, "pretrain.run.export:main"),
-    "sample": (CommandParser, sample, "pretrain.run.sampling:main"),
-    "matrix": (CommandParser, matrix, "pretrain.compare.matrix:main"),
-    "which": (LaunchParser, which, "pretrain.run.which_on:main"),
-    "tokenizer": (PacksParser, tokenizer, "pretrain.run.pack_commands:tokenizer_command"),
-    "prepare": (PacksParser, prepare, "pretrain.run.pack_commands:prepare_command"),
-    "follow": (PacksParser, follow, "pretrain.run.pack_commands:follow_command"),
-    "inspect": (CommandParser, inspect, "pretrain.run.pack_commands:inspect_command"),
+# Map the name of each command to its parser, function, description and options.
+COMMANDS = {
+    "train": TRAIN,
+    "plan": PLAN,
+    "evaluate": EVALUATE,
+    "report": REPORT,
+    "doctor": DOCTOR,
+    "export": EXPORT,
+    "sample": SAMPLE,
+    "matrix": MATRIX,
+    "which": WHICH,
+    "tokenizer": TOKENIZER,
+    "prepare": PREPARE,
+    "follow": FOLLOW,
+    "inspect": INSPECT,
 }
