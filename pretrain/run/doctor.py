@@ -216,13 +216,12 @@ def try_training(recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple
     training = start_training(launch, os.environ, log, StopRequest())
     try:
         has_ended = training.wait(SECONDS)
-    except BaseException:
-        # Ctrl-C does not reach the trial, which has a process group of its own.
+    finally:
+        # End a trial that is too long, and after Ctrl-C, which does not reach the process group of
+        # the trial. A trial that has ended receives no signal.
         training.signal(signal.SIGKILL)
         training.wait()
-        raise
     if not has_ended:
-        training.signal(signal.SIGKILL)
         raise InputError(f"the trial took longer than {SECONDS} s")
     if training.status:
         lines = [*filter(None, log.read_text(errors="replace").split("\n"))]
