@@ -185,7 +185,7 @@ class QuantizedPrecision(Precision):
     # The function of Transformer Engine that checks whether the device supports the precision.
     te_available: str = ""
     # The layout in which servers read weights of this precision: a key of LAYOUTS in
-    # pretrain/run/served.py. Empty if no server reads such weights.
+    # pretrain/precision/layouts.py. Empty if no server reads such weights.
     served_as: str = ""
     # Bytes per value of an operand in one layout, including its share of the scales.
     operand_bytes: float = 1.0

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from pretrain.precision.layouts import LAYOUTS
 from pretrain.precision.quantizers import E4M3
 from pretrain.precision.quantizers.blocks import quantize_mx, quantize_nvfp4
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.run.served import LAYOUTS, served_weights
+from pretrain.run.served import served_weights
 
 
 def test_the_reciprocal_of_nvfp4_moves_values_by_one_unit_in_the_last_place() -> None:
