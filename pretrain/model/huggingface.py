@@ -21,14 +21,16 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, init_empty_weights
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -45,6 +47,7 @@ from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
 from pretrain.precision.grouped import check_experts
+from pretrain.precision.layouts import stored_weights
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
@@ -109,6 +112,11 @@ _as_input_error = partial(
 )
 _SET_SOURCE = (
     "set `model.source` to the folder of a model, for example to the `final` folder of a run"
+)
+_ANOTHER_SOURCE = (
+    "either download the source again, or change `model.config` so that the model has exactly the "
+    "parameters of the source. If names differ in a prefix, such as `_orig_mod.` of torch.compile "
+    "or `module.` of DDP, remove it from the names in the file"
 )
 # Keys of a config.json that may differ although the model is the same: paths, versions, settings of
 # the run, flags that select outputs, and keys of classifiers.
@@ -203,8 +211,8 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
                 f"`model.source`: {settings.source} requires Python code that is stored with the "
                 "model, but such code is never run here; choose another model"
             )
-        # The weights of a model from scratch are not quantized.
-        stored = _without("quantization_config", stored) if settings.from_scratch else stored
+        # Quantized weights are dequantized when they are loaded.
+        stored = _without("quantization_config", stored)
         with _as_input_error(
             f"`model.source`: {settings.source}: transformers rejects its config.json"
         ):
@@ -460,20 +468,14 @@ def build(
         # BF16, the positions of tokens would be wrong.
         round_weights(model, weights)
         return model
-    remedy = (
-        "either download the source again, or change `model.config` so that the model has exactly "
-        "the parameters of the source. If names differ in a prefix, such as `_orig_mod.` of "
-        "torch.compile or `module.` of DDP, remove it from the names in the file"
-    )
     source = f"`model.source`: {settings.source}"
-    if getattr(config, "quantization_config", None):
-        raise InputError(
-            f"{source}: the source has quantized weights (`quantization_config` in config.json); "
-            "choose a source with BF16 or FP32 weights"
-        )
-    with _as_input_error(f"{source}: weights cannot be loaded", remedy):
-        model, loading = cast(Any, AutoModelForCausalLM).from_pretrained(
-            str(settings.repository),
+    quantized = quantized_weights(str(settings.repository), settings.revision)
+    shapes = build_on_meta(config)
+    with _as_input_error(f"{source}: weights cannot be loaded", _ANOTHER_SOURCE):
+        model, loading = cast(Any, type(shapes)).from_pretrained(
+            # transformers reads either a source, or the values of a dict by `[...]`.
+            None if quantized else str(settings.repository),
+            state_dict=quantized or None,
             config=config,
             revision=settings.revision,
             dtype=weights,
@@ -487,7 +489,7 @@ def build(
         raise InputError(
             f"{source}: {name} has the shape {list(stored)}, but {list(expected)} by the "
             "configuration; "
-            + (f"set `model.config.vocab_size: {stored[0]}`" if has_vocabulary else remedy)
+            + (f"set `model.config.vocab_size: {stored[0]}`" if has_vocabulary else _ANOTHER_SOURCE)
         )
     # transformers initializes missing weights at random, and differently in each process.
     missing = sorted(loading["missing_keys"])
@@ -496,12 +498,12 @@ def build(
         raise InputError(
             f"{source}: the source has no weights for {len(missing)} of the model's parameters "
             f"({', '.join(missing[:1]) or 'none'}), and {len(surplus)} of its weights have no "
-            f"place in the model ({', '.join(surplus[:1]) or 'none'}); {remedy}"
+            f"place in the model ({', '.join(surplus[:1]) or 'none'}); {_ANOTHER_SOURCE}"
         )
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise InputError(f"{source}: {name} contains NaN or infinity; choose another source")
-    expected = dict(build_on_meta(config).named_parameters())
+    expected = dict(shapes.named_parameters())
     # If the file contains different values for two tied parameters, transformers unties them.
     if untied := sorted(dict(model.named_parameters()).keys() - expected.keys()):
         raise InputError(
@@ -511,7 +513,53 @@ def build(
     # transformers does not keep `requires_grad: false` when it loads weights.
     for name, parameter in expected.items():
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
+    if quantized:
+        load_generation_config(model, settings)
     return model.to(device)
+
+
+def quantized_weights(
+    repository: str, revision: str | None = None, *, local: bool = False
+) -> dict[str, Any]:
+    """Return the values of a model with quantized weights by name. The dict of others is empty.
+
+    `[...]` reads a value from its file, and dequantizes it.
+
+    repository: a folder, or a name on the Hugging Face hub.
+    local: True to use no network.
+
+    Raises InputError if the files do not have the layout that config.json describes.
+    """
+    options: dict[str, Any] = {"revision": revision, "local_files_only": local}
+    with _as_input_error(
+        f"`model.source`: {repository}: weights cannot be read",
+        "either download the source again, or choose a source with BF16 weights or with a layout "
+        "in docs/serving.md",
+    ):
+        folder = Path(repository)
+        if not folder.is_dir():
+            folder = Path(
+                snapshot_download(
+                    repository,
+                    allow_patterns=["model.safetensors", "model-*.safetensors"],
+                    **options,
+                )
+            )
+        files = [safe_open(file, "pt") for file in sorted(folder.glob("model*.safetensors"))]
+        config, _ = PretrainedConfig.get_config_dict(repository, **options)
+        return stored_weights(
+            ((name, file.get_slice(name)) for file in files for name in file.keys()),  # noqa: SIM118
+            config.get("quantization_config"),
+        )
+
+
+def load_generation_config(model: PreTrainedModel, settings: ModelSettings) -> None:
+    """Set the generation config of the source, if the source has one."""
+    if model.can_generate():
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(
+                str(settings.repository), revision=settings.revision or "main"
+            )
 
 
 def build_on_first_rank(

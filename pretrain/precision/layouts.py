@@ -6,28 +6,33 @@ scales. Files are read and written by the same table, `LAYOUTS`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pretrain.precision.quantizers import Quantized
+from pretrain.precision.quantizers import E2M1, E4M3, Quantized
 from pretrain.precision.quantizers.blocks import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK
 from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, decode_scale
 
-# The magnitudes of E2M1, in the order of their codes.
-_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# The last part of the name of NVFP4's scale of a tensor. The file has its reciprocal.
-GLOBAL_SCALE = "weight_global_scale"
+# The values of E2M1, in the order of their codes. The first half are the magnitudes.
+_E2M1_VALUES = (
+    *(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+    *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+)
+# Names of scales that belong to activations, or to the cache of keys and values. Training computes
+# its own scales of activations.
+_NOT_OF_WEIGHTS = re.compile(r"\.(input|output|activation|q|k|v|kv|prob)(_global)?_scale$")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of quantized weights in a model folder, and its description in config.json.
-
-    The fields without a comment have the defaults of FP8 in compressed-tensors.
-    """
+    """A layout of quantized weights in a model folder, and its description in config.json."""
 
     # The rows and columns of a weight [out, in] that share a scale. None: all of them.
     block: tuple[int | None, int | None]
@@ -37,42 +42,78 @@ class Layout:
     activations: str
     # The key of `config` with the names of the linears that stay in BF16.
     kept_key: str = "ignore"
-    # The last part of the name of the codes, and of the name of the scales. The latter are always
-    # factors of the codes, also if their name ends in `inv`.
-    codes: str = "weight"
-    scales: str = "weight_scale"
-    # FP32, or uint8 for the exponents of powers of two (E8M0), or E4M3. With E4M3, the scale of a
-    # block is divided by the tensor GLOBAL_SCALE.
+    # The last parts of the names of a weight's tensors: E4M3 codes, or pairs of E2M1 codes in
+    # `weight_packed`, then their scales. Scales are factors of the codes, even if their name ends
+    # in `inv`. A third tensor is the reciprocal of a further factor, the scale of the weight.
+    parts: tuple[str, ...] = ("weight", "weight_scale")
+    # The dtype of scales: FP32, uint8 for exponents of powers of two (E8M0), or E4M3.
     scale_dtype: torch.dtype = torch.float32
 
     @property
     def is_packed(self) -> bool:
-        """Return True if a byte has two E2M1 codes. Otherwise a byte has one E4M3 code."""
-        return self.codes == "weight_packed"
+        """Return True if the codes are E2M1, two in a byte. Otherwise they are E4M3."""
+        return self.parts[0] == "weight_packed"
 
     def tensors(self, weight: Quantized) -> dict[str, Tensor]:
         """Return the tensors that store a quantized weight [out, in].
 
         Each key is the last part of a tensor's name. NVFP4 has a scale for every 16 values of a
-        row. In training, a square of 16 x 16 values has one scale, which each of its rows repeats.
+        row. Training has one scale for a square of 16 x 16 values. This scale is repeated in each
+        row of the square.
         """
         rows, columns = self.block
         scales = weight.tensor_scale.reshape(1)
         if columns:
             scales = weight.block_scale[::rows, ::columns]
         is_e8m0 = self.scale_dtype == torch.uint8
-        tensors = {
-            self.codes: _packed_e2m1(weight.codes) if self.is_packed else _fp8(weight.codes),
-            self.scales: _e8m0(scales) if is_e8m0 else scales.to(self.scale_dtype).contiguous(),
-        }
-        if self.scale_dtype == torch.float8_e4m3fn:
-            tensors[GLOBAL_SCALE] = decode_scale(weight.tensor_scale).reshape(1)
-        return tensors
+        # The cast to FP8 is exact, because the codes are E4M3 values.
+        fp8 = weight.codes.to(torch.float8_e4m3fn).contiguous()
+        tensors = (
+            _packed_e2m1(weight.codes) if self.is_packed else fp8,
+            _e8m0(scales) if is_e8m0 else scales.to(self.scale_dtype).contiguous(),
+            decode_scale(weight.tensor_scale).reshape(1),
+        )
+        return dict(zip(self.parts, tensors, strict=False))
 
+    def read(self, linear: str, slices: Sequence[Any]) -> Quantized:
+        """Return the weight that the tensors `parts` store. It is the inverse of `tensors`.
 
-def _fp8(codes: Tensor) -> Tensor:
-    """Return E4M3 codes in torch's FP8 dtype. The cast is exact, because codes are E4M3 values."""
-    return codes.to(torch.float8_e4m3fn).contiguous()
+        The result has no tensor scale, because its block scales include it. The last block of a row
+        or a column may be incomplete.
+
+        linear: the name of the linear, for messages.
+        slices: one tensor, or slice of safetensors, for each of `parts`.
+
+        Raises ValueError for scales of another type or shape, and for values that no scale of a
+        weight has.
+        """
+        codes, scales, *divisor = (stored[...] for stored in slices)
+        codes = _unpacked_e2m1(codes) if self.is_packed else codes.float()
+        rows, columns = codes.shape
+        block_rows = min(self.block[0] or rows, rows)
+        block_columns = min(self.block[1] or columns, columns)
+        shape = (math.ceil(rows / block_rows), math.ceil(columns / block_columns))
+        if self.scale_dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        factors = scales.float() / (divisor[0].max() if divisor else 1)
+        largest = E2M1.maximum if self.is_packed else E4M3.maximum
+        # A scale of the weight has one element, and any number of dimensions. The weights of models
+        # are far below 448, the largest FP8 code. NaN is in no interval.
+        if (
+            not (scales.shape == shape or scales.numel() == math.prod(shape) == 1)
+            or not scales.is_floating_point()
+            or any(tensor.numel() != 1 for tensor in divisor)
+            or not ((factors >= 0) & (factors * largest <= E4M3.maximum)).all()
+        ):
+            raise ValueError(
+                f"{linear}: {self.parts[1]} has the shape {list(scales.shape)} in {scales.dtype} "
+                f"and factors from {factors.min():.1e} to {factors.max():.1e}; expected are the "
+                f"shape {list(shape)} by `quantization_config`, and factors from 0 to "
+                f"{E4M3.maximum / largest:.0f}"
+            )
+        factors = factors.reshape(shape).repeat_interleave(block_rows, 0)[:rows]
+        factors = factors.repeat_interleave(block_columns, 1)[:, :columns]
+        return Quantized(codes, factors, torch.ones(()), E2M1 if self.is_packed else E4M3)
 
 
 def _e8m0(scales: Tensor) -> Tensor:
@@ -82,9 +123,15 @@ def _e8m0(scales: Tensor) -> Tensor:
 
 def _packed_e2m1(codes: Tensor) -> Tensor:
     """Return E2M1 codes [out, in] as bytes [out, in / 2], the first code in the lower four bits."""
-    magnitudes = torch.tensor(_E2M1_MAGNITUDES, device=codes.device)
+    magnitudes = torch.tensor(_E2M1_VALUES[:8], device=codes.device)
     bits = torch.searchsorted(magnitudes, codes.abs().contiguous()) | codes.signbit().long() << 3
     return (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8)
+
+
+def _unpacked_e2m1(packed: Tensor) -> Tensor:
+    """Return the E2M1 codes [out, in] of bytes [out, in / 2]. It is the inverse of packing."""
+    bits = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return torch.tensor(_E2M1_VALUES)[bits.long()]
 
 
 def _compressed_tensors(
@@ -137,14 +184,14 @@ LAYOUTS = {
         "quantized by the server, with power-of-two scales as in training if it honours "
         "`scale_fmt: ue8m0`, else with FP32 scales",
         "modules_to_not_convert",
-        scales="weight_scale_inv",
+        parts=("weight", "weight_scale_inv"),
     ),
     "FP8 blocks with FP32 scales": Layout(
         (FP8_BLOCK, FP8_BLOCK),
         _FP8_BLOCKS,
         "quantized by the server, with FP32 scales as in training on Hopper",
         "modules_to_not_convert",
-        scales="weight_scale_inv",
+        parts=("weight", "weight_scale_inv"),
     ),
     "MXFP8": Layout(
         (1, MX_BLOCK),
@@ -164,7 +211,7 @@ LAYOUTS = {
             _arguments(4, "group", **_MX, dynamic=True),
         ),
         _MX_ACTIVATIONS,
-        codes="weight_packed",
+        parts=("weight_packed", "weight_scale"),
         scale_dtype=torch.uint8,
     ),
     "NVFP4": Layout(
@@ -174,7 +221,124 @@ LAYOUTS = {
         ),
         "in BF16, because the layout needs a fixed tensor scale of activations, and training "
         "computes a new one for each microbatch",
-        codes="weight_packed",
+        parts=("weight_packed", "weight_scale", "weight_global_scale"),
         scale_dtype=torch.float8_e4m3fn,
     ),
 }
+
+
+# ── Files of a quantized model ────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantized weight that is read or computed when it is used.
+
+    `weight[...]` dequantizes it, as `[...]` reads a slice of safetensors.
+    """
+
+    # Function that returns the codes and scales.
+    read: Callable[[], Quantized]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.read().dequantize()[index]
+
+
+def stored_weights(
+    tensors: Iterable[tuple[str, Any]], quantization: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return a dict from names of parameters to `StoredWeight`s and to slices of safetensors.
+
+    Return an empty dict if `quantization` is None.
+
+    tensors: the names and slices of all tensors in the files of a model.
+    quantization: `quantization_config` in config.json, or None.
+
+    Raises ValueError if tensors of a weight are missing or repeated, for FP8 codes without scales,
+    and for unknown layouts. Raises LookupError or TypeError if keys of `quantization` are missing.
+    """
+    slices: dict[str, Any] = {}
+    for name, stored in tensors:
+        if name in slices and quantization:
+            raise ValueError(f"{name} is in two files")
+        slices[name] = stored
+    weights = _take_quantized(slices, layout_of(quantization)) if quantization else {}
+    for name, stored in slices.items():
+        if name in weights or stored.get_dtype().startswith("F8"):
+            raise ValueError(f"{name} in {stored.get_dtype()} has no scales, or is stored twice")
+    others = {name: slices[name] for name in slices if not _NOT_OF_WEIGHTS.search(name)}
+    return weights and weights | others
+
+
+def layout_of(quantization: Mapping[str, Any]) -> Layout:
+    """Return the layout that a `quantization_config` describes. For errors see `stored_weights`."""
+    layouts = {
+        (layout.config["quant_method"], layout.config.get("format")): layout
+        for layout in LAYOUTS.values()
+    }
+    # Earlier versions of compressed-tensors wrote FP8 under this name.
+    layouts["compressed-tensors", "naive-quantized"] = LAYOUTS["FP8"]
+    key = (quantization["quant_method"], quantization.get("format"))
+    if key not in layouts:
+        raise ValueError(f"`quant_method: {key[0]}` with `format: {key[1]}` is not supported")
+    block: Any = quantization.get("weight_block_size")
+    if key[0] == "compressed-tensors":
+        groups = quantization["config_groups"].values()
+        weights: dict[str, Any] = next(
+            (group["weights"] for group in groups if group.get("weights")), {}
+        )
+        blocks = {"tensor": None, "channel": (1, None), "block": weights.get("block_structure")}
+        block = blocks.get(weights["strategy"], (1, weights.get("group_size")))
+    return replace(layouts[key], block=tuple(block or (None, None)))
+
+
+def _take_quantized(slices: dict[str, Any], layout: Layout) -> dict[str, StoredWeight]:
+    """Remove the tensors of quantized weights from `slices`. Return these weights by name.
+
+    Raises ValueError if tensors of a weight are missing, or if no weight is quantized.
+    """
+    # With `quant_method: fp8`, files have either of two names.
+    if layout.parts[1] == "weight_scale_inv" and any(
+        name.endswith("weight_scale") for name in slices
+    ):
+        layout = replace(layout, parts=("weight", "weight_scale"))
+    suffix = f".{layout.parts[0]}"
+    linears = [
+        name.removesuffix(suffix)
+        for name, stored in slices.items()
+        if name.endswith(suffix) and stored.get_dtype() in ("F8_E4M3", "U8")
+    ]
+    names = {linear: [f"{linear}.{part}" for part in layout.parts] for linear in linears}
+    missing = [name for parts in names.values() for name in parts if name not in slices]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing, which belongs to codes")
+    if not names:
+        raise ValueError(f"no {layout.parts[0]} has the codes of `quantization_config`")
+    return {
+        f"{linear}.weight": StoredWeight(
+            partial(layout.read, linear, [slices.pop(name) for name in parts])
+        )
+        for linear, parts in names.items()
+    }
+
+
+def equal_codes(source: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
+    """Return a text with the share of codes in `weights` that are equal to those of a source.
+
+    Both map names of parameters to values. Values that are no `StoredWeight` are not compared.
+
+    Codes also count as equal if they differ by a power of two that the scales make up for. For
+    example, the code 224 with the scale 2 has the same value as the code 448 with the scale 1.
+    """
+    equal = values = 0
+    for name in source.keys() & weights.keys():
+        if isinstance(source[name], StoredWeight) and isinstance(weights[name], StoredWeight):
+            one, other = source[name].read(), weights[name].read()
+            factors = (other.block_scale * other.tensor_scale).to(one.codes)
+            exponents = (factors / one.block_scale).log2().round()
+            codes = other.codes.to(one.codes)
+            same = codes * factors == one.dequantize()
+            equal += int((same | (torch.ldexp(codes, exponents) == one.codes)).sum())
+            values += codes.numel()
+    share = 100 * equal / max(values, 1)
+    return f"{share:.2f} % of the codes are equal ({equal:,} of {values:,})"

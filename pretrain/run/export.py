@@ -21,7 +21,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCardData
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
 from foundation.reading import load_object
@@ -186,12 +186,8 @@ def empty_model(recipe: Recipe, stored_as: Weights) -> PreTrainedModel:
     """
     hf = model.build_on_meta(model.load_config(recipe.model))
     model.round_weights(hf, getattr(torch, WEIGHT_DTYPES[stored_as]))
-    if recipe.model.weights_source is not None and hf.can_generate():
-        # OSError is raised if the source has no generation config.
-        with suppress(OSError):
-            hf.generation_config = GenerationConfig.from_pretrained(
-                str(recipe.model.repository), revision=recipe.model.revision or "main"
-            )
+    if recipe.model.weights_source is not None:
+        model.load_generation_config(hf, recipe.model)
     return hf
 
 
