@@ -57,6 +57,7 @@ from pretrain.run import (
     export,
     plan_command,
     resume_point,
+    served,
     startup,
     streaming,
 )
@@ -234,6 +235,13 @@ def build(
     if source:
         checkpointing.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
+    if source is None and accelerator.is_main_process:
+        notes += served.compare_with_source(
+            job.recipe.model,
+            run.precision.current,
+            assembly.context.state(),
+            accelerator.device,
+        )
     run.introduce(notes)
     run.best = evaluate.best_so_far(run)
     startup.require_parity(run, parity)

@@ -52,6 +52,7 @@ from pretrain.metrics.run_record import (
 )
 from pretrain.model import huggingface as model
 from pretrain.optimizer.exact_weights import master_of
+from pretrain.precision.layouts import equal_codes
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.data import Data
@@ -109,6 +110,13 @@ def main(options: argparse.Namespace) -> int:
     print(f"{checkpoint} is exported to {out}: weights in {precision}{remark}")
     for title, fact in facts.items():
         print(f"  {title}: {fact}")
+    if options.precision and recipe.model.weights_source:
+        repository = str(recipe.model.repository)
+        # The weights of the source may be deleted by now.
+        with suppress(InputError):
+            if source := model.quantized_weights(repository, recipe.model.revision, local=True):
+                exported = model.quantized_weights(str(out))
+                print(f"  compared with {repository}: {equal_codes(source, exported)}")
     return 0
 
 

@@ -8,9 +8,11 @@ them into tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,12 +20,15 @@ from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import plural
 from pretrain.model.fused.layers import stack_of
-from pretrain.model.huggingface import is_mixture, named_tensors
+from pretrain.model.huggingface import is_mixture, named_tensors, quantized_weights
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.layouts import LAYOUTS
+from pretrain.precision.layouts import LAYOUTS, StoredWeight, equal_codes
+from pretrain.precision.model_precision import PrecisionInModel
+from pretrain.precision.quantizers import Quantized
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale
 from pretrain.precision.settings import LowPrecisionSettings, configured
+from pretrain.settings.recipe import ModelSettings
 
 
 def served_weights(
@@ -71,7 +76,6 @@ def served_weights(
     ]
     stacks = {name: stack for name, stack in stacks.items() if name not in mixed}
     layout = LAYOUTS[precision.served_as]
-    quantize = precision.quantizer("weight", "features")
     tensors: dict[str, Tensor] = {}
     values = 0
     for parameter in named_tensors(hf):
@@ -79,15 +83,10 @@ def served_weights(
         if name not in stacks or name == parameter:
             tensors[parameter] = read(parameter)
             continue
-        stack, members = stacks[name]
-        scale = amax = None
         if precision.keeps_history:
-            scale = of_operand(histories, stack, "weight", "scale")
-            of_input = decode_scale(of_operand(histories, stack, "input", "scale"))
+            of_input = decode_scale(of_operand(histories, stacks[name][0], "input", "scale"))
             tensors[f"{name}.input_scale"] = of_input.reshape(1)
-        elif precision.tensor_scaled:
-            amax = max(absolute_maximum(read(f"{member}.weight")) for member in members)
-        weight = quantize(read(parameter), scale, amax)
+        weight = _quantize_as_trained(precision, name, stacks[name], read, histories)
         tensors |= {f"{name}.{key}": part for key, part in layout.tensors(weight).items()}
         values += weight.codes.numel()
     kind = layout.config.get("format", "blocks of 128 x 128")
@@ -110,11 +109,64 @@ def served_weights(
     return tensors, layout.config | {layout.kept_key: kept}, facts
 
 
-def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, Collection[str]]]:
-    """Map each quantized linear to (name of its product, names of the linears in this product).
+def _quantize_as_trained(
+    precision: QuantizedPrecision,
+    name: str,
+    stack: tuple[str, Collection[str]],
+    read: Callable[[str], Tensor],
+    histories: Mapping[str, Tensor],
+) -> Quantized:
+    """Return the weight of a linear as the forward of training quantizes it.
 
-    A fused layer computes several linears in one product. Their stacked weights share one tensor
-    scale.
+    name: the name of the linear.
+    stack: the value of the linear in the result of `_stacks_in`.
+
+    For the other arguments see `served_weights`.
+    """
+    scale = amax = None
+    if precision.keeps_history:
+        scale = of_operand(histories, stack[0], "weight", "scale")
+    elif precision.tensor_scaled:
+        amax = max(absolute_maximum(read(f"{member}.weight")) for member in stack[1])
+    return precision.quantizer("weight", "features")(read(f"{name}.weight"), scale, amax)
+
+
+def compare_with_source(
+    settings: ModelSettings,
+    in_model: PrecisionInModel,
+    histories: Mapping[str, Tensor],
+    device: torch.device,
+) -> list[str]:
+    """Return a line about the codes of the source, in a list.
+
+    The line says how many of them the first step computes again. The list is empty unless the
+    source and the precision are quantized.
+
+    in_model: the precision of the first step, audited.
+    histories: the scales of delayed scaling before the first step.
+    device: the device that quantizes the weights, one after another.
+    """
+    precision = in_model.active.precision
+    if settings.weights_source is None or not isinstance(precision, QuantizedPrecision):
+        return []
+    source = quantized_weights(str(settings.repository), settings.revision)
+
+    def read(name: str) -> Tensor:
+        return source[name][...].to(device).bfloat16()
+
+    weights = {
+        f"{name}.weight": StoredWeight(
+            partial(_quantize_as_trained, precision, name, stack, read, histories)
+        )
+        for name, stack in _stacks_in(in_model.audit).items()
+    }
+    text = f"{settings.source}: quantized again in `{precision.name}`, "
+    return [text + equal_codes(source, weights)] if source else []
+
+
+def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, Collection[str]]]:
+    """Return `_stacks_in` of the record of a precision in audit.json.
+
     Raises InputError if audit.json has no record of the precision.
     """
     audit = load_object(run_dir / "audit.json", "start the run again to write it")
@@ -125,6 +177,17 @@ def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, 
             f"checkpoint was saved earlier, in {precision_name}; choose a checkpoint that was "
             "saved after the run was last started"
         )
+    return _stacks_in(audit)
+
+
+def _stacks_in(audit: Mapping[str, Any]) -> dict[str, tuple[str, Collection[str]]]:
+    """Map each quantized linear to (name of its product, names of the linears in this product).
+
+    A fused layer computes several linears in one product. Their stacked weights share one tensor
+    scale.
+
+    audit: the record of a precision in audit.json.
+    """
     return {
         entry["name"]: stack_of(entry["name"])
         if entry["module"].startswith("fused ")
