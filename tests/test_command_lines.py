@@ -53,9 +53,8 @@ UNKNOWN = {
     "train my.yaml --deepspeed ds.json": (
         "DeepSpeed is not supported; to shard the model, use `--config zero` or `--config fsdp2`"
     ),
-    "evaluate runs/x --tasks hellaswag": (
-        "benchmarks are not part of this launcher; run `lm_eval --model hf --model_args "
-        "pretrained=RUN/final --tasks TASKS` after the training"
+    "train my.yaml --eval_tasks hellaswag": (
+        "to score a trained model, use `python -m pretrain evaluate RUN --tasks TASKS`"
     ),
 }
 

@@ -2,7 +2,7 @@
 
 The command evaluates on the held-out packs of the run, or on documents that the command line names.
 These documents are packed with the settings of the run's dataset, in a temporary folder that is
-deleted afterwards.
+deleted afterwards. With --tasks, it prints scores in tasks instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from accelerate import Accelerator
 
 from foundation.errors import InputError
 from foundation.overrides import overridden
+from foundation.reading import as_input_error
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.launch.environment import with_precision
@@ -59,6 +60,11 @@ def main(parsed: argparse.Namespace) -> int:
             f"command line: {' '.join(datasets)}: only one dataset can be evaluated at a time; "
             "choose either one file or a folder of files"
         )
+    if parsed.tasks and datasets:
+        raise InputError(f"command line: remove either --tasks or {datasets[0]}")
+    for option in ("num_fewshot", "limit", "include_path"):
+        if getattr(parsed, option) is not None and not parsed.tasks:
+            raise InputError(f"command line: --{option} needs --tasks; either add it, or remove it")
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
     names, skipped = supported_precisions(parsed.precisions or [], load_recipe(path, overrides))
@@ -75,7 +81,7 @@ def main(parsed: argparse.Namespace) -> int:
             with_dataset = [*overrides, *dataset_overrides(datasets[0], folder)]
             recipe = recipe.model_copy(update={"data": load_recipe(path, with_dataset).data})
         job = prepare_job(recipe, accelerator, overrides)
-        _evaluate(job, accelerator, [*skipped, *notices], parsed.resume)
+        _evaluate(job, accelerator, [*skipped, *notices], parsed, stack)
         end_processes(accelerator)
     return 0
 
@@ -170,42 +176,64 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _evaluate(job: Job, accelerator: Accelerator, notices: Iterable[str], resume_from: str) -> None:
-    """Print the held-out loss in each precision of the recipe.
+def _evaluate(
+    job: Job,
+    accelerator: Accelerator,
+    notices: Iterable[str],
+    options: argparse.Namespace,
+    stack: ExitStack,
+) -> None:
+    """Print the held-out loss, or scores in tasks, in each precision of the recipe.
 
-    If one of them is quantized, also print the loss in BF16.
+    If one of them is quantized, also print the loss or the scores in BF16.
 
     All ranks must call this function.
 
-    resume_from: the path of a checkpoint, or "auto". The checkpoint may belong to any recipe with
-        the same model. With "auto", the newest checkpoint of the run folder is evaluated. If the
-        run folder has no checkpoint, the weights of the model's source are evaluated.
+    options: the command line. `resume` is the path of a checkpoint, or "auto". The checkpoint may
+        belong to any recipe with the same model. With "auto", the newest checkpoint of the run
+        folder is evaluated. If the run folder has no checkpoint, the weights of the model's source
+        are evaluated.
+    stack: releases the lock of the run folder at its end. The folder is locked to log scores.
 
-    Raises InputError if no packs are held out, or if the run has neither a checkpoint nor weights
-    from a source.
+    Raises InputError if no packs are held out, if a task cannot be computed, or if the run has
+    neither a checkpoint nor weights from a source.
     """
     console = introduce_job(job, accelerator, notices)
-    if job.data.held_out is None:
+    if not options.tasks and job.data.held_out is None:
         raise InputError(
             "`data.held_out`: no packs are held out to evaluate on; set `data.held_out` or "
             "`data.validation`"
         )
     job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
-    source = find_checkpoint(checkpoints, resume_from, branch_checkpoint(job.recipe))
+    source = find_checkpoint(checkpoints, options.resume, branch_checkpoint(job.recipe))
     if source is None and job.recipe.model.weights_source is None:
         raise InputError(
             f"`run_dir`: {job.run_dir} has no checkpoint; either pass a checkpoint to --resume, or "
             "set `model.source`"
         )
+    print_figures: Callable[..., None] = _print_loss
+    if options.tasks:
+        with as_input_error(
+            (ImportError,),
+            "--tasks: lm-evaluation-harness cannot be imported",
+            "install it with `pip install 'lm_eval>=0.4.13,<0.5'`",
+        ):
+            from pretrain.run.tasks import TaskScores
+        step = source.step if source and checkpoints.owns(source.path) else None
+        print_figures = TaskScores(options, job, accelerator, step, stack)
+        if step is None:
+            console.notice("the scores are not logged: the weights are no checkpoint of this run")
     assembly = assemble(job, accelerator)
     weights = f"{job.recipe.model.weights_source}, untrained by this run"
     if source is not None:
         weights = str(source.path)
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
             console.notice(note)
-    console.notice(f"held-out loss of {weights}")
-    print_loss = partial(_print_loss, job, assembly, accelerator, console)
+    what = "scores" if options.tasks else "held-out loss"
+    part = f", on the first {options.limit} documents of each task" if options.limit else ""
+    console.notice(f"{what} of {weights}{part}")
+    print_in = partial(print_figures, job, assembly, accelerator, console)
     context = assembly.context
     for name, in_model in assembly.precision.in_model.items():
         if in_model.engine is None:
@@ -217,9 +245,9 @@ def _evaluate(job: Job, accelerator: Accelerator, notices: Iterable[str], resume
         ):
             if source is not None and needs_new_histories(source, assembly, job):
                 assembly.start_precision(name, job, accelerator)
-            print_loss(name)
+            print_in(name)
     with overridden(context, evaluates_low=False):
-        print_loss("bf16" if context.engines else assembly.precision.current.name)
+        print_in("bf16" if context.engines else assembly.precision.current.name)
 
 
 def _print_loss(

@@ -450,8 +450,7 @@ _OTHER_NAMES = {
     "preference optimization and reinforcement learning are out of scope": (
         "dpo orpo kto ppo grpo rlhf reward_model ref_model"
     ),
-    "benchmarks are not part of this launcher; run `lm_eval --model hf --model_args "
-    "pretrained=RUN/final --tasks TASKS` after the training": (
+    "to score a trained model, use `python -m pretrain evaluate RUN --tasks TASKS`": (
         "tasks eval_tasks benchmark benchmarks lm_eval num_fewshot"
     ),
     "a chat is always trained on its answers alone": (

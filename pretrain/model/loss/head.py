@@ -130,7 +130,10 @@ class LossHead(nn.Linear):
             labels: Target of each token, int64 [...], or None.
         """
         if labels is None:
-            return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
+            if self.state.low is None:
+                return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
+            logits = self.state(hidden.flatten(0, -2), self.weight, self.bias)
+            return logits.unflatten(0, hidden.shape[:-1])
         # The Gemm of the current precision, or None if the head is not quantized now.
         low = self.state.low
         hidden = hidden.flatten(0, -2)
