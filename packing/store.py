@@ -33,7 +33,7 @@ from packing.tokenizer import load_tokenizer
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")
 _DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
 _MAKE = (
-    "either set `data.source` and `data.tokenizer` to prepare packs from text, "
+    "either set `data.source` and `data.tokenizer`, and run `python -m pretrain prepare RECIPE`, "
     "or set `data.packs` to packs that exist"
 )
 
