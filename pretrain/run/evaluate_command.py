@@ -65,6 +65,13 @@ def main(parsed: argparse.Namespace) -> int:
     for option in ("num_fewshot", "limit", "include_path"):
         if getattr(parsed, option) is not None and not parsed.tasks:
             raise InputError(f"command line: --{option} needs --tasks; either add it, or remove it")
+    if parsed.tasks:
+        with as_input_error(
+            (ImportError,),
+            "--tasks: lm-evaluation-harness cannot be imported",
+            "install it with `pip install 'lm_eval>=0.4.13,<0.5'`",
+        ):
+            import lm_eval.models.huggingface  # noqa: F401
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
     names, skipped = supported_precisions(parsed.precisions or [], load_recipe(path, overrides))
@@ -214,12 +221,8 @@ def _evaluate(
         )
     print_figures: Callable[..., None] = _print_loss
     if options.tasks:
-        with as_input_error(
-            (ImportError,),
-            "--tasks: lm-evaluation-harness cannot be imported",
-            "install it with `pip install 'lm_eval>=0.4.13,<0.5'`",
-        ):
-            from pretrain.run.tasks import TaskScores
+        from pretrain.run.tasks import TaskScores
+
         step = source.step if source and checkpoints.owns(source.path) else None
         print_figures = TaskScores(options, job, accelerator, step, stack)
         if step is None:

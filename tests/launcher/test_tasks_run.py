@@ -189,10 +189,6 @@ def test_options_of_tasks_need_tasks_and_the_harness(
 ) -> None:
     assert "--limit needs --tasks" in train_here("evaluate", "--limit", "3").refusal
     assert "remove either" in train_here("evaluate", "--tasks", "arc_easy", "own.txt").refusal
-    run = train_here("train.steps=1", "parity=off")
-    assert run.status == 0, run.output
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "pretrain.run.tasks", raising=False)
-    evaluated = train_here("evaluate", "--tasks", "arc_easy")
-    assert evaluated.status == 2
-    assert "pip install 'lm_eval>=0.4.13,<0.5'" in evaluated.err
+    missing = train_here("evaluate", "--tasks", "arc_easy").refusal
+    assert "install it with `pip install 'lm_eval>=0.4.13,<0.5'`" in missing
