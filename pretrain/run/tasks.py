@@ -59,8 +59,6 @@ class TaskScores:
         self.metrics = JsonlTracker(job.run_dir / METRICS_FILE, sys.maxsize)
         if job.tokenizer is None:
             raise InputError("--tasks needs a tokenizer, but there is none; set `data.tokenizer`")
-        # The harness warns about arguments that `PackedHFLM` chooses on purpose.
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         # Datasets and the Python functions of tasks may raise any exception.
         with as_input_error(
             (Exception,), "--tasks: cannot be loaded", "`lm_eval ls tasks` lists all tasks"
@@ -141,14 +139,16 @@ class PackedHFLM(HFLM):
         # HFLM encodes texts and cuts them to `length` tokens. It needs the configuration of the
         # model, but not its weights. Several ranks must compute the same number of batches.
         # Therefore only a single rank reuses the logits of equal contexts.
-        super().__init__(
-            job.shapes,
-            tokenizer=job.tokenizer,
-            max_length=length,
-            batch_size=max(TOKENS_AT_ONCE // length, 1),
-            softmax_dtype="float32",
-            logits_cache=accelerator.num_processes == 1,
-        )
+        # HFLM would warn that a model in memory is given.
+        with overridden(logging.getLogger(HFLM.__module__), disabled=True):
+            super().__init__(
+                job.shapes,
+                tokenizer=job.tokenizer,
+                max_length=length,
+                batch_size=max(TOKENS_AT_ONCE // length, 1),
+                softmax_dtype="float32",
+                logits_cache=accelerator.num_processes == 1,
+            )
         self.packed = model
         self.accelerator = accelerator
         self._device = accelerator.device
