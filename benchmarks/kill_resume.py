@@ -394,7 +394,7 @@ def prove(
             stored = folder / f"{name}-stored-{len(records)}"
             StoredRun(str(target), stored).restore()
             records[-1]["stored_checkpoints"] = left_behind(stored)["checkpoints"]
-            shutil.rmtree(killed)
+            shutil.rmtree(killed, ignore_errors=True)
         if rank is not None:
             records[-1] |= {"rank": rank, "ended_after_seconds": round(ended_after, 2)}
         print(f"{name}: kill {len(records)} of {kills} in {phase}: {records[-1]}", flush=True)
