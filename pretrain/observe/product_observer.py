@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundation.overrides import overridden
@@ -27,10 +28,17 @@ from pretrain.precision.observed import FP8_FORMATS, ActiveObserver, dtype_name,
 # of addmm is not a factor: the product is added to it, and it may be an FP32 sum.
 _aten = torch.ops.aten
 FACTORS = {
-    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear), slice(0, 2)),
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten.matmul), slice(0, 2)),
+    **dict.fromkeys((_aten._scaled_mm, _aten._scaled_mm_v2, _aten._int_mm), slice(0, 2)),
     **dict.fromkeys((_aten._grouped_mm, _aten._scaled_grouped_mm), slice(0, 2)),
     **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3)),
 }
+
+
+# Operations whose third and fourth argument are the scales of the factors.
+SCALED = {_aten._scaled_mm, _aten._scaled_grouped_mm}
+# Map the transposition of the two operands of Transformer Engine's GEMM to the kind of product.
+TE_LAYOUTS = {(True, False): "forward", (False, False): "dgrad", (False, True): "wgrad"}
 
 
 class ObservedProduct(NamedTuple):
@@ -38,11 +46,13 @@ class ObservedProduct(NamedTuple):
 
     gemm: "forward", "dgrad" or "wgrad".
     left, right: the kinds of the operands, such as "e4m3 in blocks of 128" or "bfloat16".
+    engine: the library or the operation that multiplied, such as "emulation" or "aten.mm".
     """
 
     gemm: str
     left: str
     right: str
+    engine: str
 
 
 class ProductObserver:
@@ -68,9 +78,9 @@ class ProductObserver:
         # numbered in the order of their first products.
         self._numbers: dict[str, int] = {}
         # For each `watched` block that is running, the function that records a product. It gets the
-        # kinds of both operands. The innermost block is the last one. Blocks are nested if a layer
-        # is recomputed inside the backward of another product.
-        self._running: list[Callable[[Sequence[str]], None]] = []
+        # kinds of both operands and the engine. The innermost block is the last one. Blocks are
+        # nested if a layer is recomputed inside the backward of another product.
+        self._running: list[Callable[[Sequence[str], str], None]] = []
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -81,10 +91,13 @@ class ProductObserver:
         extension: Any = sys.modules.get("transformer_engine_torch")
         multiply: Any = getattr(extension, "generic_gemm", None)
 
-        def gemm(a: Any, transposes_a: bool, b: Any, *rest: Any, **options: Any) -> Any:
+        def gemm(
+            a: Any, transposes_a: bool, b: Any, transposes_b: bool, *rest: Any, **options: Any
+        ) -> Any:
             # cuBLAS stores matrices by columns, so Transformer Engine swaps the two operands.
-            self.record(b, a)
-            return multiply(a, transposes_a, b, *rest, **options)
+            layout = TE_LAYOUTS.get((transposes_a, transposes_b))
+            self.record(b, a, engine="Transformer Engine", gemm=layout)
+            return multiply(a, transposes_a, b, transposes_b, *rest, **options)
 
         with ExitStack() as overrides:
             overrides.enter_context(overridden(ActiveObserver, current=self))
@@ -119,30 +132,41 @@ class ProductObserver:
         torch.compile from compiling the step.
         """
 
-        def add(kinds: Sequence[str]) -> None:
-            product = ObservedProduct(gemm, *(emulated or (kinds[::-1] if swapped else kinds)))
+        def add(kinds: Sequence[str], engine: str) -> None:
+            left, right = emulated or (kinds[::-1] if swapped else kinds)
+            product = ObservedProduct(gemm, left, right, "emulation" if emulated else engine)
             for name in names:
                 self.products.setdefault(name, []).append(product)
 
         self._running.append(add)
         try:
-            with _TorchProducts(self):
+            with TorchProducts(self):
                 yield
         finally:
             self._running.pop()
 
-    def record(self, *operands: Any) -> None:
+    def record(
+        self,
+        *operands: Any,
+        scales: Sequence[Tensor | None] = (None, None),
+        engine: str = "cublasLt",
+        gemm: str | None = None,
+    ) -> None:
         """Record a product, if it runs inside a `watched` block.
 
-        The operands are tensors as the kernel receives them, or quantized tensors of Transformer
-        Engine.
+        operands: tensors as the kernel receives them, or quantized tensors of Transformer Engine.
+        scales: the scales of both operands, if the kernel receives them as separate tensors. They
+            and `gemm`, the kind of product, are for products outside of a `watched` block.
+        engine: the library or the operation that multiplies.
         """
         if self._running:
-            self._running[-1]([operand_kind(operand) for operand in operands])
+            self._running[-1](list(map(operand_kind, operands)), engine)
 
 
-class _TorchProducts(TorchDispatchMode):
+class TorchProducts(TorchDispatchMode):
     """Dispatch mode that passes each matrix product of torch to a ProductObserver."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, observer: ProductObserver) -> None:
         super().__init__()
@@ -151,22 +175,38 @@ class _TorchProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        factors = FACTORS.get(function.overloadpacket)
-        if factors:
-            self._observer.record(*args[factors])
+        # A subclass of Tensor, such as the FP8 tensor of torchao, computes the operation by other
+        # operations. They are observed instead.
+        if set(types) - {torch.Tensor, torch.nn.Parameter}:
+            return NotImplemented
+        operation = getattr(function, "overloadpacket", None)
+        if operation in FACTORS:
+            factors = args[FACTORS[operation]]
+            scales = args[2:4] if operation in SCALED else (None, None)
+            if operation is _aten._scaled_mm_v2:
+                scales = args[2][0], args[5][0]
+            self._observer.record(*factors, scales=scales, engine=str(operation))
         return function(*args, **(kwargs or {}))
 
 
-def operand_kind(operand: Any) -> str:
+def operand_kind(operand: Any, scale: Tensor | None = None) -> str:
     """Return the number format and scaling of an operand, such as "e4m3 tensor-scaled".
 
-    For an unquantized tensor, return the name of its dtype. torch's FP8 tensors are operands of
-    grouped products, in which all rows have the scale of the tensor.
+    For an unquantized tensor, return the name of its dtype. `scale` has the scales of one of
+    torch's FP8 tensors. Without `scale`, the tensor is an operand of a grouped product of ours, in
+    which all rows have the scale of the tensor.
     """
     te = sys.modules.get("transformer_engine.pytorch")
     if te is None or not isinstance(operand, te.QuantizedTensorStorage):
         grid = dict(FP8_FORMATS.values()).get(operand.dtype)
-        return f"{grid.name.lower()} tensor-scaled" if grid else dtype_name(operand.dtype)
+        if grid is None:
+            return dtype_name(operand.dtype)
+        # Number of values that share a scale.
+        sharing = operand.numel() // (1 if scale is None else scale.numel())
+        scaling = "row-scaled" if sharing in operand.shape else f"in blocks of {sharing}"
+        if sharing == operand.numel():
+            scaling = "tensor-scaled"
+        return f"{grid.name.lower()} {scaling}"
     in_blocks = {
         te.NVFP4TensorStorage: 16,
         te.MXFP8TensorStorage: 32,

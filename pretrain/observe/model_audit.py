@@ -1,0 +1,270 @@
+"""Audit any PyTorch model: report the operands of every matrix product, as the products run.
+
+`audit_products` compares a run of the launcher with its recipe. `audit` has no recipe to compare
+with. It reports the products of any model: of nn.Linear, of our low-precision linears, and of the
+FP8 layers of Transformer Engine, torchao and Accelerate. Both observe products by the same
+`ProductObserver`.
+
+A product that no `watched` block announces belongs to the module whose forward runs, or to the
+module whose forward has created the running node of autograd.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from foundation.errors import InputError
+from pretrain.observe.product_observer import (
+    ObservedProduct,
+    ProductObserver,
+    TorchProducts,
+    operand_kind,
+)
+from pretrain.precision.observed import FP8_FORMATS
+
+_aten = torch.ops.aten
+# Names of torch's FP8 dtypes, such as "e4m3".
+_FP8 = {dtype: grid.name.lower() for dtype, grid in FP8_FORMATS.values()}
+# Operations whose result is a cast, scaled or copied first argument.
+_COPIES = {
+    *(_aten.to, _aten._to_copy, _aten.clone, _aten.contiguous),
+    *(_aten.mul, _aten.div, _aten.clamp),
+}
+# Value of `Product.gemm` for a module with a matrix that was called without a visible product.
+
+
+class Product(NamedTuple):
+    """A matrix product (GEMM) of a module.
+
+    name: the name of the module. "" is the model itself, or code outside of the model.
+    module: the class of the module.
+    gemm: "forward", "dgrad" (gradient of the input), "wgrad" (gradient of the weight), "other" for
+        a product without the module's weight, or "not visible" if the module has a matrix and was
+        called, but no product was observed.
+    left, right: number format and scaling of the operands, such as "e4m3 tensor-scaled".
+    engine: the library or the operation that multiplied, such as "aten._scaled_mm".
+    """
+
+    name: str
+    module: str
+    gemm: str
+    left: str
+    right: str
+    engine: str
+
+
+class Audit(list[Product]):
+    """The products of a model. `str` returns a table in which equal layers share a line."""
+
+    def __str__(self) -> str:
+        lines = Counter(
+            product._replace(name=re.sub(r"\b\d+\b", "*", product.name) or "(model)")
+            for product in self
+        )
+        rows = [
+            ("module", "class", "product", "left operand", "right operand", "engine", "modules")
+        ]
+        rows += [(*line, str(count)) for line, count in lines.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(map(str.ljust, row, widths)).rstrip()  # one line of the table
+            for row in rows
+        )
+
+
+def audit(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> Audit:
+    """Run one forward and backward of `model`, and report the precision of every matrix product.
+
+    Functions that torch.compile has compiled run uncompiled, because products inside of a compiled
+    kernel are not visible. Gradients are restored afterwards. Buffers, amax histories and random
+    states advance as in a microbatch of training.
+
+    Args:
+        model: The model, on its device and in its training mode. It may be wrapped.
+        batch: Keyword arguments of `model`, which returns an object with the attribute `loss`. Or a
+            function that computes the loss with `model`.
+
+    Returns:
+        The products, in the order in which they ran.
+    """
+    observer = _ModelObserver(model)
+    with torch.compiler.set_stance("force_eager"), observer.observing():
+        backward_of(model, batch)
+    return observer.audit()
+
+
+def backward_of(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> None:
+    """Run forward and backward of `model`, and restore its gradients. See `audit`."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
+    try:
+        loss = batch() if callable(batch) else model(**batch).loss
+        if loss is None:
+            raise InputError("the model has returned no loss; add `labels` to the batch")
+        loss.backward()
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+class _Values(NamedTuple):
+    """Origin of the values of a tensor."""
+
+    # Names of the modules with this weight. Empty if the tensor is no copy of a weight.
+    owners: tuple[str, ...] = ()
+    # Text about the FP8 format of the values, if the dtype of the tensor is wider.
+    fp8: str = ""
+
+
+class _ModelObserver(ProductObserver):
+    """Observer of all products of a model, also of those that no `watched` block announces."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._modules = {
+            name.replace("_orig_mod.", ""): module for name, module in model.named_modules()
+        }
+        # Names of the modules whose forwards run, from the outermost to the innermost.
+        self._stack: list[str] = []
+        self._called: set[str] = set()
+        # Map each node of autograd to the name of the module whose forward has created it.
+        self._nodes: dict[Any, str] = {}
+        # Map the address of a tensor to the origin of its values.
+        self._values: dict[int, _Values] = {}
+        for name, module in self._modules.items():
+            for weight in _matrices(module):
+                known = self._values.get(_address(weight), _Values())
+                self._values[_address(weight)] = _Values((*known.owners, name))
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Context manager that observes all products, and the forwards of all modules."""
+        with super().observing(), ExitStack() as hooks, _AllProducts(self):
+            for name, module in self._modules.items():
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                before = module.register_forward_pre_hook(enter, with_kwargs=True)
+                hooks.callback(before.remove)
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._claim((args, kwargs), self._stack[-1] if self._stack else "")
+        self._stack.append(name)
+        self._called.add(name)
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._claim(output, name)
+        self._stack.pop()
+
+    def _claim(self, tensors: Any, name: str) -> None:
+        """Map the new nodes of autograd that compute `tensors` to the module `name`."""
+        nodes = [leaf.grad_fn for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in self._nodes:
+                self._nodes[node] = name
+                nodes += [next_node for next_node, _ in node.next_functions]
+
+    def record(
+        self,
+        *operands: Any,
+        scales: Sequence[Tensor | None] = (None, None),
+        engine: str = "cublasLt",
+        gemm: str | None = None,
+    ) -> None:
+        """Record a product of a `watched` block, of the running module, or of the running node."""
+        if self._running:
+            super().record(*operands, engine=engine)
+            return
+        node = torch._C._current_autograd_node()
+        # The forward of a recomputed layer runs inside of backward.
+        name = self._stack[-1] if self._stack else self._nodes.get(node, "")
+        origins = [self._values.get(_address(operand), _Values()) for operand in operands]
+        owners = [owner for origin in origins for owner in origin.owners]
+        if owners and name not in owners:
+            name = owners[-1]
+        if gemm is None:
+            with_weight = "forward" if self._stack or node is None else "dgrad"
+            gemm = with_weight if owners else _gemm_of(operands, self._modules[name], with_weight)
+        left, right = (
+            operand_kind(operand, scale) + origin.fp8
+            for operand, scale, origin in zip(operands, scales, origins, strict=True)
+        )
+        self.products.setdefault(name, []).append(ObservedProduct(gemm, left, right, engine))
+
+    def follow_values(self, function: Any, result: Any, source: Any = None) -> None:
+        """Remember the origin of `result`, which `function` has computed from `source`."""
+        if _address(result) == _address(source):
+            return
+        origin = _Values()
+        if getattr(function, "overloadpacket", None) in _COPIES:
+            origin = self._values.get(_address(source), origin)
+            if source.dtype in _FP8 and result.dtype not in _FP8:
+                origin = origin._replace(fp8=f" with {_FP8[source.dtype]} values")
+        self._values[_address(result)] = origin
+
+    def audit(self) -> Audit:
+        """Return all products, and an entry for each module whose products are not visible."""
+        result = Audit()
+        for announced, products in self.products.items():
+            # The model may have been wrapped after the linears got their names.
+            longer = (name for name in self._modules if name.endswith(f".{announced}"))
+            name = announced if announced in self._modules else next(longer, announced)
+            # The name of a stack of experts is the name of its parameter.
+            module = self._modules.get(name) or self._modules.get(name.rpartition(".")[0])
+            result += [
+                Product(name, type(module).__name__, *product)
+                for product in dict.fromkeys(products)
+            ]
+        visible = [f"{product.name}." for product in result]
+        for name in filter(self._called.__contains__, self._modules):
+            module = self._modules[name]
+            is_visible = any(product.startswith(f"{name}.") for product in visible)
+            if _matrices(module) and not is_visible and not isinstance(module, nn.Embedding):
+                result.append(Product(name, type(module).__name__, "not visible", "", "", ""))
+        return result
+
+
+class _AllProducts(TorchProducts):
+    """Dispatch mode that also shows the results of all operations to the observer."""
+
+    _observer: _ModelObserver
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        for tensor in tree_leaves(result) if result is not NotImplemented else ():
+            self._observer.follow_values(function, tensor, *args[:1])
+        return result
+
+
+def _matrices(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of `module`, without its submodules, that have two or more axes."""
+    return [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
+
+
+def _address(operand: Any) -> int:
+    """Return the address of the memory of a tensor, or 0 for another object."""
+    return operand.untyped_storage().data_ptr() if isinstance(operand, Tensor) else 0
+
+
+def _gemm_of(operands: Sequence[Tensor], module: nn.Module, with_weight: str) -> str:
+    """Return the kind of a product from its shapes: `with_weight`, "wgrad" or "other".
+
+    It is used for operands that are not known to be copies of a weight of `module`.
+    """
+    left, right = (operand.shape[-2:] for operand in operands)
+    shapes = {tuple(sorted(weight.shape[-2:])) for weight in _matrices(module)}
+    if with_weight == "dgrad" and tuple(sorted((left[0], right[1]))) in shapes:
+        return "wgrad"
+    return with_weight if {tuple(sorted(left)), tuple(sorted(right))} & shapes else "other"
