@@ -7,7 +7,7 @@ Updates are computed in FP32 for all three kinds of weights. BF16 weights with r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
+from foundation.errors import InputError
+from pretrain.model.gradients import clear_main_gradients, gathered, gradient_of, local_part
 from pretrain.optimizer.exact_weights import master_of, split
 from pretrain.optimizer.offload import (
     MOMENTS,
@@ -49,6 +50,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
     Args:
         params: Parameters or parameter groups.
+        lr, betas, eps, weight_decay: Hyperparameters of groups that do not set them.
         exact: True to store 16 remainder bits for each value of a BF16 parameter. The BF16 value
             and the remainder together are an FP32 weight. FP32 parameters have no remainder.
         moments: Dtype of both moments, FP32 or BF16. By default, the moments of BF16 parameters
@@ -57,18 +59,21 @@ class ExactAdamW(torch.optim.Optimizer):
             decreases, because 0.1 % is less than half a unit in its last place.
         offload: Names of the state tensors that are stored in pinned host memory if the parameter
             is on a GPU. The results do not change.
-        defaults: `lr`, `betas`, `eps` and `weight_decay` of groups that do not set them.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
         *,
         exact: bool = True,
         moments: torch.dtype | None = None,
         offload: Sequence[str] = (),
-        **defaults: Any,
     ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self.exact = exact
         self.moments = moments
@@ -123,11 +128,45 @@ class ExactAdamW(torch.optim.Optimizer):
             local_part(remainder).copy_(remainder_bits)
         local_part(parameter).copy_(weight)
 
-    def step(  # type: ignore[override]  # takes no closure
-        self, *, clip_coefficient: Tensor | None = None
-    ) -> None:
-        """Update every parameter that has a gradient, as `prepare` describes."""
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`, which must be of the same kind of weights and moments.
+
+        The values are copied without a change of their dtype. torch would cast moments and
+        remainders to the dtype of the parameters. Raise InputError if the states differ.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+                # A parameter that has not been updated yet has no state.
+                if saved := state_dict["state"].get(number):
+                    state = self._state_of(parameter)
+                    kinds = [{key: x.dtype for key, x in s.items()} for s in (saved, state)]
+                    if kinds[0] != kinds[1]:
+                        raise InputError(
+                            f"the saved state of the optimizer has {kinds[0]}, but this optimizer "
+                            f"needs {kinds[1]}; create it with the same options, for weights of "
+                            "the same dtype"
+                        )
+                    for key, tensor in state.items():
+                        tensor.copy_(saved[key])
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # has one more argument
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        clip_coefficient: Tensor | None = None,
+    ) -> float | None:
+        """Update every parameter that has a gradient, as `prepare` describes.
+
+        Return the result of `closure`, which computes the gradients first, if it is not None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self.prepare(clip_coefficient=clip_coefficient)()
+        return loss
 
     @torch.no_grad()
     def prepare(self, *, clip_coefficient: Tensor | None = None) -> Callable[[], None]:
@@ -326,23 +365,44 @@ def _update(
 # ── Building, clipping and the state of the optimizer ──
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
-    """Build AdamW for the parameters of `model` that require gradients.
+def exact_adamw(params: nn.Module | Iterable[Any], **options: Any) -> ExactAdamW:
+    """Return AdamW with FP32 updates of FP32 or BF16 weights.
 
-    Weight decay applies to matrices and embeddings, but not to norms and biases. With `exact`, the
-    optimizer stores remainders for BF16 parameters.
+    Each value of a BF16 weight has 16 more bits in the state of the optimizer, so that no update is
+    lost. After each step, weights and bits together equal the FP32 weights of `torch.optim.AdamW`
+    with the same gradients, bit for bit. The state takes 10 bytes per BF16 value.
+
+    Args:
+        params: A model, or parameters, or parameter groups. Of a model, all parameters that require
+            gradients are updated, and `weight_decay` applies to matrices and embeddings, but not
+            to norms and biases.
+        options: Arguments of :class:`ExactAdamW`, such as `lr` and `weight_decay`.
+
+    Example::
+
+        >>> model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        >>> optimizer = exact_adamw(model, lr=3e-4, weight_decay=0.1)
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not isinstance(params, nn.Module):
+        return ExactAdamW(params, **options)
+    parameters = [parameter for parameter in params.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
     not_decayed = [parameter for parameter in parameters if parameter.dim() < 2]
-    return ExactAdamW(
-        [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": not_decayed, "weight_decay": 0.0},
-        ],
+    groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
+    return ExactAdamW(groups, **options)
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
+    """Build the optimizer of a run, as `exact_adamw` does.
+
+    With `exact`, the optimizer stores remainders for BF16 parameters.
+    """
+    return exact_adamw(
+        model,
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
+        weight_decay=settings.weight_decay,
         exact=exact,
         moments=getattr(torch, WEIGHT_DTYPES[settings.moments]) if settings.moments else None,
         offload=OFFLOADED[settings.offload],
