@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
-from pretrain.model.gradients import clear_main_gradients, gathered, gradient_of, local_part
+from pretrain.model.gradients import clear_main_gradients, gradient_of, local_part
 from pretrain.optimizer.exact_weights import master_of, split
 from pretrain.optimizer.offload import (
     MOMENTS,

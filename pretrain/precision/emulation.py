@@ -62,8 +62,7 @@ class EmulationEngine(GemmEngine):
     """The emulated Gemms of one model."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        super().__init__(active)
-        self.device = device
+        super().__init__(active, device)
         # Multiply in BF16 on a GPU if BF16 represents all operands exactly, because tensor cores
         # multiply BF16 fast. The values of an operand are codes, multiplied by the scales of their
         # blocks. BF16 represents them exactly unless these scales are FP32 numbers.
@@ -104,6 +103,10 @@ class EmulationEngine(GemmEngine):
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
         return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
+
+    def without_autocast(self) -> AbstractContextManager[None]:
+        """Return a context without autocast, which would round FP32 operands to BF16."""
+        return torch.autocast(self.device.type, enabled=False)
 
     def kinds(self, gemm: GemmKind) -> list[str]:
         """Return the kinds of the left and of the right operand of a product, for observers."""
@@ -170,7 +173,8 @@ class EmulatedGemm(Gemm):
         With delayed scaling, quantize with `scale`. If `along` is "features", also record the amax
         of x.
         """
-        *operand, amax = self._engine.preparation(role, along)(x, scale)
+        with self._engine.without_autocast():
+            *operand, amax = self._engine.preparation(role, along)(x, scale)
         if self._delayed and amax is not None:
             self._delayed.record(self._index, role, amax)
         return Operand(*operand)
@@ -194,7 +198,8 @@ class EmulatedGemm(Gemm):
         a, b = self.factors(kind, left, right)
         if ends is not None:
             return self._grouped_matmul(kind, a, b, dtype, ends)
-        with watched(self.members, kind, self._engine.kinds(kind)):
+        kinds = self._engine.kinds(kind)
+        with watched(self.members, kind, kinds), self._engine.without_autocast():
             y = multiply(a, b, dtype, bias)
         return y if residual is None else y.add_(residual)
 
@@ -206,7 +211,8 @@ class EmulatedGemm(Gemm):
         The result is FP32 if `dtype` is None. `ends` is the same as in `Gemm.matmul`.
         """
         right = grouped.by_expert(kind, b.values.float(), len(ends))
-        with watched(self.members, kind, self._engine.kinds(kind)):
+        kinds = self._engine.kinds(kind)
+        with watched(self.members, kind, kinds), self._engine.without_autocast():
             product = F.grouped_mm(a.values.float(), right, offs=ends)
         scale = _product_scale(a, b)
         if scale is not None:

@@ -274,8 +274,9 @@ def checkpointed(
 class GemmEngine(ABC):
     """The Gemms of one model in one precision, with the histories and scales that they share."""
 
-    def __init__(self, active: ActivePrecision) -> None:
+    def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self.precision = active.quantized_precision
+        self.device = device
         self.gemms: dict[str, Any] = {}  # map the name of each linear layer to its Gemm
 
     def gemm(

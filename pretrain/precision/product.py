@@ -498,11 +498,15 @@ class LowPrecisionLinear(nn.Module):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Return x w^T + b [..., out] for x [..., in]."""
+        """Return x w^T + b [..., out] for x [..., in].
+
+        The result has the dtype of x, or the compute dtype in an autocast.
+        """
         weight = self.weight
         if self.transposed:
             weight = with_main_grad_of(weight, weight.t(), transposed=True)
         if self.state.low is None and self.state.context.quantizing:
             with watched(self.state.members, "forward"):
                 return F.linear(x, *in_dtype(x.dtype, weight, self.bias))
-        return self.state(x.reshape(-1, x.shape[-1]), weight, self.bias).view(*x.shape[:-1], -1)
+        y = self.state(x.reshape(-1, x.shape[-1]), weight, self.bias).view(*x.shape[:-1], -1)
+        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)

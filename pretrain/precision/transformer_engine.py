@@ -352,10 +352,9 @@ class TransformerEngine(GemmEngine):
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         """Create the engine. Raise InputError if `build_te_recipe` raises it."""
-        super().__init__(active)
+        super().__init__(active, device)
         self.te = library()
         self.te_recipe = build_te_recipe(self.precision)
-        self._device = device
 
     def _make(
         self, name: str, in_features: int, out_features: int, bias: bool, members: Sequence[str]
@@ -370,7 +369,7 @@ class TransformerEngine(GemmEngine):
         )
         # Disable gradients. If gradients are enabled when the autocast exits, Transformer Engine
         # updates the amax histories of all layers.
-        with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
+        with torch.cuda.device(self.device), torch.no_grad(), self._autocast():
             linear.init_fp8_metadata()
         return TransformerEngineGemm(self, name, members, linear)
 
