@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundation.overrides import overridden
 from packing.arrow import IGNORE, Pack
@@ -267,22 +267,14 @@ def _compare(
             gradient_norm=gradient_norm(model.parameters()).item(),
             tensors=judge(distances(gradients, reference), noise, resolution),
         )
-        failures += [
-            f"{name} of the packed path: {actual:.6f}, loss of plain transformers: "
-            f"{expected:.6f}, allowed difference: {tolerated:.2g}"
-            for name, actual, expected, tolerated in (
-                ("loss", losses[0], reference_losses[0], parity.loss_tolerated),
-                # The difference is the penalty and the router loss. It is zero without them.
-                (
-                    "loss minus held-out loss",
-                    losses[0] - losses[1],
-                    reference_losses[0] - reference_losses[1],
-                    max(MEAN_ERROR / math.sqrt(tokens), COMMON_ERROR) * parity.loss_tolerated,
-                ),
-            )
-            # `not ... <=` is used instead of `>`, so that NaN is a failure.
-            if not abs(actual - expected) <= tolerated
-        ]
+        failures += too_far("loss", losses[0], reference_losses[0], parity.loss_tolerated)
+        # The difference is the penalty and the router loss. It is zero without them.
+        failures += too_far(
+            "loss minus held-out loss",
+            losses[0] - losses[1],
+            reference_losses[0] - reference_losses[1],
+            max(MEAN_ERROR / math.sqrt(tokens), COMMON_ERROR) * parity.loss_tolerated,
+        )
         failures += worst_of(
             parity.tensors, "gradients", "the packed path differs from plain transformers"
         )
@@ -315,7 +307,7 @@ def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
     if penalty:
         penalty = replace(penalty, weight=penalty.weight / (head.settings.penalty_weight or 1.0))
     with (
-        training_without_dropout(model),
+        training_without_dropout(model, model.routing.routers),
         overridden(head, chunk=min(head.chunk, -(-tokens // 2)), penalty=penalty),
         distinct_values(model) as factor,
         head.register_forward_pre_hook(lambda head, inputs: (factor * inputs[0], inputs[1])),
@@ -522,6 +514,17 @@ def _with_choices(
         indices = documents.indices.flatten()
         result.append(documents._replace(choices=[layer[indices] for layer in by_layer]))
     return result
+
+
+def too_far(name: str, actual: float, expected: float, tolerated: float) -> list[str]:
+    """Return a list with one line if two losses differ by more than `tolerated`, else no line."""
+    # `<=` is false for NaN, so NaN is a failure.
+    if abs(actual - expected) <= tolerated:
+        return []
+    return [
+        f"{name} of the packed path: {actual:.6f}, loss of plain transformers: {expected:.6f}, "
+        f"allowed difference: {tolerated:.2g}"
+    ]
 
 
 def worst_first(compared: Sequence[Compared]) -> list[Compared]:
@@ -743,18 +746,20 @@ def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
 
 
 @contextmanager
-def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
+def training_without_dropout(
+    model: nn.Module, routers: Container[nn.Module] = ()
+) -> Iterator[None]:
     """Put `model` into training mode, without dropout and other noise, and restore it afterwards.
 
     Training mode is needed, because low precision and recomputation depend on it. All dropout rates
     are zero, in torch's dropout modules and in layers that call the dropout function. The noise on
-    the inputs of experts is zero too. Routers are in evaluation mode, because some routers choose
+    the inputs of experts is zero too. `routers` are in evaluation mode, because some routers choose
     experts randomly in training mode. The attributes of routers are not changed, because the noise
     rate of a router also determines which experts the router considers.
     """
     with ExitStack() as changes:
         for module in model.modules():
-            is_router = module in model.routing.routers
+            is_router = module in routers
             off = {
                 attribute: 0.0
                 for attribute, value in vars(module).items()
