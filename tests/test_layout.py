@@ -19,7 +19,7 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks")
+PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks", "examples")
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 MAX_STATEMENTS = 350  # of a file
 
@@ -39,10 +39,12 @@ PACKAGES = [
     "pretrain/verify",
     "pretrain/compare",
     "pretrain/run",
+    "pretrain/api.py",
     "train_accelerate.py",
     "pretrain/__main__.py",
     "demo",
     "benchmarks",
+    "examples",
 ]
 
 
@@ -210,6 +212,11 @@ def test_every_third_party_import_of_the_product_is_a_requirement():
 
 
 # Files and imports
+
+
+def test_examples_use_only_the_public_interface():
+    examples = {path for path in MODULES.values() if package_of(path) == "examples"}
+    assert {name for path in examples for name in modules_used(path)} == {"pretrain.api"}
 
 
 def test_no_file_has_too_many_statements():

@@ -1,0 +1,435 @@
+"""Parts of the launcher for other training loops, and for the Trainer of transformers.
+
+::
+
+    from pretrain.api import audit, convert, exact_adamw, open_packs, parity
+
+    conversion = convert(model, "current")        # FP8 linear layers
+    optimizer = exact_adamw(model, lr=3e-4)       # BF16 weights with exact FP32 updates
+    loader = DataLoader(packs := open_packs("packs"), 4, collate_fn=packs.collate)
+    print(audit(model, next(iter(loader))))       # the precision of each GEMM, as it ran
+    print(parity(model, next(iter(loader))))      # loss and gradients of plain transformers
+
+docs/library.md has a guide, and `examples/` has complete scripts. The launcher calls the same code.
+
+The names in `__all__` and their documented arguments follow semantic versioning, from version 0.2
+on: a change that breaks a caller raises the minor version before 1.0, and then the major version.
+All other modules of this package may change in any version.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from foundation.errors import InputError
+from foundation.overrides import overridden
+from foundation.settings import parse
+from packing.arrow import IGNORE, Pack, Packs, Split
+from packing.batch import build_microbatch
+from packing.settings import DataSettings
+from packing.store import find_splits
+from packing.store import open_packs as open_split
+from packing.stream import order_of
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.wrapping import convert as convert_linears
+from pretrain.observe.model_audit import Audit, Product, audit, backward_of
+from pretrain.optimizer.adamw import ExactAdamW, exact_adamw
+from pretrain.precision.gemm import GemmEngine
+from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
+from pretrain.precision.scope import LINEARS, Decision, check_scope, decide
+from pretrain.precision.selection import make_engines, missing_on, select_precision
+from pretrain.precision.settings import (
+    PRECISIONS,
+    LowPrecisionSettings,
+    is_quantized,
+)
+from pretrain.settings.config import load_recipe
+from pretrain.verify.parity import (
+    FP32_OF_BF16,
+    Parity,
+    distances,
+    judge,
+    too_far,
+    training_without_dropout,
+    worst_of,
+)
+from pretrain.verify.reference_model import reference_model
+
+__all__ = [
+    "Audit",
+    "Conversion",
+    "ExactAdamW",
+    "PackedDataset",
+    "Parity",
+    "Product",
+    "audit",
+    "convert",
+    "exact_adamw",
+    "open_packs",
+    "parity",
+]
+
+# Number of microbatches from which `convert` fills the histories of delayed scaling.
+CALIBRATION = 8
+
+# Keyword arguments of a model, or a function that computes the loss. See `audit`.
+Batch = Mapping[str, Any] | Callable[[], Tensor]
+
+
+# ── Low-precision linear layers ───────────────────────────────────────────────────────────────────
+
+
+@dataclass(eq=False)
+class Conversion:
+    """The precision of a model that :func:`convert` has converted.
+
+    Attributes:
+        decisions: Map the name of each linear layer to its precision. A layer that stays in BF16
+            has a reason.
+        context: State that the layers share.
+    """
+
+    decisions: Mapping[str, Decision]
+    context: PrecisionContext
+    _engine: GemmEngine
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return amax histories and scales for a checkpoint. Only delayed scaling has them."""
+        return {name: tensor.clone() for name, tensor in self._engine.state().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the result of :meth:`state_dict`.
+
+        Raises InputError if the model or the precision differ.
+        """
+        present = self._engine.state()
+        if {name: state[name].shape for name in state} != {n: present[n].shape for n in present}:
+            raise InputError(
+                f"the saved state has {len(state)} histories and scales, which are not those of "
+                "this model; convert the model with the arguments of the saved one"
+            )
+        self.context.go_back([state[name] for name in present])
+
+    def __str__(self) -> str:
+        kept = {name: made.reason for name, made in self.decisions.items() if made.reason}
+        name = self._engine.precision.name
+        lines = [f"{len(self.decisions) - len(kept)} linear layers in {name}"]
+        lines[0] += f", {self._engine.describe()}"
+        return "\n".join(lines + [f"{name} in BF16: {reason}" for name, reason in kept.items()])
+
+
+def convert(
+    model: PreTrainedModel, precision: str, *, calibrate_on: Batch | None = None, **fp8_config: Any
+) -> Conversion:
+    """Replace the linear layers of a Hugging Face model by low-precision layers, in place.
+
+    The layers compute on Transformer Engine if the device of the model supports the precision.
+    Otherwise the precision is emulated, which is slow, and a warning is issued. The model keeps its
+    class, its Parameters and their names, so optimizers, checkpoints and `save_pretrained` work as
+    before.
+
+    No call is needed in the training loop. Each forward quantizes the weights again, so they cannot
+    be stale after an update by any optimizer. Low precision is used if the model is in training
+    mode or if gradients are enabled. Otherwise, as in `torch.no_grad` evaluation, layers are
+    unquantized, unless `use_autocast_during_eval` is set.
+
+    Args:
+        model: The model, on its device. Wrap it (DDP, FSDP2, torch.compile, Accelerate, Trainer)
+            after this call. Add LoRA adapters before.
+        precision: "delayed", "current", "block", "mxfp8", "nvfp4" or "mxfp4". Append "+head" to
+            quantize the LM head too.
+        calibrate_on: A batch, or a function that computes the loss, as in :func:`audit`. Delayed
+            scaling needs it. Eight forward and backward passes fill the histories, because the
+            first microbatch would otherwise be quantized with scales of one, which turns small
+            gradients into zeros.
+        fp8_config: Keys of a recipe's `fp8_config` (docs/settings.md), such as
+            `keep_bf16=["down_proj"]`. `on_unsupported` is "emulate" by default.
+
+    Returns:
+        The conversion. With delayed scaling, its :meth:`Conversion.state_dict` belongs into
+        checkpoints.
+
+    Raises:
+        InputError: The precision or a key is unknown, no linear layer can be quantized, or a linear
+            layer has a forward or hooks of its own, which the replacement would lose.
+
+    Example::
+
+        >>> conversion = convert(model, "mxfp8", keep_bf16_layers={"last": 2})
+        >>> loss = model(**batch).loss
+        >>> loss.backward()
+    """
+    if not isinstance(model, PreTrainedModel) or "forward" in vars(model):
+        raise InputError(
+            f"convert: {type(model).__name__} is no model of transformers, or it is wrapped or "
+            "converted already; convert the plain model first, then wrap it"
+        )
+    name = precision.removesuffix("+head")
+    quantized = [name for name in PRECISIONS if is_quantized(name)]
+    if name not in quantized:
+        raise InputError(f"convert: {name!r} is none of the precisions {', '.join(quantized)}")
+    scope = "linear" if name == precision else "linear+head"
+    defaults = {"on_unsupported": "emulate", "scope": scope}
+    settings = parse(LowPrecisionSettings, defaults | fp8_config, "convert")
+    active = select_precision(name, settings, missing_on(model.device.type))
+    if not active.precision.quantized:
+        raise InputError(f"convert: the model would train in {name}; remove `on_unsupported`")
+    if active.quantized_precision.keeps_history and calibrate_on is None:
+        raise InputError("convert: delayed scaling needs a batch; set `calibrate_on`")
+    if active.notice:
+        warnings.warn(active.notice, stacklevel=2)
+    layers = list(decoder_layers(model).values())
+    check_scope(model, layers, active)
+    decisions = decide(model, layers, active)
+    _require_plain(model, decisions)
+    engine: Any = make_engines([active], model.device)[active.precision.name]
+    compute_dtype = getattr(torch, active.precision.compute_dtype)
+    evaluates_low = settings.use_autocast_during_eval
+    context = PrecisionContext(engine, compute_dtype, evaluates_low, engines=[engine])
+    convert_linears(model, decisions, context)
+    for module in model.modules():
+        if isinstance(module, LowPrecisionLinear):
+            module.register_forward_pre_hook(_require_forward_of_model)
+    # A copy of the model has a copy of the context, and finds it by this attribute.
+    vars(model)["precision_context"] = context
+    forward = torch.compiler.disable(_forward_in_low_precision, recursive=False)
+    # The Trainer reads the names of the arguments.
+    forward.__signature__ = inspect.signature(type(model).forward)
+    model.forward = MethodType(forward, model)
+    if calibrate_on is not None:
+        for _ in range(CALIBRATION):
+            backward_of(model, calibrate_on)
+    return Conversion(decisions, context, engine)
+
+
+def _forward_in_low_precision(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute the forward of a converted model."""
+    context = model.precision_context
+    if model.device.type != context.engine.device.type:
+        raise InputError(
+            f"the model was converted on {context.engine.device} and now is on {model.device}; "
+            "move it to its device first, then call `convert`"
+        )
+    for module in model.modules():
+        # Recompute layers with the scales and the quantized weights of their forward.
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = context.checkpoint
+    with context.forward(training=model.training or torch.is_grad_enabled()):
+        return type(model).forward(model, *args, **kwargs)
+
+
+def _require_plain(model: nn.Module, decisions: Mapping[str, Decision]) -> None:
+    """Raise InputError if a linear layer to be replaced does more than its class in torch."""
+    for name, module in model.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        is_plain = type(module) in LINEARS and "forward" not in vars(module) and not any(hooks)
+        if isinstance(module, LINEARS) and not is_plain and decisions[name].reason is None:
+            raise InputError(
+                f"convert: {name} is a {type(module).__name__} with a forward or hooks of its "
+                f"own, which would be lost; keep it with `keep_bf16=[{name!r}]`"
+            )
+
+
+@torch.compiler.disable
+def _require_forward_of_model(module: LowPrecisionLinear, args: Any) -> None:
+    """Raise InputError if a linear layer trains outside of a forward of its model."""
+    context = module.state.context
+    if module.training and torch.is_grad_enabled() and context.quantizing != context.low_precision:
+        raise InputError(
+            f"{module.state.name}: this low-precision layer was called outside of a forward of its "
+            "model, so it would train unquantized. Call the model itself. To recompute layers in "
+            "backward, call `gradient_checkpointing_enable()` of the model"
+        )
+
+
+# ── Packs ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PackedDataset(Dataset[Pack]):
+    """Packs in the order of a training, as a map-style dataset. Created by :func:`open_packs`.
+
+    `dataset[place]` is the pack at a place in the endless stream of packs, in which each epoch has
+    another order. It is a pure function of the place, so a training is resumed at the number of
+    packs that all ranks have trained on. `len(dataset)` is the number of packs in an epoch.
+    """
+
+    def __init__(self, packs: Packs, seed: int, *, mask_boundaries: bool) -> None:
+        self.packs = packs
+        self.order = order_of(packs, seed)
+        self.mask_boundaries = mask_boundaries
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, place: int) -> Pack:
+        (index,) = self.order.packs_at(range(place, place + 1))
+        return self.packs[int(index)]
+
+    def places(self, start: int, stop: int) -> range:
+        """Return the places from `start` to `stop - 1` of this rank, as a sampler of a DataLoader.
+
+        Ranks take turns. `torch.distributed` has the rank, if it is initialized.
+        """
+        rank, world_size = 0, 1
+        if torch.distributed.is_initialized():
+            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return range(start + rank, stop, world_size)
+
+    def collate(self, packs: Sequence[Pack]) -> dict[str, Any]:
+        """Return the keyword arguments of a Hugging Face model for one microbatch of packs.
+
+        The packs are laid end to end in one row [1, T] of `input_ids`, `position_ids` and `labels`.
+        Positions restart in each document, and the arguments of FlashAttention have the boundaries
+        of documents, so that documents do not attend to each other with any attention of
+        transformers. `labels` are not shifted, because the model shifts them. The first token of a
+        document is no label.
+        """
+        batch = build_microbatch(packs, mask_boundaries=self.mask_boundaries)
+        ends = batch.cu_seqlens.unique()
+        if len(ends) - 2 != (batch.position_ids.diff() != 1).sum():
+            raise InputError(
+                f"{self.packs.path}: a document begins at the position at which the preceding one "
+                "ends, so transformers would join them; write packs whose positions begin at 0"
+            )
+        return {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            # The last label of a row is masked, so that it can move to the front.
+            "labels": batch.labels.roll(1),
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends),
+            **dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen),
+            # With a cache, transformers would not separate the documents.
+            "use_cache": False,
+        }
+
+
+def open_packs(
+    source: str | Path, *, split: Split = "train", length: int | None = None, seed: int = 0
+) -> PackedDataset:
+    """Open the packs of the launcher for a DataLoader.
+
+    Args:
+        source: Folder or file of packs in any format of `data.packs`, or a recipe (.yaml). A recipe
+            may mix sources, and its seed replaces `seed`.
+        split: "train" or "held_out".
+        length: Number of tokens in a pack of a token file (.bin, .npy). Other formats record it.
+        seed: Seed of the order of packs.
+
+    Raises:
+        InputError: There are no packs of this split, or they are streamed.
+
+    Example::
+
+        >>> packs = open_packs("packs")
+        >>> places = packs.places(start=8 * step, stop=8 * last_step)
+        >>> loader = DataLoader(packs, 4, sampler=places, collate_fn=packs.collate)
+        >>> for batch in loader:
+        ...     loss = model(**batch).loss
+    """
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml"):
+        recipe = load_recipe(path)
+        settings, seed = recipe.data, recipe.seed
+    else:
+        length = find_splits(path, length)["train"]().length
+        settings = DataSettings(packs=path, length=length)
+    packs = None if settings.stream else open_split(settings, split)
+    if packs is None:
+        raise InputError(f"{source}: there are no packs of {split!r} that can be read at any time")
+    return PackedDataset(packs, seed, mask_boundaries=settings.mask_boundaries)
+
+
+# ── Comparison with plain transformers ────────────────────────────────────────────────────────────
+
+
+def parity(
+    model: PreTrainedModel, batch: Mapping[str, Any], reference: PreTrainedModel | None = None
+) -> Parity:
+    """Compare the loss and the gradients of a causal language model with plain transformers.
+
+    The reference runs in FP32, and in BF16 to measure the errors of BF16, from which the tolerances
+    follow. The model runs without dropout, and without quantization if :func:`convert` has
+    converted it: :func:`audit` reports its precision. The model, its gradients and the reference
+    are not changed.
+
+    Args:
+        model: The model. It may have fused kernels, another attention, or converted layers.
+        batch: Keyword arguments of the model and of the reference, with `labels`.
+        reference: A model with the same names of parameters and the same weights. By default, a
+            model of the same class, configuration and weights, with eager attention.
+
+    Returns:
+        The comparison. `failures` has one line for each mismatch, and `summary()` is a line about
+        the largest differences.
+
+    Example::
+
+        >>> result = parity(model, batch)
+        >>> assert not result.failures, result.summary()
+    """
+    devices = [model.device] if model.device.type == "cuda" else []
+    context = getattr(model, "precision_context", PrecisionContext(None, model.dtype))
+    with torch.random.fork_rng(devices):
+        plain = reference or reference_model(model, model.device)
+        with training_without_dropout(model), overridden(context, quantizing=False):
+            output, gradients = _output_and_gradients(model, batch, None)
+        with training_without_dropout(plain):
+            exact, expected = _output_and_gradients(plain, batch, torch.float32)
+            rounded, noise = _output_and_gradients(plain, batch, torch.bfloat16)
+    errors = _token_losses(rounded, batch) - _token_losses(exact, batch)
+    is_fp32 = {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    resolution = FP32_OF_BF16 if is_fp32 else 1.0
+    norms = distances(gradients, expected)
+    result = Parity(
+        failures=[],
+        tokens=len(errors),
+        loss=output.loss.item(),
+        reference_loss=exact.loss.item(),
+        loss_tolerated=resolution * errors.square().mean().sqrt().item(),
+        gradient_norm=math.hypot(*(gradient.float().norm() for gradient in gradients.values())),
+        tensors=judge(norms, distances(noise, expected), resolution),
+    )
+    result.failures += too_far("loss", result.loss, result.reference_loss, result.loss_tolerated)
+    result.failures += worst_of(
+        result.tensors, "gradients", "the model differs from plain transformers"
+    )
+    return result
+
+
+def _token_losses(output: Any, batch: Mapping[str, Any]) -> Tensor:
+    """Return the losses of the tokens with a label, FP64 [labels]."""
+    labels = batch["labels"][:, 1:]
+    logits = output.logits[:, :-1].detach().double().mT
+    return F.cross_entropy(logits, labels, reduction="none")[labels != IGNORE]
+
+
+def _output_and_gradients(
+    model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype | None
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return the output of `model` and its gradients by name.
+
+    All parameters are cast to `dtype`, unless it is None. The model and its gradients stay.
+    """
+    parameters = {
+        name: parameter.detach().to(dtype or parameter.dtype).requires_grad_()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    output = functional_call(model, parameters, (), dict(batch))
+    gradients = torch.autograd.grad(output.loss, list(parameters.values()), allow_unused=True)
+    pairs = zip(parameters, gradients, strict=True)
+    return output, {name: gradient for name, gradient in pairs if gradient is not None}

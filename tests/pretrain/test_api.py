@@ -1,0 +1,419 @@
+"""The public API: conversion, packs, exact AdamW and parity in loops of others."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+
+from foundation.errors import InputError
+from packing import arrow
+from packing.arrow import Pack
+from packing.batch import BatchStream
+from packing.order import Mixture, Order
+from pretrain import api
+from pretrain.optimizer.exact_weights import master_of
+from pretrain.precision.product import LowPrecisionLinear
+
+LENGTH = 32
+EMULATED = "ignore:.*so the precision is emulated"
+pytestmark = pytest.mark.filterwarnings(EMULATED)
+
+
+def llama(dtype: torch.dtype = torch.bfloat16, **config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = LlamaConfig(vocab_size=64, **sizes, **heads, **config)
+    return AutoModelForCausalLM.from_config(settings).to(dtype).train()
+
+
+def batch_of(seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def gradients_of(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def kinds(model: nn.Module, name: str) -> set[str]:
+    return {p.left for p in api.audit(model, batch_of()) if name in p.name}
+
+
+# ── convert ──
+
+
+def test_a_converted_model_quantizes_and_keeps_its_names_and_its_export(tmp_path: Path):
+    model = llama(tie_word_embeddings=True)
+    names = list(model.state_dict())
+    signature = inspect.signature(model.forward)
+    conversion = api.convert(model, "current")
+    assert list(model.state_dict()) == names
+    assert inspect.signature(model.forward) == signature
+    assert kinds(model, "proj") == {"e4m3 tensor-scaled", "e5m2 tensor-scaled"}
+    assert kinds(model, "lm_head") == {"bfloat16"}
+    assert str(conversion).startswith("14 linear layers in current, emulated")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert equal(loaded.state_dict(), model.state_dict())
+
+
+def test_the_head_is_quantized_on_request_and_kept_layers_are_not():
+    model = llama(tie_word_embeddings=True)
+    api.convert(model, "current+head", keep_bf16=["layers.0.mlp.*"])
+    assert "bfloat16" not in kinds(model, "lm_head") | kinds(model, "layers.1")
+    assert kinds(model, "layers.0.mlp") == {"bfloat16"}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("update", ["exact", "torch", "data"])
+def test_quantized_weights_are_never_stale(update: str):
+    """An update by any means is seen by the next forward, without a call to the conversion."""
+    model = llama()
+    api.convert(model, "current")
+    gradients_of(model, batch_of())
+    if update == "exact":
+        api.exact_adamw(model, lr=0.1).step()
+    elif update == "torch":
+        torch.optim.SGD(model.parameters(), lr=10.0).step()
+    else:
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 0.1
+    fresh = llama()
+    fresh.load_state_dict(model.state_dict())
+    api.convert(fresh, "current")
+    assert equal(gradients_of(model, batch_of()), gradients_of(fresh, batch_of()))
+
+
+def test_accumulated_gradients_are_the_sum_of_microbatches():
+    model = llama(torch.float32)
+    api.convert(model, "current")
+    separate = [gradients_of(model, batch_of(seed)) for seed in (1, 2)]
+    model.zero_grad()
+    for seed in (1, 2):
+        model(**batch_of(seed)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, separate[0][name] + separate[1][name])
+
+
+def test_evaluation_is_unquantized_and_training_in_eval_mode_is_not():
+    model, plain = llama(), llama()
+    api.convert(model, "current")
+    with torch.no_grad():
+        assert model.eval()(**batch_of()).loss == plain.eval()(**batch_of()).loss
+    assert not equal(gradients_of(model, batch_of()), gradients_of(plain, batch_of()))
+
+
+@pytest.mark.parametrize("precision", ["current", "delayed"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model.gradient_checkpointing_enable(),
+        lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
+        lambda model: model.compile(backend="eager"),
+    ],
+    ids=["checkpointing", "reentrant", "compile"],
+)
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_recomputed_and_compiled_models_have_the_same_gradients(
+    precision: str, wrap: Callable[[Any], None]
+):
+    model = llama()
+    conversion = api.convert(model, precision, calibrate_on=batch_of(1))
+    state = conversion.state_dict()
+    expected = gradients_of(model, batch_of())
+    histories = conversion.state_dict()
+    conversion.load_state_dict(state)
+    wrap(model)
+    assert equal(gradients_of(model, batch_of()), expected)
+    assert equal(conversion.state_dict(), histories)
+
+
+def test_autocast_computes_the_same_products():
+    """An autocast would round the FP32 operands of the emulation, also in backward."""
+    model = llama(torch.float32)
+    api.convert(model, "current")
+    inside: list[Tensor] = []
+    outside: list[Tensor] = []
+    linear = model.get_submodule("model.layers.0.mlp.up_proj")
+    x = torch.randn(4, 32).bfloat16()
+    for results, enabled in ((inside, True), (outside, False)):
+        with model.precision_context.forward(training=True), torch.autocast("cpu", enabled=enabled):
+            y = linear(x.requires_grad_())
+            results += [y, *torch.autograd.grad(y.sum(), [x, linear.weight])]
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
+def test_a_saved_state_continues_bit_for_bit(tmp_path: Path):
+    model = llama()
+    conversion = api.convert(model, "delayed", calibrate_on=batch_of(1))
+    torch.save([model.state_dict(), conversion.state_dict()], tmp_path / "saved")
+    expected = gradients_of(model, batch_of(2))
+    weights, histories = torch.load(tmp_path / "saved")
+    model = llama()
+    conversion = api.convert(model, "delayed", calibrate_on=batch_of(3))
+    model.load_state_dict(weights)
+    conversion.load_state_dict(histories)
+    assert equal(gradients_of(model, batch_of(2)), expected)
+    with pytest.raises(InputError, match="with the arguments of the saved one"):
+        conversion.load_state_dict({})
+
+
+def test_a_copy_of_a_converted_model_trains_alone():
+    model = llama()
+    conversion = api.convert(model, "delayed", calibrate_on=batch_of(1))
+    twin = copy.deepcopy(model)
+    before = conversion.state_dict()
+    gradients = gradients_of(twin, batch_of())
+    assert equal(conversion.state_dict(), before)
+    assert equal(gradients, gradients_of(model, batch_of()))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("change", ["class", "hook", "forward"])
+def test_linears_that_do_more_are_refused_unless_they_are_kept(change: str):
+    model = llama()
+    linear = model.model.layers[0].mlp.up_proj
+    if change == "class":
+        linear.__class__ = Scaled
+    elif change == "hook":
+        linear.register_forward_hook(lambda *_: None)
+    else:
+        linear.forward = lambda x: x
+    with pytest.raises(InputError, match=r"keep_bf16=\['model.layers.0.mlp.up_proj'\]"):
+        api.convert(model, "current")
+    api.convert(model, "current", keep_bf16=["model.layers.0.mlp.up_proj"])
+    assert type(linear) is not LowPrecisionLinear
+
+
+def test_training_a_part_of_a_converted_model_is_refused():
+    model = llama()
+    api.convert(model, "current")
+    with pytest.raises(InputError, match="outside of a forward of its model"):
+        model.model(**{"input_ids": batch_of()["input_ids"]})
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "message"),
+    [
+        ("fp8", {}, "none of the precisions delayed"),
+        ("bf16", {}, "none of the precisions delayed"),
+        ("delayed", {}, "calibrate_on"),
+        ("current", {"keep": 1}, "`keep`: unknown key"),
+        ("current", {"keep_bf16": ["nothing"]}, "matches no linear layer"),
+        ("current", {"on_unsupported": "fallback"}, "would train in"),
+        ("current", {"on_unsupported": "error"}, "needs a GPU"),
+    ],
+)
+def test_mistakes_in_a_conversion_change_nothing(precision: str, options: Any, message: str):
+    model = llama()
+    with pytest.raises(InputError, match=message):
+        api.convert(model, precision, **options)
+    assert not any(isinstance(module, LowPrecisionLinear) for module in model.modules())
+    api.convert(model, "current")
+    with pytest.raises(InputError, match="converted already"):
+        api.convert(model, "current")
+
+
+def test_emulation_is_announced_by_a_warning():
+    with pytest.warns(UserWarning, match="so the precision is emulated"):
+        api.convert(llama(), "current")
+
+
+# ── open_packs ──
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packs with documents of many lengths, the last of them padded, and one held-out pack."""
+    path = tmp_path_factory.mktemp("data") / "packs"
+    draw = np.random.default_rng(0)
+    lengths = ([10, 22], [5, 20, 7], [32], [1, 31], [16, 16], [3, 3, 3])
+    packs = [
+        Pack(draw.integers(64, size=LENGTH, dtype=np.uint32), np.array(row, np.int32))
+        for row in lengths
+    ]
+    splits = {"train": [packs], "held_out": [packs[:1]]}
+    arrow.write_packs(path, LENGTH, splits, settings={}, statistics={}, tokenizer=None)
+    return path
+
+
+def loader(packs: api.PackedDataset, start: int, stop: int, **options: Any) -> DataLoader:
+    places = packs.places(start, stop)
+    return DataLoader(packs, 2, sampler=places, collate_fn=packs.collate, **options)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_packed_documents_have_the_losses_of_separate_documents(
+    folder: Path, attention: str, kind: str
+):
+    if kind == "llama":
+        model = llama(torch.float32, attn_implementation=attention).eval()
+    else:
+        config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+        config.bos_token_id = config.eos_token_id = None
+        config._attn_implementation = attention
+        model = AutoModelForCausalLM.from_config(config).eval()
+    packs = api.open_packs(folder)
+    batch = packs.collate([packs.packs[index] for index in (1, 3, 5)])
+    losses = []
+    for index in (1, 3, 5):
+        pack = packs.packs[index]
+        ends = np.cumsum(pack.lengths)
+        for begin, end in zip(ends - pack.lengths, ends, strict=True):
+            ids = torch.from_numpy(pack.input_ids[begin:end].astype(np.int64))[None]
+            logits = model(input_ids=ids).logits
+            losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none"))
+    torch.testing.assert_close(model(**batch).loss, torch.cat(losses).mean())
+
+
+def test_places_are_those_of_the_launcher_and_resume_exactly(folder: Path):
+    packs = api.open_packs(folder, seed=5)
+    assert len(packs) == 6
+    batches = list(loader(packs, 0, 16))
+    order = Order(Mixture.alone(6), 5)
+    stream = BatchStream(
+        microbatch=2,
+        rank=0,
+        world_size=1,
+        mask_boundaries=True,
+        packs=packs.packs,
+        order=order,
+        packs_per_step=2,
+    )
+    for step, batch in enumerate(batches):
+        (microbatch,) = stream.step(2 * step).microbatches
+        expected = sorted(map(tuple, microbatch.input_ids.view(2, -1).tolist()))
+        assert sorted(map(tuple, batch["input_ids"].view(2, -1).tolist())) == expected
+    resumed = list(loader(packs, 6, 16, num_workers=2))
+    for batch, expected in zip(resumed, batches[3:], strict=True):
+        assert all(torch.equal(batch[name], expected[name]) for name in ("input_ids", "labels"))
+
+
+def test_a_distributed_sampler_gives_each_rank_its_places(folder: Path):
+    packs = api.open_packs(folder)
+    ranks = [DistributedSampler(packs, 2, rank, shuffle=False) for rank in range(2)]
+    assert sorted([*ranks[0], *ranks[1]]) == list(range(6))
+    assert list(ranks[1]) == list(range(1, 6, 2))
+
+
+def test_a_recipe_and_a_token_file_are_opened(folder: Path, tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "name: x\nseed: 7\nmodel: {config: {model_type: llama}}\n"
+        f"data: {{packs: {folder}, length: {LENGTH}}}\nbatch: {{tokens: {LENGTH}}}\n"
+        "train: {steps: 1}\n"
+    )
+    assert api.open_packs(recipe).order.seed == 7
+    assert len(api.open_packs(folder, split="held_out")) == 1
+    np.save(tmp_path / "tokens.npy", np.arange(64, dtype=np.uint16))
+    tokens = api.open_packs(tmp_path / "tokens.npy", length=16)
+    assert len(tokens) == 4 and tokens[0].input_ids.shape == (16,)
+    with pytest.raises(InputError, match="held_out"):
+        api.open_packs(tmp_path / "tokens.npy", length=16, split="held_out")
+    with pytest.raises(InputError, match="no such file"):
+        api.open_packs(tmp_path / "missing")
+
+
+def test_documents_that_transformers_would_join_are_refused(folder: Path):
+    packs = api.open_packs(folder)
+    first = Pack(np.arange(8, dtype=np.uint32), np.array([8], np.int32))
+    second = Pack(np.arange(8, dtype=np.uint32), np.array([8], np.int32), first_position=8)
+    with pytest.raises(InputError, match="would join them"):
+        packs.collate([first, second])
+
+
+# ── exact_adamw ──
+
+
+def test_exact_adamw_is_an_optimizer_of_torch_with_the_bits_of_fp32(tmp_path: Path):
+    """Schedulers, groups, closures, and a resumed state, against torch's AdamW in FP32."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 3).bfloat16()), nn.Parameter(torch.randn(3).bfloat16())]
+    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
+    module = nn.ParameterList(weights)
+    exact = api.exact_adamw(module, lr=1e-2, weight_decay=0.1)
+    assert [group["weight_decay"] for group in exact.param_groups] == [0.1, 0.0]
+    groups = [{"params": masters[:1]}, {"params": masters[1:], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, foreach=False)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(x, 0.9) for x in (exact, plain)]
+    for step in range(20):
+        if step == 10:
+            torch.save([exact.state_dict(), schedulers[0].state_dict()], tmp_path / "saved")
+            exact = api.exact_adamw(module, lr=5.0)
+            state, schedule = torch.load(tmp_path / "saved")
+            exact.load_state_dict(state)
+            schedulers[0] = torch.optim.lr_scheduler.ExponentialLR(exact, 0.9)
+            schedulers[0].load_state_dict(schedule)
+            exact.load_state_dict(state)
+        for weight, master in zip(weights, masters, strict=True):
+            weight.grad = torch.randn(weight.shape).bfloat16()
+            master.grad = weight.grad.float()
+        assert exact.step(lambda: 3.0) == 3.0
+        plain.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        for weight, master in zip(weights, masters, strict=True):
+            remainder = exact.state[weight]["remainder"]
+            assert torch.equal(master_of(weight.detach(), remainder), master.detach())
+
+
+def test_a_state_of_another_kind_of_weights_is_refused():
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    plain = torch.optim.AdamW([weight])
+    plain.step()
+    with pytest.raises(InputError, match="remainder"):
+        api.exact_adamw([weight]).load_state_dict(plain.state_dict())
+    with pytest.raises(TypeError):
+        api.exact_adamw([weight], amsgrad=True)
+
+
+# ── parity ──
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parity_passes_for_correct_models_and_changes_nothing(dtype: torch.dtype, folder: Path):
+    packs = api.open_packs(folder)
+    batch = packs.collate([packs[0], packs[1]])
+    model = llama(dtype)
+    conversion = api.convert(model, "delayed", calibrate_on=batch)
+    state, weights = conversion.state_dict(), copy.deepcopy(model.state_dict())
+    result = api.parity(model, batch)
+    assert not result.failures, result.summary()
+    assert result.tokens == int((batch["labels"] != -100).sum())
+    assert equal(conversion.state_dict(), state) and equal(model.state_dict(), weights)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_parity_finds_a_wrong_gradient_and_a_wrong_loss():
+    model, reference = llama(torch.float32), llama(torch.float32)
+    up = model.model.layers[0].mlp.up_proj
+    up.register_forward_hook(lambda module, args, y: y + 0.01 * (y - y.detach()))
+    result = api.parity(model, batch_of(), reference)
+    assert any("up_proj" in line for line in result.failures)
+    assert not any(line.startswith("loss") for line in result.failures)
+    model.lm_head.register_forward_hook(lambda module, args, y: 1.01 * y)
+    assert any(line.startswith("loss") for line in api.parity(model, batch_of()).failures)
