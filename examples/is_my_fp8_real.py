@@ -55,7 +55,7 @@ def with_torchao() -> nn.Module:
 
 
 def with_accelerate() -> nn.Module:
-    """With Accelerate, in `mixed_precision="fp8"` with torchao, as a training script would set it."""
+    """With Accelerate and `mixed_precision="fp8"`, as a training script sets it."""
     from accelerate import Accelerator
     from accelerate.utils import AORecipeKwargs
     from torchao.float8 import Float8LinearConfig

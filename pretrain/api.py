@@ -126,10 +126,9 @@ class Conversion:
 
     def __str__(self) -> str:
         kept = {name: made.reason for name, made in self.decisions.items() if made.reason}
-        name = self._engine.precision.name
-        lines = [f"{len(self.decisions) - len(kept)} linear layers in {name}"]
-        lines[0] += f", {self._engine.describe()}"
-        return "\n".join(lines + [f"{name} in BF16: {reason}" for name, reason in kept.items()])
+        count = len(self.decisions) - len(kept)
+        first = f"{count} linear layers in {self._engine.precision.name}, {self._engine.describe()}"
+        return "\n".join([first, *(f"{name} in BF16: {why}" for name, why in kept.items())])
 
 
 def convert(

@@ -150,7 +150,6 @@ class ExactAdamW(torch.optim.Optimizer):
                     for key, tensor in state.items():
                         tensor.copy_(saved[key])
 
-    @torch.no_grad()
     def step(  # type: ignore[override]  # has one more argument
         self,
         closure: Callable[[], float] | None = None,
@@ -161,10 +160,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
         Return the result of `closure`, which computes the gradients first, if it is not None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else closure()
         self.prepare(clip_coefficient=clip_coefficient)()
         return loss
 
