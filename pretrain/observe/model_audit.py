@@ -144,6 +144,8 @@ class _ModelObserver(ProductObserver):
             for weight in _matrices(module):
                 known = self._values.get(_address(weight), _Values())
                 self._values[_address(weight)] = _Values((*known.owners, name))
+        # A subclass of Tensor has no address. Its product belongs to the running module.
+        self._values.pop(0, None)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -203,7 +205,7 @@ class _ModelObserver(ProductObserver):
 
     def follow_values(self, function: Any, result: Any, source: Any = None) -> None:
         """Remember the origin of `result`, which `function` has computed from `source`."""
-        if _address(result) == _address(source):
+        if _address(result) in (0, _address(source)):
             return
         origin = _Values()
         if getattr(function, "overloadpacket", None) in _COPIES:
@@ -254,8 +256,9 @@ def _matrices(module: nn.Module) -> list[Tensor]:
 
 
 def _address(operand: Any) -> int:
-    """Return the address of the memory of a tensor, or 0 for another object."""
-    return operand.untyped_storage().data_ptr() if isinstance(operand, Tensor) else 0
+    """Return the address of the memory of a tensor, or 0 for a subclass and for another object."""
+    is_plain = type(operand) in (Tensor, nn.Parameter)
+    return operand.untyped_storage().data_ptr() if is_plain else 0
 
 
 def _gemm_of(operands: Sequence[Tensor], module: nn.Module, with_weight: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -215,6 +216,17 @@ def test_gemms_of_transformer_engine_are_attributed_by_their_layout(
     products = audit(model, lambda: model(torch.randn(8, 8)).sum())
     assert gemms(products)["1"] == ALL
     assert {p.engine for p in products if p.name == "1"} == {"Transformer Engine"}
+
+
+def test_weights_of_a_subclass_are_observed_below_it():
+    """The products of a tensor that consists of two tensors are two products."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    half = torch.randn(8, 8)
+    model[0].weight = nn.Parameter(TwoTensor(half, half.clone()))
+    x = torch.randn(8, 8)
+    products = audit(model, lambda: model(TwoTensor(x, x.clone())).sum())
+    found = gemms(products)
+    assert found["0"] == ["forward", "wgrad"] and found["1"] == ALL
 
 
 def test_the_table_joins_equal_layers():
