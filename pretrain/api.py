@@ -4,11 +4,13 @@
 
     from pretrain.api import audit, convert, exact_adamw, open_packs, parity
 
-    conversion = convert(model, "current")        # FP8 linear layers
-    optimizer = exact_adamw(model, lr=3e-4)       # BF16 weights with exact FP32 updates
-    loader = DataLoader(packs := open_packs("packs"), 4, collate_fn=packs.collate)
-    print(audit(model, next(iter(loader))))       # the precision of each GEMM, as it ran
-    print(parity(model, next(iter(loader))))      # loss and gradients of plain transformers
+    packs = open_packs("packs")
+    loader = DataLoader(packs, 4, collate_fn=packs.collate)
+    batch = next(iter(loader))
+    convert(model, "current")                  # FP8 linear layers
+    optimizer = exact_adamw(model, lr=3e-4)    # BF16 weights with exact FP32 updates
+    print(audit(model, batch))                 # the precision of each GEMM, as it ran
+    print(parity(model, batch).summary())      # loss and gradients of plain transformers
 
 docs/library.md has a guide, and `examples/` has complete scripts. The launcher calls the same code.
 
@@ -57,6 +59,7 @@ from pretrain.precision.settings import (
     LowPrecisionSettings,
     is_quantized,
 )
+from pretrain.run.assembly import REHEARSALS
 from pretrain.settings.config import load_recipe
 from pretrain.verify.parity import (
     FP32_OF_BF16,
@@ -82,9 +85,6 @@ __all__ = [
     "open_packs",
     "parity",
 ]
-
-# Number of microbatches from which `convert` fills the histories of delayed scaling.
-CALIBRATION = 8
 
 # Keyword arguments of a model, or a function that computes the loss. See `audit`.
 Batch = Mapping[str, Any] | Callable[[], Tensor]
@@ -210,7 +210,7 @@ def convert(
     forward.__signature__ = inspect.signature(type(model).forward)
     model.forward = MethodType(forward, model)
     if calibrate_on is not None:
-        for _ in range(CALIBRATION):
+        for _ in range(REHEARSALS):
             backward_of(model, calibrate_on)
     return Conversion(decisions, context, engine)
 
@@ -263,7 +263,9 @@ class PackedDataset(Dataset[Pack]):
 
     `dataset[place]` is the pack at a place in the endless stream of packs, in which each epoch has
     another order. It is a pure function of the place, so a training is resumed at the number of
-    packs that all ranks have trained on. `len(dataset)` is the number of packs in an epoch.
+    packs that all ranks have trained on. `len(dataset)` is the number of packs in an epoch, so a
+    DataLoader without a sampler reads the first epoch, in its shuffled order. Use :meth:`places`
+    for more epochs.
     """
 
     def __init__(self, packs: Packs, seed: int, *, mask_boundaries: bool) -> None:
