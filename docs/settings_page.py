@@ -36,8 +36,6 @@ unless it is *required*. [`schema.json`](../recipes/schema.json) has the limits 
 * **Editors** with a YAML language server complete keys by the schema, which the first line names:
   `# yaml-language-server: $schema=PATH`, with a path relative to the recipe.
 * `config.yaml` in the run folder has every key and is a recipe too.
-* The recipe [overrides](precision.md#where-a-precision-is-set) the precision and the `fp8_config`
-  of the Accelerate configuration key by key.
 """
 COMMON_KEYS = (
     *("name", "model.source", "model.config", "data.source", "data.tokenizer", "data.length"),
