@@ -252,8 +252,8 @@ class StreamingSettings(Settings):
     window: PositiveCount = 2**26
     """Number of tokens in a part.
 
-    Each part is packed and shuffled separately. If there are several sources, the parts of a source
-    have a share of this number, in proportion to its weight.
+    Each part is packed and shuffled separately. Several sources share this number in proportion to
+    their weights.
     """
 
 
@@ -277,8 +277,7 @@ class DataSettings(SourceSettings):
     held_out: Share = 0.0
     """Share of the data that is held out for evaluation.
 
-    If packs are prepared, it is a share of the documents. If existing packs are read, it is a share
-    of the packs.
+    It is a share of the documents, or of existing packs.
     """
 
     mask_boundaries: bool = True
@@ -297,9 +296,8 @@ class DataSettings(SourceSettings):
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
     """Several sources instead of `source`, each with its own keys from `source` to `labels`.
 
-    Keys that a source does not set are taken from `data`. If a source names columns of another kind
-    of record than `data`, such as chats instead of text, the columns of `data` are not taken. The
-    packs of a source are in the folder `packs`/name.
+    Keys that a source does not set are taken from `data`, except columns of another kind of record,
+    such as chats instead of text. The packs of a source are in the folder `packs`/name.
     """
 
     validation: SourceSettings | None = None
@@ -307,8 +305,8 @@ class DataSettings(SourceSettings):
 
     Set another `source`, or another `split` of the same source, with the keys from `source` to
     `labels`. Keys that are not set are taken from `data`, except `subset` and `split` if
-    `validation` sets another `source`. The packs are beside `packs`, in a folder with the same name
-    and `-validation` at its end.
+    `validation` sets another `source`. The packs are in a folder beside `packs`, whose name ends
+    with `-validation`.
     """
 
     streaming: bool | StreamingSettings = False

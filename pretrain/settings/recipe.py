@@ -208,14 +208,14 @@ class ScheduleSettings(Settings):
     decay: Fraction = 0.2
     """Length of the decay at the end of training, as a share of all steps.
 
-    It has an effect only with `kind: wsd`.
+    It applies only to `kind: wsd`.
     """
 
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Curve of the decay.
 
-    transformers.get_wsd_schedule calls it decay_type, with default cosine. It has an effect only
-    with `kind: wsd`.
+    transformers.get_wsd_schedule calls it decay_type, with default cosine. It applies only to
+    `kind: wsd`.
     """
 
     min_lr_ratio: Fraction = 0.0
@@ -383,8 +383,7 @@ class LogSettings(Settings):
     gap: PositiveCount | None = None
     """Steps between two measurements of the gap to BF16.
 
-    A measurement computes one microbatch both in low precision and in BF16, and compares the two
-    losses and gradients.
+    A measurement compares loss and gradients of one microbatch in low precision and in BF16.
     null: never measure the gap.
     """
 
