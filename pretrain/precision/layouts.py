@@ -287,8 +287,8 @@ def layout_of(quantization: Mapping[str, Any]) -> Layout:
         weights: dict[str, Any] = next(
             (group["weights"] for group in groups if group.get("weights")), {}
         )
-        blocks = {"tensor": None, "channel": (1, None), "block": weights.get("block_structure")}
-        block = blocks.get(weights["strategy"], (1, weights.get("group_size")))
+        of_groups = weights.get("block_structure") or (1, weights.get("group_size"))
+        block = {"tensor": None, "channel": (1, None)}.get(weights["strategy"], of_groups)
     return replace(layouts[key], block=tuple(block or (None, None)))
 
 
