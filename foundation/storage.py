@@ -20,8 +20,7 @@ import os
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,8 +48,6 @@ _OURS = re.compile(
     r"checkpoints/step-\d{8,}/(manifest|state|(model|optimizer)-[\w-]+)\.(json|safetensors)"
     r"|(final/)?[^./][^/]*"
 )
-# Seconds to wait before each attempt to store files.
-_WAITS = (0, 2, 15)
 
 
 def is_address(text: str) -> bool:
@@ -90,7 +87,6 @@ def open_storage(address: str) -> Iterator[tuple[Any, str]]:
 
     try:
         storage, path = fsspec.url_to_fs(address)
-        storage.invalidate_cache()  # fsspec remembers lists of objects
         yield storage, path
     except InputError:
         raise
@@ -115,23 +111,30 @@ def fetch(address: str) -> Path:
         open_storage(address) as (storage, path),
         locked(COPIES / ".lock", lambda holder: say(f"waiting for {holder} to copy {address}")),
     ):
-        listed = (storage.glob if glob.has_magic(path) else storage.find)(path, detail=True)
-        objects = {
-            path_for(f"{scheme}://{name}"): details
-            for name, details in listed.items()
-            if details["type"] == "file" and not name.endswith("/")
-        }
-        if not objects:
+        find = storage.glob if glob.has_magic(path) else storage.find
+        listed = _found(storage, find, path)
+        if not listed:
             raise FileNotFoundError("no such object or folder")
+        objects = {path_for(f"{scheme}://{name}"): listed[name] for name in listed}
         copies = local if glob.has_magic(path) else Path(glob.escape(str(local)), "**")
-        for copy in {*objects, *map(Path, glob.glob(str(copies), recursive=True))}:
+        for copy in map(Path, glob.glob(str(copies), recursive=True)):
             if copy.is_file() and _version(objects.get(copy, {})) != copy.stat().st_mtime:
                 copy.unlink()
-        missing = {copy: details for copy, details in objects.items() if not copy.exists()}
-        if missing:
-            say(f"{address}: copying {len(missing):,} of {len(objects):,} objects to {local}")
-        _download(storage, missing)
+        _download(storage, {copy: objects[copy] for copy in objects if not copy.exists()})
+        if _found(storage, find, path) != listed:
+            raise OSError("objects have changed while they were copied; start again")
     return local
+
+
+def _found(storage: Any, find: Callable[..., Any], path: str) -> dict[str, Mapping[str, Any]]:
+    """Return the descriptions of objects by name. `find` is a method of `storage`."""
+    storage.invalidate_cache()  # fsspec remembers lists of objects
+    # A console creates an empty object with a slash at its end for a folder.
+    return {
+        name: details
+        for name, details in find(path, detail=True).items()
+        if details["type"] == "file" and not name.endswith("/")
+    }
 
 
 def _version(details: Mapping[str, Any]) -> int:
@@ -145,19 +148,11 @@ def _version(details: Mapping[str, Any]) -> int:
 
 def _download(storage: Any, objects: Mapping[Path, Mapping[str, Any]]) -> None:
     """Copy objects to the paths that `objects` maps to their descriptions."""
-
-    def download(copy: Path) -> None:
-        details = objects[copy]
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        storage.get_file(details["name"], str(copy))
-        storage.invalidate_cache()
-        present = storage.info(details["name"])
-        if (_version(present), copy.stat().st_size) != (_version(details), present["size"]):
-            raise OSError(f"{details['name']} has changed while it was copied")
+    names = [details["name"] for details in objects.values()]
+    say(f"copying {len(names):,} objects from object storage", bool(names))
+    storage.get(names, [str(copy) for copy in objects], batch_size=TRANSFERS)
+    for copy, details in objects.items():
         os.utime(copy, (_version(details),) * 2)
-
-    with ThreadPoolExecutor(TRANSFERS) as threads:
-        list(threads.map(download, objects))
 
 
 class StoredRun:
@@ -193,13 +188,13 @@ class StoredRun:
         with open_storage(self.address) as (storage, root):
             objects = self._objects(storage, root)
             complete = {name: objects[name] for name in objects if _marker_of(name) in objects}
-            manifests = [name for name in complete if name.endswith("/manifest.json")]
+            stored, present = (
+                max((name for name in names if name.endswith("/manifest.json")), default="")
+                for names in (complete, self._markers())
+            )
             is_run = (self.folder / "config.yaml").exists()
-            if not complete or (
-                is_run and max(manifests, default="") <= max(self._manifests(), default="")
-            ):
+            if not complete or (is_run and stored <= present):
                 return
-            say(f"{self.address}: copying {len(complete):,} objects to {self.folder}")
             with new_folder(self.folder) as folder:
                 _download(storage, {folder / name: complete[name] for name in complete})
                 if self.folder.exists():
@@ -233,66 +228,61 @@ class StoredRun:
             say(str(failure))
 
     def _store(self) -> None:
-        """Store all files that are not stored yet, in several attempts. Set `problem`."""
-        for wait in _WAITS:
-            time.sleep(wait)
-            try:
-                with open_storage(self.address) as (storage, root):
-                    while self._store_newest(storage, root):
-                        pass
-                self.problem = None
-                return
-            except InputError as error:
-                problem = str(error)
-        self.problem = problem
+        """Store all files that are not stored yet. Set `problem`."""
+        self.problem = None
+        try:
+            with open_storage(self.address) as (storage, root):
+                while self._store_newest(storage, root):
+                    pass
+        except InputError as error:
+            self.problem = str(error)
 
     def _store_newest(self, storage: Any, root: str) -> bool:
         """Store the files outside of folders, and the newest folder that is not stored.
 
-        Return True if a folder was stored. Objects of deleted folders are deleted, but only while
-        another checkpoint is stored. Raises InputError if another process stores the run.
+        Return True if a folder was stored. If all folders were stored before, delete the objects of
+        checkpoints that the run has deleted. Raises InputError if another process stores the run.
         """
         objects = self._objects(storage, root)
         self._require_writer(storage, root)
-        markers = [path for path in (*self._manifests(), _SUMMARY) if (self.folder / path).exists()]
-        missing = [
-            marker
-            for marker in markers
-            if marker not in objects
-            or storage.cat_file(f"{root}/{marker}") != (self.folder / marker).read_bytes()
-        ]
-        if {*markers} - {*missing, _SUMMARY}:
-            deleted = {
-                name
-                for name in objects
-                if name.startswith(("checkpoints/", _SUMMARY)) and _marker_of(name) not in markers
-            }
-            for name in sorted(deleted, key=lambda name: name != _marker_of(name)):
-                storage.rm_file(f"{root}/{name}")
         # metrics.jsonl has the steps before the checkpoint, so it is stored first.
         for path in self.folder.glob("[!.]*"):
             if path.is_file() and path.name != _SUMMARY:
                 storage.pipe_file(f"{root}/{path.name}", path.read_bytes())
-        if missing:
-            self._store_folder(storage, root, missing[0])
-        return bool(missing)
+        markers = self._markers()
+        for marker in markers:
+            content = (self.folder / marker).read_bytes()
+            if marker not in objects or storage.cat_file(f"{root}/{marker}") != content:
+                self._store_folder(storage, root, marker)
+                return True
+        kept = [marker for marker in markers if marker != _SUMMARY]
+        # False sorts before True, so each marker is deleted before the files of its folder.
+        for name in sorted(objects, key=lambda name: name != _marker_of(name)):
+            if kept and name.startswith("checkpoints/") and _marker_of(name) not in kept:
+                storage.rm_file(f"{root}/{name}")
+        return False
 
     def _store_folder(self, storage: Any, root: str, marker: str) -> None:
         """Store all files of the folder with the marker `marker`."""
+        folder = os.path.dirname(marker) or "final"
         links = self.folder / ".storing"
-        folder = "final" if marker == _SUMMARY else os.path.dirname(marker)
-        paths = (path for path in self.folder.glob(f"{folder}/*") if path.is_file())
-        names = set(filter(_OURS.fullmatch, (str(p.relative_to(self.folder)) for p in paths)))
-        # The run may delete the files meanwhile. Links keep their content.
         shutil.rmtree(links, ignore_errors=True)
-        (links / folder).mkdir(parents=True)
-        for name in names | {marker}:
-            os.link(self.folder / name, links / name)
+        # The run may rename and delete the folder meanwhile. Links keep the content of its files.
+        links.mkdir()
+        for path in filter(Path.is_file, self.folder.glob(f"{folder}/*")):
+            os.link(path, links / path.name)
+        content = (self.folder / marker).read_bytes()
         if storage.exists(f"{root}/{marker}"):
             storage.rm_file(f"{root}/{marker}")
-        for name in sorted(names | {marker}, key=lambda name: name == marker):
-            self._require_writer(storage, root)
-            storage.put_file(str(links / name), f"{root}/{name}")
+        names = [path.name for path in links.iterdir() if f"{folder}/{path.name}" != marker]
+        self._require_writer(storage, root)
+        storage.put(
+            [str(links / name) for name in names],
+            [f"{root}/{folder}/{name}" for name in names],
+            batch_size=TRANSFERS,
+        )
+        self._require_writer(storage, root)
+        storage.pipe_file(f"{root}/{marker}", content)
         shutil.rmtree(links)
 
     def _objects(self, storage: Any, root: str) -> dict[str, Mapping[str, Any]]:
@@ -300,13 +290,8 @@ class StoredRun:
 
         Raises InputError if the address has objects, but no stored run.
         """
-        listed = storage.find(root, detail=True)
-        # A console creates an empty object with a slash at its end for a folder.
-        objects = {
-            path.removeprefix(root).lstrip("/"): listed[path]
-            for path in listed
-            if not path.endswith("/")
-        }
+        listed = _found(storage, storage.find, root)
+        objects = {path.removeprefix(root).lstrip("/"): listed[path] for path in listed}
         if objects and _WRITER not in objects:
             raise InputError(
                 f"{self.address}: has {min(objects)}, but no stored run; set another `run_dir`"
@@ -322,11 +307,14 @@ class StoredRun:
                 "the runs, or set another `run_dir`"
             )
 
-    def _manifests(self) -> list[str]:
-        """Return the names of the manifests in the run folder, the newest first."""
+    def _markers(self) -> list[str]:
+        """Return the markers in the run folder, those of the newest checkpoints first."""
         paths = self.folder.glob("checkpoints/step-*/manifest.json")
-        names = (str(path.relative_to(self.folder)) for path in paths)
-        return sorted(filter(_OURS.fullmatch, names), reverse=True)
+        names = sorted((str(path.relative_to(self.folder)) for path in paths), reverse=True)
+        markers = list(filter(_OURS.fullmatch, names))
+        if (self.folder / _SUMMARY).exists():
+            markers.append(_SUMMARY)
+        return markers
 
 
 def _marker_of(name: str) -> str:

@@ -34,7 +34,6 @@ def recipe(
 ) -> dict[str, Any]:
     """Recipe of a run in the bucket, started in this test's folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(storage, "_WAITS", (0, 0))
     return small_recipe | {"run_dir": f"{bucket}/run"}
 
 
