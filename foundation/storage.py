@@ -111,8 +111,7 @@ def fetch(address: str) -> Path:
         open_storage(address) as (storage, path),
         locked(COPIES / ".lock", lambda holder: say(f"waiting for {holder} to copy {address}")),
     ):
-        find = storage.glob if glob.has_magic(path) else storage.find
-        listed = _found(storage, find, path)
+        listed = _found(storage, storage.glob if glob.has_magic(path) else storage.find, path)
         if not listed:
             raise FileNotFoundError("no such object or folder")
         objects = {path_for(f"{scheme}://{name}"): listed[name] for name in listed}
@@ -121,8 +120,6 @@ def fetch(address: str) -> Path:
             if copy.is_file() and _version(objects.get(copy, {})) != copy.stat().st_mtime:
                 copy.unlink()
         _download(storage, {copy: objects[copy] for copy in objects if not copy.exists()})
-        if _found(storage, find, path) != listed:
-            raise OSError("objects have changed while they were copied; start again")
     return local
 
 
@@ -162,9 +159,6 @@ class StoredRun:
         address: Address of the copy, such as s3://bucket/run.
         folder: The run folder on this machine.
 
-    Attributes:
-        problem: Reason why the last attempt to store files has failed, or None.
-
     Raises:
         InputError: The address cannot be read, or has objects but no run.
     """
@@ -172,7 +166,6 @@ class StoredRun:
     def __init__(self, address: str, folder: Path) -> None:
         self.address = address
         self.folder = folder
-        self.problem: str | None = None
         # Name of this process, different from the name of any other process.
         self._name = f"process {os.getpid()} on {os.uname().nodename}, {secrets.token_hex(4)}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storing")
@@ -217,25 +210,24 @@ class StoredRun:
         """
         say(f"{self.address}: storing the last files")
         self._thread.shutdown(cancel_futures=True)
-        self._store()
-        if self.problem:
-            failure = InputError(
-                f"{self.problem}. Not all files are stored. They are complete in {self.folder}; "
-                "start the same command again to store them"
-            )
-            if error is None:
-                raise failure
-            say(str(failure))
+        problem = self._store()
+        if problem and error is None:
+            raise InputError(problem)
 
-    def _store(self) -> None:
-        """Store all files that are not stored yet. Set `problem`."""
-        self.problem = None
+    def _store(self) -> str:
+        """Store all files that are not stored yet. Print and return the reason of a failure."""
         try:
             with open_storage(self.address) as (storage, root):
                 while self._store_newest(storage, root):
                     pass
         except InputError as error:
-            self.problem = str(error)
+            problem = (
+                f"{error}. Not all files are stored. They are complete in {self.folder}; the next "
+                "save or start stores them"
+            )
+            say(f"WARNING  {problem}")
+            return problem
+        return ""
 
     def _store_newest(self, storage: Any, root: str) -> bool:
         """Store the files outside of folders, and the newest folder that is not stored.
@@ -275,13 +267,11 @@ class StoredRun:
         if storage.exists(f"{root}/{marker}"):
             storage.rm_file(f"{root}/{marker}")
         names = [path.name for path in links.iterdir() if f"{folder}/{path.name}" != marker]
-        self._require_writer(storage, root)
         storage.put(
             [str(links / name) for name in names],
             [f"{root}/{folder}/{name}" for name in names],
             batch_size=TRANSFERS,
         )
-        self._require_writer(storage, root)
         storage.pipe_file(f"{root}/{marker}", content)
         shutil.rmtree(links)
 

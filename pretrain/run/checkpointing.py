@@ -87,9 +87,6 @@ def save(run: Run, *, in_background: bool = False) -> None:
         if stored is not None:
             stored.store()
 
-    if stored is not None and stored.problem:
-        run.console.warning(stored.problem)
-        run.trackers.log({"step": run.state.step, "event": "not_stored", "reason": stored.problem})
     with run.console.progress(f"saving step {run.state.step}"):
         # A user may have deleted metrics.jsonl. Then save the checkpoint without it.
         if run.accelerator.is_main_process and run.folder.metrics.exists():
