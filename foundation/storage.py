@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -181,12 +181,8 @@ class StoredRun:
         with open_storage(self.address) as (storage, root):
             objects = self._objects(storage, root)
             complete = {name: objects[name] for name in objects if _marker_of(name) in objects}
-            stored, present = (
-                max((name for name in names if name.endswith("/manifest.json")), default="")
-                for names in (complete, self._markers())
-            )
             is_run = (self.folder / "config.yaml").exists()
-            if not complete or (is_run and stored <= present):
+            if not complete or (is_run and _newest(complete) <= _newest(self._markers())):
                 return
             with new_folder(self.folder) as folder:
                 _download(storage, {folder / name: complete[name] for name in complete})
@@ -305,6 +301,11 @@ class StoredRun:
         if (self.folder / _SUMMARY).exists():
             markers.append(_SUMMARY)
         return markers
+
+
+def _newest(names: Iterable[str]) -> str:
+    """Return the name of the newest manifest, or "" if there is none."""
+    return max((name for name in names if name.endswith("/manifest.json")), default="")
 
 
 def _marker_of(name: str) -> str:
