@@ -87,6 +87,8 @@ def open_storage(address: str) -> Iterator[tuple[Any, str]]:
 
     try:
         storage, path = fsspec.url_to_fs(address)
+        # The methods `get` and `put` of s3fs and gcsfs read this attribute.
+        storage.batch_size = TRANSFERS
         yield storage, path
     except InputError:
         raise
@@ -147,7 +149,7 @@ def _download(storage: Any, objects: Mapping[Path, Mapping[str, Any]]) -> None:
     """Copy objects to the paths that `objects` maps to their descriptions."""
     names = [details["name"] for details in objects.values()]
     say(f"copying {len(names):,} objects from object storage", bool(names))
-    storage.get(names, [str(copy) for copy in objects], batch_size=TRANSFERS)
+    storage.get(names, [str(copy) for copy in objects])
     for copy, details in objects.items():
         os.utime(copy, (_version(details),) * 2)
 
@@ -264,9 +266,7 @@ class StoredRun:
             storage.rm_file(f"{root}/{marker}")
         names = [path.name for path in links.iterdir() if f"{folder}/{path.name}" != marker]
         storage.put(
-            [str(links / name) for name in names],
-            [f"{root}/{folder}/{name}" for name in names],
-            batch_size=TRANSFERS,
+            [str(links / name) for name in names], [f"{root}/{folder}/{name}" for name in names]
         )
         storage.pipe_file(f"{root}/{marker}", content)
         shutil.rmtree(links)
