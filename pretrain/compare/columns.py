@@ -18,6 +18,7 @@ from pretrain.metrics.run_record import (
     RunRecord,
     as_text,
     kind,
+    text_of_scores,
 )
 
 
@@ -254,48 +255,25 @@ def _setting_column(key: str) -> Column:
     )
 
 
-# Columns that distinguish the rows of the table of scores. All except "run" are keys of the event
-# `tasks` in metrics.jsonl.
-SCORED = {
-    "run": "",
-    "step": "step of the checkpoint",
-    "precision": "precision of the matrix products that computed the scores",
-    "num_fewshot": "number of solved examples before each document, if it was set",
-    "limit": "number of documents of each task, if it was limited",
-    "length": "maximum number of tokens of a document",
-}
+# Settings of an evaluation in tasks: "run", and keys of the event `tasks` in metrics.jsonl.
+_SCORED = ("run", "step", "precision", "num_fewshot", "limit", "length")
 
 
-def scores_of(compared_runs: Sequence[ComparedRun]) -> tuple[list[Column], list[dict[str, Any]]]:
-    """Return the columns and the rows of the table of scores in tasks.
+def scores_of(compared_runs: Sequence[ComparedRun]) -> tuple[list[Column], list[dict[str, str]]]:
+    """Return the columns and the rows of the table of scores. A row has the scores in a task.
 
-    If a score was computed again with the same options, the newest score is shown. The rows are
+    If a task was computed again with the same options, its newest scores are shown. The rows are
     empty if no run has scores.
     """
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
     for compared in compared_runs:
         for record in compared.run.metrics:
             if kind(record) == "tasks":
                 values = {**record, "run": compared.label}
-                names = {key: as_text(values[key]) for key in SCORED}
-                row = rows.setdefault(tuple(names.values()), names)
-                for task, figures in record["scores"].items():
-                    row |= {f"{task} {metric}": value for metric, value in figures.items()}
-    titles = dict.fromkeys(title for row in rows.values() for title in row)
-    columns = [Column(key, text, itemgetter(key), is_text=True) for key, text in SCORED.items()]
-    columns += [
-        _score_column(title)
-        for title in titles
-        if title not in SCORED and not title.endswith("_stderr")
-    ]
+                settings = {key: as_text(values[key]) for key in _SCORED}
+                for task, scores in record["scores"].items():
+                    row = settings | {"task": task, "scores": text_of_scores(scores)}
+                    rows[*settings.values(), task] = row
+    titles = (*_SCORED, "task", "scores")
+    columns = [Column(title, "", itemgetter(title), is_text=True) for title in titles]
     return columns, list(rows.values())
-
-
-def _score_column(title: str) -> Column:
-    """Return the column of a score, such as "arc_easy acc". Its suffix is the standard error."""
-
-    def suffix(row: dict[str, Any]) -> str:
-        error = row.get(f"{title}_stderr")
-        return "" if error is None else f" ± {error:.4f}"
-
-    return Column(title, "", lambda row: row.get(title), "{:.4f}".format, suffix)

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from foundation.errors import InputError
+from foundation.errors import InputError, require_package
 from foundation.overrides import overridden
-from foundation.reading import as_input_error
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.launch.environment import with_precision
@@ -62,16 +61,14 @@ def main(parsed: argparse.Namespace) -> int:
         )
     if parsed.tasks and datasets:
         raise InputError(f"command line: remove either --tasks or {datasets[0]}")
-    for option in ("num_fewshot", "limit", "include_path"):
-        if getattr(parsed, option) is not None and not parsed.tasks:
-            raise InputError(f"command line: --{option} needs --tasks; either add it, or remove it")
+    of_tasks = (parsed.num_fewshot, parsed.limit, parsed.include_path)
+    if not parsed.tasks and any(option is not None for option in of_tasks):
+        raise InputError(
+            "command line: --num_fewshot, --limit and --include_path need --tasks; either add it, "
+            "or remove them"
+        )
     if parsed.tasks:
-        with as_input_error(
-            (ImportError,),
-            "--tasks: lm-evaluation-harness cannot be imported",
-            "install it with `pip install 'lm_eval>=0.4.13,<0.5'`",
-        ):
-            import lm_eval.models.huggingface  # noqa: F401
+        require_package("lm_eval", "tasks", "--tasks")
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
     names, skipped = supported_precisions(parsed.precisions or [], load_recipe(path, overrides))
@@ -233,9 +230,7 @@ def _evaluate(
         weights = str(source.path)
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
             console.notice(note)
-    what = "scores" if options.tasks else "held-out loss"
-    part = f", on the first {options.limit} documents of each task" if options.limit else ""
-    console.notice(f"{what} of {weights}{part}")
+    console.notice(f"{'scores' if options.tasks else 'held-out loss'} of {weights}")
     print_in = partial(print_figures, job, assembly, accelerator, console)
     context = assembly.context
     for name, in_model in assembly.precision.in_model.items():

@@ -22,6 +22,7 @@ from foundation.overrides import overridden
 from foundation.reading import as_input_error
 from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import METRICS_FILE, RunFolder, version_of
+from pretrain.metrics.run_record import text_of_scores
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model.distributed import refused_together
 from pretrain.model.packed import PackedLanguageModel
@@ -115,8 +116,7 @@ class TaskScores:
             if task not in members
         }
         for task, figures in scores.items():
-            text = "   ".join(f"{name} {value:.4f}" for name, value in figures.items())
-            console.notice(f"  {precision:<8} {task}   {text}")
+            console.notice(f"  {precision:<8} {task}   {text_of_scores(figures)}")
         self.metrics.log(
             {
                 "step": self.step,
