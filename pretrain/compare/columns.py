@@ -18,7 +18,6 @@ from pretrain.metrics.run_record import (
     RunRecord,
     as_text,
     kind,
-    text_of_scores,
 )
 
 
@@ -272,8 +271,8 @@ def scores_of(compared_runs: Sequence[ComparedRun]) -> tuple[list[Column], list[
                 values = {**record, "run": compared.label}
                 settings = {key: as_text(values[key]) for key in _SCORED}
                 for task, scores in record["scores"].items():
-                    row = settings | {"task": task, "scores": text_of_scores(scores)}
-                    rows[*settings.values(), task] = row
+                    text = "   ".join(f"{metric} {score:.4f}" for metric, score in scores.items())
+                    rows[*settings.values(), task] = settings | {"task": task, "scores": text}
     titles = (*_SCORED, "task", "scores")
     columns = [Column(title, "", itemgetter(title), is_text=True) for title in titles]
     return columns, list(rows.values())

@@ -90,11 +90,6 @@ def at_the_end(steps: np.ndarray) -> np.ndarray:
     return steps > steps[-1] - length
 
 
-def text_of_scores(scores: Mapping[str, float]) -> str:
-    """Return the scores in a task as text, such as "acc 0.2500   acc_stderr 0.0432"."""
-    return "   ".join(f"{metric} {score:.4f}" for metric, score in scores.items())
-
-
 def as_text(value: Any, key: str = "") -> str:
     """Format the value of a setting for a report. `key` is the setting's dotted key.
 

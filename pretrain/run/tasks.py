@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
 from torch import Tensor
 
 from foundation.errors import InputError
@@ -22,7 +23,6 @@ from foundation.overrides import overridden
 from foundation.reading import as_input_error
 from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import METRICS_FILE, RunFolder, version_of
-from pretrain.metrics.run_record import text_of_scores
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model.distributed import refused_together
 from pretrain.model.packed import PackedLanguageModel
@@ -115,8 +115,7 @@ class TaskScores:
             for task, figures in results["results"].items()
             if task not in members
         }
-        for task, figures in scores.items():
-            console.notice(f"  {precision:<8} {task}   {text_of_scores(figures)}")
+        console.notice(f"in {precision}\n{make_table(results)}")
         self.metrics.log(
             {
                 "step": self.step,
