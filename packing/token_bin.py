@@ -137,6 +137,11 @@ class DatatrovePacks(JoinedPacks):
         if not len(self):
             raise InputError(f"{path}: its .ds files have no tokens; run the tasks again")
         expected = tokenizer or parts[0].tokenizer_name
+        self.tokenizer = {"name": expected}
+        # The tokenizer may be a path on another machine.
+        with suppress(InputError):
+            self.tokenizer = load_tokenizer(expected).describe()
+        present = self.tokenizer.get("fingerprint")
         for name, file in {part.tokenizer_name: part.path for part in parts}.items():
             with as_input_error(
                 (InputError,),
@@ -144,16 +149,8 @@ class DatatrovePacks(JoinedPacks):
                 "set `data.tokenizer` to the tokenizer of all files. If it is the same tokenizer "
                 "with another name, write this name before the `|` in the .metadata file",
             ):
-                is_same = (
-                    name == expected
-                    or load_tokenizer(name).fingerprint == load_tokenizer(expected).fingerprint
-                )
-                if not is_same:
+                if name != expected and load_tokenizer(name).fingerprint != present:
                     raise InputError("the two tokenizers differ")
-        self.tokenizer = {"name": expected}
-        # The tokenizer may be a path on another machine.
-        with suppress(InputError):
-            self.tokenizer = load_tokenizer(expected).describe()
         # Hash all files of a small dataset. The ends of all documents identify a large one.
         is_small = sum(file.stat().st_size for file in files) <= ALWAYS_HASHED_BYTES
         hashed = [*(files if is_small else ()), *(Path(f"{file}.index") for file in files)]
