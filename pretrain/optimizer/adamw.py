@@ -135,20 +135,18 @@ class ExactAdamW(torch.optim.Optimizer):
         remainders to the dtype of the parameters. Raise InputError if the states differ.
         """
         super().load_state_dict({**state_dict, "state": {}})
-        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-                # A parameter that has not been updated yet has no state.
-                if saved := state_dict["state"].get(number):
-                    state = self._state_of(parameter)
-                    kinds = [{key: x.dtype for key, x in s.items()} for s in (saved, state)]
-                    if kinds[0] != kinds[1]:
-                        raise InputError(
-                            f"the saved state of the optimizer has {kinds[0]}, but this optimizer "
-                            f"needs {kinds[1]}; create it with the same options, for weights of "
-                            "the same dtype"
-                        )
-                    for key, tensor in state.items():
-                        tensor.copy_(saved[key])
+        # torch numbers the parameters of all groups in their order.
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, saved in state_dict["state"].items():
+            state = self._state_of(parameters[number])
+            kinds = [{key: x.dtype for key, x in s.items()} for s in (saved, state)]
+            if kinds[0] != kinds[1]:
+                raise InputError(
+                    f"the saved state of the optimizer has {kinds[0]}, but this optimizer needs "
+                    f"{kinds[1]}; create it with the same options, for weights of the same dtype"
+                )
+            for key, tensor in state.items():
+                tensor.copy_(saved[key])
 
     def step(  # type: ignore[override]  # has one more argument
         self,
