@@ -112,17 +112,8 @@ class Conversion:
         return {name: tensor.clone() for name, tensor in self._engine.state().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of :meth:`state_dict`.
-
-        Raises InputError if the model or the precision differ.
-        """
-        present = self._engine.state()
-        if {name: state[name].shape for name in state} != {n: present[n].shape for n in present}:
-            raise InputError(
-                f"the saved state has {len(state)} histories and scales, which are not those of "
-                "this model; convert the model with the arguments of the saved one"
-            )
-        self.context.go_back([state[name] for name in present])
+        """Load the result of :meth:`state_dict` of the same model in the same precision."""
+        self.context.go_back([state[name] for name in self._engine.state()])
 
     def __str__(self) -> str:
         kept = {name: made.reason for name, made in self.decisions.items() if made.reason}
@@ -196,9 +187,12 @@ def convert(
     decisions = decide(model, layers, active)
     _require_plain(model, decisions)
     engine: Any = make_engines([active], model.device)[active.precision.name]
-    compute_dtype = getattr(torch, active.precision.compute_dtype)
-    evaluates_low = settings.use_autocast_during_eval
-    context = PrecisionContext(engine, compute_dtype, evaluates_low, engines=[engine])
+    context = PrecisionContext(
+        engine,
+        getattr(torch, active.precision.compute_dtype),
+        settings.use_autocast_during_eval,
+        engines=[engine],
+    )
     convert_linears(model, decisions, context)
     for module in model.modules():
         if isinstance(module, LowPrecisionLinear):
@@ -394,7 +388,6 @@ def parity(
     errors = _token_losses(rounded, batch) - _token_losses(exact, batch)
     is_fp32 = {gradient.dtype for gradient in gradients.values()} == {torch.float32}
     resolution = FP32_OF_BF16 if is_fp32 else 1.0
-    norms = distances(gradients, expected)
     result = Parity(
         failures=[],
         tokens=len(errors),
@@ -402,7 +395,7 @@ def parity(
         reference_loss=exact.loss.item(),
         loss_tolerated=resolution * errors.square().mean().sqrt().item(),
         gradient_norm=math.hypot(*(gradient.float().norm() for gradient in gradients.values())),
-        tensors=judge(norms, distances(noise, expected), resolution),
+        tensors=judge(distances(gradients, expected), distances(noise, expected), resolution),
     )
     result.failures += too_far("loss", result.loss, result.reference_loss, result.loss_tolerated)
     result.failures += worst_of(
@@ -432,5 +425,8 @@ def _output_and_gradients(
     }
     output = functional_call(model, parameters, (), dict(batch))
     gradients = torch.autograd.grad(output.loss, list(parameters.values()), allow_unused=True)
-    pairs = zip(parameters, gradients, strict=True)
-    return output, {name: gradient for name, gradient in pairs if gradient is not None}
+    return output, {
+        name: gradient
+        for name, gradient in zip(parameters, gradients, strict=True)
+        if gradient is not None
+    }

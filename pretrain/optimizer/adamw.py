@@ -129,21 +129,20 @@ class ExactAdamW(torch.optim.Optimizer):
         local_part(parameter).copy_(weight)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, which must be of the same kind of weights and moments.
+        """Load the result of `state_dict`. Moments have the dtype of this optimizer afterwards.
 
-        The values are copied without a change of their dtype. torch would cast moments and
-        remainders to the dtype of the parameters. Raise InputError if the states differ.
+        torch would cast moments and remainders to the dtype of the parameters. Raise InputError if
+        only one of the two optimizers has remainders.
         """
         super().load_state_dict({**state_dict, "state": {}})
         # torch numbers the parameters of all groups in their order.
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, saved in state_dict["state"].items():
             state = self._state_of(parameters[number])
-            kinds = [{key: x.dtype for key, x in s.items()} for s in (saved, state)]
-            if kinds[0] != kinds[1]:
+            if saved.keys() != state.keys():
                 raise InputError(
-                    f"the saved state of the optimizer has {kinds[0]}, but this optimizer needs "
-                    f"{kinds[1]}; create it with the same options, for weights of the same dtype"
+                    f"the saved state of a parameter has {', '.join(saved)}, but this optimizer "
+                    f"needs {', '.join(state)}; create it with the options of the saved one"
                 )
             for key, tensor in state.items():
                 tensor.copy_(saved[key])
