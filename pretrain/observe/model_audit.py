@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from foundation.errors import InputError
+from foundation.overrides import overridden
 from pretrain.observe.product_observer import (
     ObservedProduct,
     ProductObserver,
@@ -39,7 +40,6 @@ _COPIES = {
     *(_aten.to, _aten._to_copy, _aten.clone, _aten.contiguous),
     *(_aten.mul, _aten.div, _aten.clamp),
 }
-# Value of `Product.gemm` for a module with a matrix that was called without a visible product.
 
 
 class Product(NamedTuple):
@@ -104,16 +104,13 @@ def audit(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> 
 
 def backward_of(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> None:
     """Run forward and backward of `model`, and restore its gradients. See `audit`."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    model.zero_grad()
-    try:
+    with ExitStack() as gradients:
+        for parameter in model.parameters():
+            gradients.enter_context(overridden(parameter, grad=None))
         loss = batch() if callable(batch) else model(**batch).loss
         if loss is None:
             raise InputError("the model has returned no loss; add `labels` to the batch")
         loss.backward()
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 class _Values(NamedTuple):
@@ -150,7 +147,7 @@ class _ModelObserver(ProductObserver):
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Context manager that observes all products, and the forwards of all modules."""
-        with super().observing(), ExitStack() as hooks, _AllProducts(self):
+        with super().observing(), ExitStack() as hooks, TorchProducts(self):
             for name, module in self._modules.items():
                 enter, leave = partial(self._enter, name), partial(self._leave, name)
                 before = module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -203,16 +200,15 @@ class _ModelObserver(ProductObserver):
         )
         self.products.setdefault(name, []).append(ObservedProduct(gemm, left, right, engine))
 
-    def follow_values(self, function: Any, result: Any, source: Any = None) -> None:
-        """Remember the origin of `result`, which `function` has computed from `source`."""
-        if _address(result) in (0, _address(source)):
-            return
+    def follow_values(self, operation: Any, result: Any, source: Any = None) -> None:
+        """Remember the origin of the tensors in `result`, which are computed from `source`."""
         origin = _Values()
-        if getattr(function, "overloadpacket", None) in _COPIES:
+        if operation in _COPIES:
             origin = self._values.get(_address(source), origin)
             if source.dtype in _FP8 and result.dtype not in _FP8:
                 origin = origin._replace(fp8=f" with {_FP8[source.dtype]} values")
-        self._values[_address(result)] = origin
+        for address in {*map(_address, tree_leaves(result))} - {0, _address(source)}:
+            self._values[address] = origin
 
     def audit(self) -> Audit:
         """Return all products, and an entry for each module whose products are not visible."""
@@ -233,20 +229,6 @@ class _ModelObserver(ProductObserver):
             is_visible = any(product.startswith(f"{name}.") for product in visible)
             if _matrices(module) and not is_visible and not isinstance(module, nn.Embedding):
                 result.append(Product(name, type(module).__name__, "not visible", "", "", ""))
-        return result
-
-
-class _AllProducts(TorchProducts):
-    """Dispatch mode that also shows the results of all operations to the observer."""
-
-    _observer: _ModelObserver
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        for tensor in tree_leaves(result) if result is not NotImplemented else ():
-            self._observer.follow_values(function, tensor, *args[:1])
         return result
 
 

@@ -162,9 +162,17 @@ class ProductObserver:
         if self._running:
             self._running[-1](list(map(operand_kind, operands)), engine)
 
+    def follow_values(self, operation: Any, result: Any, source: Any = None) -> None:
+        """Do nothing. An observer may follow the values of tensors through all operations.
+
+        operation: the operation of torch, without its overload.
+        result: the result of the operation: a tensor, or a structure of tensors.
+        source: the first argument of the operation.
+        """
+
 
 class TorchProducts(TorchDispatchMode):
-    """Dispatch mode that passes each matrix product of torch to a ProductObserver."""
+    """Dispatch mode that passes each operation of torch to a ProductObserver."""
 
     supports_higher_order_operators = True
 
@@ -186,7 +194,9 @@ class TorchProducts(TorchDispatchMode):
             if operation is _aten._scaled_mm_v2:
                 scales = args[2][0], args[5][0]
             self._observer.record(*factors, scales=scales, engine=str(operation))
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        self._observer.follow_values(operation, result, *args[:1])
+        return result
 
 
 def operand_kind(operand: Any, scale: Tensor | None = None) -> str:
