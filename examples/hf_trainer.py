@@ -26,11 +26,12 @@ config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1,
 )  # fmt: skip
-model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = LlamaForCausalLM(config).to(device, torch.bfloat16).train()
 
 # Convert before the Trainer wraps the model. Delayed scaling chooses scales from past batches, so
 # it needs a batch to begin with. Every other precision needs none.
-first_batch = {"input_ids": texts[:8], "labels": texts[:8]}
+first_batch = {"input_ids": texts[:8].to(device), "labels": texts[:8].to(device)}
 conversion = convert(model, "delayed", calibrate_on=first_batch)
 optimizer = exact_adamw(model, lr=1e-2, weight_decay=0.1)
 
@@ -54,7 +55,7 @@ arguments = TrainingArguments(
     save_steps=10,
     logging_steps=5,
     report_to="none",
-    use_cpu=not torch.cuda.is_available(),
+    use_cpu=device == "cpu",
 )
 trainer = Trainer(
     model,
@@ -70,6 +71,7 @@ trainer.train()
 products = audit(model, first_batch)
 print(products)
 linears = [product for product in products if "proj" in product.name]
+assert linears
 assert all(product.left[:2] in ("e4", "e5") for product in linears), "this was not FP8"
 
 # Resume: weights and optimizer by the Trainer, scales by the conversion.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +44,15 @@ config = Qwen3Config(
 )  # fmt: skip
 model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).train()
 
+
+def on_device(batch: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()
+    }
+
+
 # Before training: are loss and gradients those of plain transformers?
-batch = packs.collate([packs[0], packs[1]])
+batch = on_device(packs.collate([packs[0], packs[1]]))
 print(parity(model, batch).summary())
 
 # One line makes the linear layers FP8. Then look at what really ran, not at what was asked for.
@@ -59,11 +67,7 @@ schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=st
 for step in range(steps):
     loss = 0.0
     for _ in range(accumulation):
-        batch = {
-            key: value.to(device) if isinstance(value, torch.Tensor) else value
-            for key, value in next(loader).items()
-        }
-        microbatch_loss = model(**batch).loss / accumulation
+        microbatch_loss = model(**on_device(next(loader))).loss / accumulation
         microbatch_loss.backward()
         loss += microbatch_loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
