@@ -99,6 +99,11 @@ class ExactAdamW(torch.optim.Optimizer):
         """Return the state of a parameter. Allocate the state at the first call."""
         state = self.state[parameter]
         if not state:
+            if parameter.dtype not in (torch.float32, torch.bfloat16):
+                raise InputError(
+                    f"AdamW updates FP32 and BF16 weights, but a weight is {parameter.dtype}; "
+                    "cast the model before the optimizer is created"
+                )
             is_bf16 = parameter.dtype == torch.bfloat16
             default = torch.bfloat16 if is_bf16 and not self.exact else torch.float32
             dtypes = dict.fromkeys(MOMENTS, self.moments or default)
@@ -129,20 +134,25 @@ class ExactAdamW(torch.optim.Optimizer):
         local_part(parameter).copy_(weight)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`. Moments have the dtype of this optimizer afterwards.
+        """Load the result of `state_dict`, which must be of the same kind of weights and moments.
 
-        torch would cast moments and remainders to the dtype of the parameters. Raise InputError if
-        only one of the two optimizers has remainders.
+        The values are copied without a change of their dtype. torch would cast moments and
+        remainders to the dtype of the parameters. Raise InputError if the states differ.
         """
         super().load_state_dict({**state_dict, "state": {}})
         # torch numbers the parameters of all groups in their order.
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, saved in state_dict["state"].items():
             state = self._state_of(parameters[number])
-            if saved.keys() != state.keys():
+            found, needed = (
+                {key: (tensor.dtype, *tensor.shape) for key, tensor in tensors.items()}
+                for tensors in (saved, state)
+            )
+            if found != needed:
                 raise InputError(
-                    f"the saved state of a parameter has {', '.join(saved)}, but this optimizer "
-                    f"needs {', '.join(state)}; create it with the options of the saved one"
+                    f"the saved state of the optimizer has {found}, but this optimizer needs "
+                    f"{needed}; create it with the same options, for weights of the same dtype and "
+                    "shape"
                 )
             for key, tensor in state.items():
                 tensor.copy_(saved[key])

@@ -391,6 +391,23 @@ def test_a_state_of_another_kind_of_weights_is_refused():
         api.exact_adamw([weight], amsgrad=True)
 
 
+def test_a_state_of_weights_of_another_shape_is_refused():
+    row, matrix = (nn.Parameter(torch.ones(size, 4)) for size in (1, 3))
+    optimizer = api.exact_adamw([row])
+    row.grad = torch.ones_like(row)
+    optimizer.step()
+    with pytest.raises(InputError, match="dtype and shape"):
+        api.exact_adamw([matrix]).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_weights_that_would_be_rounded_are_refused(dtype: torch.dtype):
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(InputError, match="FP32 and BF16"):
+        api.exact_adamw([weight]).step()
+
+
 # ── parity ──
 
 
