@@ -107,9 +107,12 @@ def backward_of(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor
     with ExitStack() as gradients:
         for parameter in model.parameters():
             gradients.enter_context(overridden(parameter, grad=None))
-        loss = batch() if callable(batch) else model(**batch).loss
+        loss = batch() if callable(batch) else getattr(model(**batch), "loss", None)
         if loss is None:
-            raise InputError("the model has returned no loss; add `labels` to the batch")
+            raise InputError(
+                "the model has returned no loss; add `labels` to the batch, or pass a function "
+                "that computes the loss"
+            )
         loss.backward()
 
 

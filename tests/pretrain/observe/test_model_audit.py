@@ -86,6 +86,11 @@ def test_autocast_and_frozen_weights_are_visible():
     assert found["model.layers.0.mlp.up_proj"] == ["dgrad", "forward"]
 
 
+def test_a_model_that_returns_no_loss_is_refused():
+    with pytest.raises(InputError, match="a function that computes the loss"):
+        audit(nn.Linear(2, 2), {"input": torch.ones(1, 2)})
+
+
 def test_gradients_are_restored():
     model = llama()
     batch = batch_of(2, 16)
