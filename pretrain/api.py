@@ -325,7 +325,8 @@ def open_packs(
         seed: Seed of the order of packs.
 
     Raises:
-        InputError: There are no packs of this split, or they are streamed.
+        InputError: There are no packs of this split, or they are streamed, or the recipe has
+            `weights_until`.
 
     Example::
 
@@ -342,6 +343,11 @@ def open_packs(
     else:
         length = find_splits(path, length)["train"]().length
         settings = DataSettings(packs=path, length=length)
+    if settings.weights_until:
+        raise InputError(
+            f"{source}: `data.weights_until` depends on the length of a training, which a dataset "
+            "does not have; open a recipe for each phase, with the weights of the phase"
+        )
     packs = None if settings.stream else open_split(settings, split)
     if packs is None:
         raise InputError(f"{source}: there are no packs of {split!r} that can be read at any time")
