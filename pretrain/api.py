@@ -186,6 +186,9 @@ def convert(
     check_scope(model, layers, active)
     decisions = decide(model, layers, active)
     _require_plain(model, decisions)
+    if calibrate_on is not None:
+        # An error in the batch must not leave a model that is converted but not calibrated.
+        backward_of(model, calibrate_on)
     engine: Any = make_engines([active], model.device)[active.precision.name]
     context = PrecisionContext(
         engine,

@@ -236,6 +236,14 @@ def test_mistakes_in_a_conversion_change_nothing(precision: str, options: Any, m
         api.convert(model, "current")
 
 
+def test_a_batch_without_labels_does_not_convert_the_model():
+    model = llama()
+    unlabelled = {"input_ids": batch_of()["input_ids"]}
+    with pytest.raises(InputError, match="no loss"):
+        api.convert(model, "delayed", calibrate_on=unlabelled)
+    assert not any(isinstance(module, LowPrecisionLinear) for module in model.modules())
+
+
 def test_emulation_is_announced_by_a_warning():
     with pytest.warns(UserWarning, match="so the precision is emulated"):
         api.convert(llama(), "current")
