@@ -80,8 +80,8 @@ def address_of(path: Path) -> str:
 def open_storage(address: str) -> Iterator[tuple[Any, str]]:
     """Context manager that yields the file system of `address` (fsspec) and the path in it.
 
-    Re-raises all exceptions of the caller's `with` statement as InputError, because every file
-    system has its own exceptions. A missing package is an ImportError.
+    Each file system has its own exceptions. So all exceptions of the `with` statement, also the
+    ImportError of a missing package, are raised again as InputError.
     """
     import fsspec  # imported here, because the import takes 0.1 s
 
@@ -294,7 +294,7 @@ class StoredRun:
             )
 
     def _markers(self) -> list[str]:
-        """Return the markers in the run folder, those of the newest checkpoints first."""
+        """Return the markers in the run folder: newest checkpoints first, `final` last."""
         paths = self.folder.glob("checkpoints/step-*/manifest.json")
         names = sorted((str(path.relative_to(self.folder)) for path in paths), reverse=True)
         markers = list(filter(_OURS.fullmatch, names))

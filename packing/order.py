@@ -90,9 +90,9 @@ class Mixture:
                 # The rate is the source's share of the remaining places. The last source of the
                 # phase gets all of them.
                 rate = round(_PARTS * share / sum(shares[number:])) if share else 0
-                own = remaining * rate // _PARTS
-                packs[number] = packs[number] + own
-                remaining = remaining - own
+                packs_of_source = remaining * rate // _PARTS
+                packs[number] = packs[number] + packs_of_source
+                remaining = remaining - packs_of_source
         return packs
 
     def epochs(self, place: int) -> dict[str, float]:

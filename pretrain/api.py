@@ -256,10 +256,10 @@ def _require_forward_of_model(module: LowPrecisionLinear, args: Any) -> None:
 
 
 class PackedDataset(Dataset[Pack]):
-    """Packs in the order of a training, as a map-style dataset. Created by :func:`open_packs`.
+    """Map-style dataset of packs in the order of a training. :func:`open_packs` creates it.
 
     `dataset[place]` is the pack at a place in the endless stream of packs, in which each epoch has
-    another order. It is a pure function of the place, so a training is resumed at the number of
+    another order. The order is a pure function of the place. So a training resumes at the number of
     packs that all ranks have trained on. `len(dataset)` is the number of packs in an epoch, so a
     DataLoader without a sampler reads the first epoch, in its shuffled order. Use :meth:`places`
     for more epochs.
@@ -365,10 +365,10 @@ def parity(
 ) -> Parity:
     """Compare the loss and the gradients of a causal language model with plain transformers.
 
-    The reference runs in FP32, and in BF16 to measure the errors of BF16, from which the tolerances
-    follow. The model runs without dropout, and without quantization if :func:`convert` has
-    converted it: :func:`audit` reports its precision. The model, its gradients and the reference
-    are not changed.
+    The reference runs twice: in FP32 for the expected values, and in BF16 for the tolerances, which
+    are the errors of BF16. The model runs without dropout. A model that :func:`convert` has
+    converted runs without quantization, because :func:`audit` reports its precision. The model, its
+    gradients and the reference are not changed.
 
     Args:
         model: The model. It may have fused kernels, another attention, or converted layers.

@@ -1,8 +1,8 @@
 """Sustained rates of a GPU, measured and stored by `python -m pretrain doctor`.
 
-They are stored in the folder of caches, in one JSON file for each entry in the table of cards. So
-the rates of an "NVIDIA H100 80GB HBM3" are those of an "H100". A GPU that is not in the table has a
-file of its own.
+The cache folder has one JSON file for each entry in the table of cards. For example, an "NVIDIA
+H100 80GB HBM3" reads the rates of the entry "H100". A GPU that is not in the table has a file of
+its own.
 """
 
 from __future__ import annotations

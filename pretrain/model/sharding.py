@@ -251,13 +251,13 @@ class Sharding:
             group.module.unshard()
             for param in group.fsdp.fsdp_params:
                 shard = param.sharded_param
-                own = distribute_tensor(
+                gathered_shard = distribute_tensor(
                     param._unsharded_param.detach(),
                     shard.device_mesh,
                     shard.placements,
                     src_data_rank=None,
                 ).to_local()
-                if not torch.equal(own, shard.to_local().to(own)):
+                if not torch.equal(gathered_shard, shard.to_local().to(gathered_shard)):
                     stale.append(param._param_fqn)
             group.reshard()
         return stale
@@ -321,9 +321,9 @@ class Sharding:
             if rows:
                 # The backward of a fused layer writes the gradients of all its stacked weights.
                 stacked = {id(parameter) for parameters in rows for parameter in parameters}
-                others = [p for p in gathered_of.values() if id(p) not in stacked]
+                unstacked = [p for p in gathered_of.values() if id(p) not in stacked]
                 group.overwritten = [parameters[0] for parameters in rows]
-                group.cleared = [parameter.main_grad for parameter in others]
+                group.cleared = [parameter.main_grad for parameter in unstacked]
             for param in trained:
                 param.sharded_param.grad_dtype = None  # accepts gradients of any dtype
                 if group.shares_memory:

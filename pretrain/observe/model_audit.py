@@ -63,7 +63,7 @@ class Product(NamedTuple):
 
 
 class Audit(list[Product]):
-    """The products of a model. `str` returns a table in which equal layers share a line."""
+    """List of the products of a model. `str` returns a table with one line for equal layers."""
 
     def __str__(self) -> str:
         lines = Counter(
@@ -75,10 +75,7 @@ class Audit(list[Product]):
         ]
         rows += [(*line, str(count)) for line, count in lines.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(map(str.ljust, row, widths)).rstrip()  # one line of the table
-            for row in rows
-        )
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def audit(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> Audit:
@@ -90,8 +87,8 @@ def audit(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> 
 
     Args:
         model: The model, on its device and in its training mode. It may be wrapped.
-        batch: Keyword arguments of `model`, which returns an object with the attribute `loss`. Or a
-            function that computes the loss with `model`.
+        batch: Keyword arguments of `model`, whose result has the attribute `loss`; or a function
+            that computes the loss with `model`.
 
     Returns:
         The products, in the order in which they ran.
@@ -126,7 +123,7 @@ class _Values(NamedTuple):
 
 
 class _ModelObserver(ProductObserver):
-    """Observer of all products of a model, also of those that no `watched` block announces."""
+    """Observer that records every product of a model, inside and outside of `watched` blocks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -142,8 +139,9 @@ class _ModelObserver(ProductObserver):
         self._values: dict[int, _Values] = {}
         for name, module in self._modules.items():
             for weight in _matrices(module):
-                known = self._values.get(_address(weight), _Values())
-                self._values[_address(weight)] = _Values((*known.owners, name))
+                # Tied weights have several owners.
+                owners = self._values.get(_address(weight), _Values()).owners
+                self._values[_address(weight)] = _Values((*owners, name))
         # A subclass of Tensor has no address. Its product belongs to the running module.
         self._values.pop(0, None)
 

@@ -230,9 +230,10 @@ class StepCheck(Observer):
 
 
 class CachedWeights(Probe):
-    """Compare cached quantized weights with the present weights and with those of other ranks.
+    """Probe that compares cached quantized weights with two references.
 
-    The present weights are quantized again.
+    The first reference is the present weight, quantized again. The second is the cached weight of
+    other ranks.
     """
 
     def __init__(self) -> None:
@@ -248,9 +249,9 @@ class CachedWeights(Probe):
         return sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
 
     def differing_over_ranks(self) -> list[str]:
-        """Return the sorted names of products whose codes differ from those of another rank.
+        """Return the sorted names of products whose codes differ between two ranks.
 
-        Waits for the device. All ranks must call this method.
+        The host waits for the device. All ranks must call this method.
         """
         of_rank = {name: int(value) for name, value in self._checksums.items()}
         of_ranks = from_all_ranks(of_rank)

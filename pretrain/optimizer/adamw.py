@@ -144,14 +144,14 @@ class ExactAdamW(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, saved in state_dict["state"].items():
             state = self._state_of(parameters[number])
-            found, needed = (
+            saved_kinds, kinds = (
                 {key: (tensor.dtype, *tensor.shape) for key, tensor in tensors.items()}
                 for tensors in (saved, state)
             )
-            if found != needed:
+            if saved_kinds != kinds:
                 raise InputError(
-                    f"the saved state of the optimizer has {found}, but this optimizer needs "
-                    f"{needed}; create it with the same options, for weights of the same dtype and "
+                    f"the saved state of the optimizer has {saved_kinds}, but this optimizer needs "
+                    f"{kinds}; create it with the same options, for weights of the same dtype and "
                     "shape"
                 )
             for key, tensor in state.items():

@@ -266,8 +266,8 @@ def stored_weights(
     for name, stored in slices.items():
         if name in weights or stored.get_dtype().startswith("F8"):
             raise ValueError(f"{name} in {stored.get_dtype()} has no scales, or is stored twice")
-    others = {name: slices[name] for name in slices if not _NOT_OF_WEIGHTS.search(name)}
-    return weights and weights | others
+    unquantized = {name: slices[name] for name in slices if not _NOT_OF_WEIGHTS.search(name)}
+    return weights and weights | unquantized
 
 
 def layout_of(quantization: Mapping[str, Any]) -> Layout:
