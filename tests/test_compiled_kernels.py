@@ -189,6 +189,9 @@ def update(kernel: Any) -> None:
             torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments
         )
         kernel.prepare_update([(parameter, hyper)], None)()
+        # Muon has no moments, and its updates are BF16.
+        parameter = parameter._replace(gradient=bf16(4096), exp_avg=None, exp_avg_sq=None)
+        kernel.prepare_update([(parameter, hyper)], None)()
 
 
 def experts(kernel: Any) -> None:

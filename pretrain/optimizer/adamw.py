@@ -84,6 +84,17 @@ class ExactAdamW(torch.optim.Optimizer):
         # weight is the FP32 master. An update is zero if the learning rate is zero, or if the first
         # moment and weight decay * weight are both zero.
         self.frozen_counts = torch.zeros(2, dtype=torch.int64)
+        # Metrics of the last step by name, as scalars that are equal on all processes.
+        self.figures: dict[str, Tensor] = {}
+
+    @property
+    def adamw_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups that AdamW updates."""
+        return self.param_groups
+
+    def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
+        """Return the names of the moments of a parameter in its state."""
+        return MOMENTS
 
     def materialise(self) -> None:
         """Allocate the state of all parameters before the first step.
@@ -106,7 +117,7 @@ class ExactAdamW(torch.optim.Optimizer):
                 )
             is_bf16 = parameter.dtype == torch.bfloat16
             default = torch.bfloat16 if is_bf16 and not self.exact else torch.float32
-            dtypes = dict.fromkeys(MOMENTS, self.moments or default)
+            dtypes = dict.fromkeys(self.moments_of(parameter), self.moments or default)
             if is_bf16 and self.exact:
                 dtypes["remainder"] = torch.int16
             part = local_part(parameter)
@@ -184,7 +195,7 @@ class ExactAdamW(torch.optim.Optimizer):
         """
         steps: list[Tensor] = []
         updates: list[Update] = []
-        for group in self.param_groups:
+        for group in self.adamw_groups:
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is None:
@@ -216,10 +227,10 @@ class ExactAdamW(torch.optim.Optimizer):
                 update_in_pieces,
                 _cut(updates, PIECE),
                 self.offload,
-                lambda piece: _prepare([piece], clip_coefficient)(),
+                lambda piece: prepare_updates([piece], clip_coefficient)(),
             )
         else:
-            update_all = _prepare(updates, clip_coefficient)
+            update_all = prepare_updates(updates, clip_coefficient)
 
         def update() -> None:
             for step in steps:
@@ -247,6 +258,8 @@ class Hyperparameters(NamedTuple):
     eps: float
     # Number of this update, starting at 1.
     step: int
+    # Factor of the learning rate, but not of weight decay.
+    scale: float = 1.0
 
     @property
     def decay(self) -> float:
@@ -255,8 +268,8 @@ class Hyperparameters(NamedTuple):
 
     @property
     def step_size(self) -> float:
-        """Return the learning rate divided by the bias correction of the first moment."""
-        return self.learning_rate / (1 - self.beta1**self.step)
+        """Return the scaled learning rate divided by the bias correction of the first moment."""
+        return self.learning_rate * self.scale / (1 - self.beta1**self.step)
 
     @property
     def bias_correction2_sqrt(self) -> float:
@@ -273,14 +286,17 @@ class ParameterTensors(NamedTuple):
     weight: Tensor  # FP32 or BF16
     remainder: Tensor | None  # int16 for exact BF16 weights, else None
     gradient: Tensor  # FP32 or BF16
-    exp_avg: Tensor  # FP32 or BF16
-    exp_avg_sq: Tensor  # the same dtype as exp_avg
+    # Both moments are FP32 or BF16, or None if `gradient` is the direction of the update (Muon).
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
 
 
 Update = tuple[ParameterTensors, Hyperparameters]
 
 
-def _prepare(updates: Sequence[Update], clip_coefficient: Tensor | None) -> Callable[[], Tensor]:
+def prepare_updates(
+    updates: Sequence[Update], clip_coefficient: Tensor | None
+) -> Callable[[], Tensor]:
     """Return a function that updates parameters in place, and returns the number of lost updates.
 
     The number is an int64 scalar on the parameters' device. `ExactAdamW.frozen_counts` defines lost
@@ -331,20 +347,23 @@ def _update(
     if clip_coefficient is not None:
         gradient = gradient * clip_coefficient
     master = before.clone()
-    # For an FP32 moment, `float` returns the tensor itself, so the moment is updated in place.
-    exp_avg = tensors.exp_avg.float()
-    exp_avg_sq = tensors.exp_avg_sq.float()
-
+    direction = gradient
     if hyper.weight_decay != 0:
         master.mul_(hyper.decay)
-    exp_avg.lerp_(gradient, 1 - hyper.beta1)
-    exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
-    denominator = exp_avg_sq.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
-    master.addcdiv_(exp_avg, denominator, value=-hyper.step_size)
-
-    if exp_avg is not tensors.exp_avg:
-        tensors.exp_avg.copy_(exp_avg)
+    if tensors.exp_avg is None or tensors.exp_avg_sq is None:
+        master.add_(direction, alpha=-hyper.step_size)
+    else:
+        # For an FP32 moment, `float` returns the tensor itself, so the moment is updated in place.
+        direction = tensors.exp_avg.float()
+        exp_avg_sq = tensors.exp_avg_sq.float()
+        direction.lerp_(gradient, 1 - hyper.beta1)
+        exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
+        denominator = exp_avg_sq.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
+        master.addcdiv_(direction, denominator, value=-hyper.step_size)
+        # This changes nothing if the moments are FP32.
+        tensors.exp_avg.copy_(direction)
         tensors.exp_avg_sq.copy_(exp_avg_sq)
+
     if remainder is None:
         rounded = master.to(weight.dtype)
         after = rounded
@@ -354,7 +373,7 @@ def _update(
         after = master
     # On a CPU, `x.bool()` takes a tenth of the time of `x != 0`. The difference of two infinite
     # weights is NaN, which converts to True, so an infinite weight is treated as changed.
-    has_update = exp_avg.bool()
+    has_update = direction.bool()
     if hyper.weight_decay != 0:
         has_update |= before.bool()
     if hyper.learning_rate == 0:
@@ -386,36 +405,50 @@ def exact_adamw(params: nn.Module | Iterable[Any], **options: Any) -> ExactAdamW
         >>> model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
         >>> optimizer = exact_adamw(model, lr=3e-4, weight_decay=0.1)
     """
-    if not isinstance(params, nn.Module):
-        return ExactAdamW(params, **options)
-    parameters = [parameter for parameter in params.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
-    not_decayed = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
-    return ExactAdamW(groups, **options)
+    if isinstance(params, nn.Module):
+        params = groups_of(params.parameters())
+    return ExactAdamW(params, **options)
+
+
+def groups_of(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return two groups of the parameters that require gradients.
+
+    Weight decay applies to matrices and embeddings, but not to norms and biases.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    decayed = [parameter for parameter in trained if parameter.dim() >= 2]
+    not_decayed = [parameter for parameter in trained if parameter.dim() < 2]
+    return [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
-    """Build the optimizer of a run, as `exact_adamw` does.
+    """Build AdamW of a run, as `exact_adamw` does.
 
     With `exact`, the optimizer stores remainders for BF16 parameters.
     """
-    return exact_adamw(
-        model,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        exact=exact,
-        moments=getattr(torch, WEIGHT_DTYPES[settings.moments]) if settings.moments else None,
-        offload=OFFLOADED[settings.offload],
-    )
+    return exact_adamw(model, **options_of(settings, exact=exact))
+
+
+def options_of(settings: OptimizerSettings, *, exact: bool) -> dict[str, Any]:
+    """Return the arguments of `ExactAdamW` that follow from the settings of a run."""
+    return {
+        "lr": settings.learning_rate,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "exact": exact,
+        "moments": getattr(torch, WEIGHT_DTYPES[settings.moments]) if settings.moments else None,
+        "offload": OFFLOADED[settings.offload],
+    }
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of all parameter groups of `optimizer`."""
+    """Set the learning rate of all parameter groups of `optimizer`.
+
+    learning_rate: the learning rate of AdamW. A group with the key `lr_ratio` has this multiple.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """AdamW as a Triton kernel. One launch updates all parameters that have the same dtypes.
 
+The kernel also applies the updates of Muon, which have no moments.
+
 Each value is read once and written once. A separate launch for each parameter would be slow: with
 the 310 parameters of Qwen3-1.7B, an H200 would wait for the host for about 15 ms per step, 0.9 % of
 a step in FP8. So one launch updates many parameters, and reads the addresses of their tensors from
@@ -45,7 +47,8 @@ class Kind(NamedTuple):
     Attributes:
         weight_type: Triton dtype of the weights.
         gradient_type: Triton dtype of the gradients.
-        moment_type: Triton dtype of both moments.
+        moment_type: Triton dtype of both moments. FP32 without moments.
+        has_moments: False if the gradient is the direction of the update.
         exact: True for `weights: bf16_exact`.
         aligned: True if all tensors are aligned.
     """
@@ -53,6 +56,7 @@ class Kind(NamedTuple):
     weight_type: tl.dtype
     gradient_type: tl.dtype
     moment_type: tl.dtype
+    has_moments: bool
     exact: bool
     aligned: bool
 
@@ -94,6 +98,7 @@ def _adamw(
     weight_type: tl.constexpr,
     gradient_type: tl.constexpr,
     moment_type: tl.constexpr,
+    has_moments: tl.constexpr,
     exact: tl.constexpr,
     aligned: tl.constexpr,
     block: tl.constexpr,
@@ -115,27 +120,29 @@ def _adamw(
         inside = tl.max_constancy(inside, _ALIGNMENT)
     weight_at = _pointers(row, 0, weight_type, index, aligned)
     remainder_at = _pointers(row, 1, tl.int16, index, aligned)
-    exp_avg_at = _pointers(row, 3, moment_type, index, aligned)
-    exp_avg_sq_at = _pointers(row, 4, moment_type, index, aligned)
-    weight = tl.load(weight_at, mask=inside, other=0)
-    gradient = tl.load(_pointers(row, 2, gradient_type, index, aligned), mask=inside, other=0).to(
-        tl.float32
-    )
-    exp_avg = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
-    exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
+    before = tl.load(weight_at, mask=inside, other=0)
     if exact:
-        before = _join(weight, tl.load(remainder_at, mask=inside, other=0))
+        before = _join(before, tl.load(remainder_at, mask=inside, other=0))
     else:
-        before = weight.to(tl.float32)
+        before = before.to(tl.float32)
+    gradient = tl.load(clip_coefficient) * tl.load(
+        _pointers(row, 2, gradient_type, index, aligned), mask=inside, other=0
+    ).to(tl.float32)
 
-    gradient = gradient * tl.load(clip_coefficient)
-    exp_avg = tl.fma(one_minus_beta1, gradient - exp_avg, exp_avg)
-    exp_avg_sq = tl.fma(one_minus_beta2 * gradient, gradient, exp_avg_sq * beta2)
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
-    after = before * decay + tl.div_rn(negative_step_size * exp_avg, denominator)
-
-    tl.store(exp_avg_at, exp_avg.to(moment_type), mask=inside)
-    tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
+    if has_moments:
+        exp_avg_at = _pointers(row, 3, moment_type, index, aligned)
+        exp_avg_sq_at = _pointers(row, 4, moment_type, index, aligned)
+        direction = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
+        exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
+        direction = tl.fma(one_minus_beta1, gradient - direction, direction)
+        exp_avg_sq = tl.fma(one_minus_beta2 * gradient, gradient, exp_avg_sq * beta2)
+        denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
+        after = before * decay + tl.div_rn(negative_step_size * direction, denominator)
+        tl.store(exp_avg_at, direction.to(moment_type), mask=inside)
+        tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
+    else:
+        direction = gradient
+        after = tl.fma(negative_step_size, direction, before * decay)
     if exact:  # the same operations as in `exact_weights.split`
         bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
         rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -145,7 +152,7 @@ def _adamw(
         rounded = after.to(weight_type)
         tl.store(weight_at, rounded, mask=inside)
         after = rounded.to(tl.float32)
-    has_update = (learning_rate != 0) & ((exp_avg != 0) | ((weight_decay != 0) & (before != 0)))
+    has_update = (learning_rate != 0) & ((direction != 0) | ((weight_decay != 0) & (before != 0)))
     # Each program writes its count to a separate element. Atomic additions of all programs to one
     # counter would be slow, because a launch may have a million programs.
     tl.store(frozen + program, tl.sum((inside & has_update & (after == before)).to(tl.int32)))
@@ -172,12 +179,14 @@ def prepare_update(
     for tensors, hyper in updates:
         addresses = [0 if tensor is None else tensor.view(-1).data_ptr() for tensor in tensors]
         values = tensors.weight.numel()
+        moment = tensors.exp_avg
         # The addresses may be unaligned, because FSDP2 may split a tensor at any position.
         aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))
         kind = Kind(
             weight_type=_TYPES[tensors.weight.dtype],
             gradient_type=_TYPES[tensors.gradient.dtype],
-            moment_type=_TYPES[tensors.exp_avg.dtype],
+            moment_type=_TYPES[torch.float32 if moment is None else moment.dtype],
+            has_moments=moment is not None,
             exact=tensors.remainder is not None,
             aligned=aligned,
         )

@@ -28,7 +28,7 @@ LINEARS = (nn.Linear, Conv1D)
 # the end of a step.
 QUANTIZED_SHARE = 0.9
 # Patterns of the names that transformers gives the routers of a mixture of experts.
-_ROUTERS = ("gate", "gate.*", "router*")
+ROUTERS = ("gate", "gate.*", "router*")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def decide(
         # Map each reason to a value that is true if the reason applies to the layer.
         reasons: dict[str | None, Any] = {
             "scope linear excludes the LM head": module is head and settings.scope == "linear",
-            "routers are not quantized": any(is_called(name, pattern) for pattern in _ROUTERS),
+            "routers are not quantized": any(is_called(name, pattern) for pattern in ROUTERS),
             "keep_bf16_layers": module in kept,
             **{f"keep_bf16: {pattern}": is_called(name, pattern) for pattern in settings.keep_bf16},
             **{f"{size} is not a multiple of {multiple}": size % multiple for size in features},
@@ -136,6 +136,10 @@ def is_called(name: str, pattern: str) -> bool:
 
 def features_of(linear: Any) -> tuple[int, ...]:
     """Return (in_features, out_features) of an nn.Linear, a Conv1D or a LowPrecisionLinear."""
+    return tuple(linear.weight.shape if is_transposed(linear) else reversed(linear.weight.shape))
+
+
+def is_transposed(linear: Any) -> bool:
+    """Return True if the weight is [in, out], as in a Conv1D."""
     # A LowPrecisionLinear that replaces a Conv1D has `transposed` set.
-    transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)
-    return tuple(linear.weight.shape if transposed else reversed(linear.weight.shape))
+    return isinstance(linear, Conv1D) or getattr(linear, "transposed", False)

@@ -63,6 +63,32 @@ def reference(
     return ParameterTensors(weight, remainder, old.gradient, *moments), int(frozen.sum())
 
 
+@pytest.mark.parametrize(
+    ("weight", "exact"),
+    [(FP32, False), (BF16, True), pytest.param(BF16, False, marks=rounds_to_bf16)],
+)
+def test_updates_without_moments_equal_those_on_a_cpu(weight: torch.dtype, exact: bool) -> None:
+    """These are the updates of Muon."""
+    hyper = Hyperparameters(3e-3, 0.1, beta1=0, beta2=0, eps=0, step=1, scale=5.0)
+    operands = [
+        tensors._replace(gradient=tensors.gradient.bfloat16(), exp_avg=None, exp_avg_sq=None)
+        for tensors in draw(weight, FP32, FP32, exact)
+    ]
+    on_cpu = [
+        ParameterTensors(
+            *(tensor if tensor is None else tensor.cpu().clone() for tensor in tensors)
+        )
+        for tensors in operands
+    ]
+    expected = adamw.prepare_updates([(tensors, hyper) for tensors in on_cpu], None)()
+    frozen = prepare_update([(tensors, hyper) for tensors in operands], None)()
+    assert int(frozen) == int(expected)
+    for tensors, expected_tensors in zip(operands, on_cpu, strict=True):
+        assert torch.equal(tensors.weight.cpu(), expected_tensors.weight)
+        if exact:
+            assert torch.equal(tensors.remainder.cpu(), expected_tensors.remainder)
+
+
 def draw(
     weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype, exact: bool
 ) -> list[ParameterTensors]:
@@ -125,7 +151,7 @@ def test_the_kernel_computes_what_torchs_operations_compute(
 @pytest.fixture(autouse=True)
 def kernel_updates_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ExactAdamW use the kernel on every device."""
-    monkeypatch.setattr(adamw, "_prepare", prepare_update)
+    monkeypatch.setattr(adamw, "prepare_updates", prepare_update)
 
 
 def test_special_master_weights_keep_all_their_bits() -> None:
