@@ -44,9 +44,7 @@ UNKNOWN = {
     "train --data my_text --steps 10": "did you mean data.source=VALUE?",
     "train my.yaml --steps 10": "did you mean train.steps=VALUE?",
     "plan my.yaml --model gpt2": "did you mean model.source=VALUE?",
-    "train my.yaml --optimizer muon": (
-        "the optimizer is always AdamW, with the keys in the section `optimizer`"
-    ),
+    "train my.yaml --optimizer muon": "did you mean optimizer.name=VALUE?",
     "train my.yaml --lora_r=8": (
         "LoRA and other adapters are out of scope, because this launcher trains all weights"
     ),

@@ -115,6 +115,7 @@ NO_EFFECT_ON_SPEED = (
     "optimizer.betas",
     "optimizer.eps",
     "optimizer.weight_decay",
+    "optimizer.muon.",
 )
 AT_END = (
     f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if that is more"

@@ -1,18 +1,19 @@
-"""Check the token counts and gradients of a step, and compare its update with torch.optim.AdamW.
+"""Check the token counts and gradients of a step, and compare its update with torch's optimizers.
 
 The parity check covers forward and backward, and the audit covers matrix products. This check
 covers the rest of a step. It runs in the first two steps after a start, a rollback or a change of
 the precision (`Step.is_new`), and every `log.fp8_statistics` steps. AdamW updates each value
 independently of all others, so it is enough to check a sample of the values. Only clipping depends
-on all gradients: their norm is recomputed from all values. docs/developers/verification.md lists
-everything that is checked.
+on all gradients: their norm is recomputed from all values. Muon updates a matrix as a whole, so
+each check compares one complete matrix with torch.optim.Muon, and checks of later steps take other
+matrices. docs/developers/verification.md lists everything that is checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +27,8 @@ from pretrain.model.gradients import gathered, gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
-from pretrain.optimizer.exact_weights import join
+from pretrain.optimizer.exact_weights import join, master_of
+from pretrain.optimizer.muon import MOMENTUM, Muon
 from pretrain.precision.gemm import Gemm, Operand
 from pretrain.precision.observed import dtype_name
 from pretrain.precision.product import Probe
@@ -42,6 +44,11 @@ RELATIVE = 1e-4
 # Additional tolerance, relative to the value itself. An FP32 operation has a relative rounding
 # error of 2^-24, and an update consists of a few operations.
 ROUNDING = 2.0**-22
+# Tolerance of a value that Muon has updated, relative to the root mean square of the changes of its
+# matrix, and the share of values that may exceed it. Orthogonalization in BF16 depends on the order
+# of sums.
+MUON_RELATIVE = 0.1
+MUON_OFF = 0.01
 # Gradients must be summed over microbatches in FP32. If BF16 can store more than this share of the
 # nonzero sums without rounding, the check concludes that the sums were rounded to BF16.
 BF16_VALUED = 0.9
@@ -175,14 +182,17 @@ class StepCheck(Observer):
     def update(
         self, step: Step, learning_rate: float, updates: int, losses: Mapping[str, float]
     ) -> Iterator[None]:
-        """Compare the update with torch.optim.AdamW, and `losses` with those of the microbatches.
+        """Compare the update with torch's, and `losses` with those of the microbatches.
 
         All ranks must call this method. Raises TrainingHalted on all processes if any process has
         found a fault in the step or in the update.
         """
-        by_torch = TorchUpdate(
-            self._packed.hf, self._optimizer, self._recipe, learning_rate, updates
-        )
+        arguments = (self._recipe, learning_rate, updates)
+        by_torch: list[TorchUpdate | TorchMuonUpdate] = [
+            TorchUpdate(self._packed.hf, self._optimizer, *arguments)
+        ]
+        if isinstance(self._optimizer, Muon):
+            by_torch.append(TorchMuonUpdate(self._packed.hf, self._optimizer, *arguments))
         yield
         weights = {"loss": 1.0, "penalty": self._recipe.loss.penalty_weight} | {
             "router_loss": self._packed.routing.coefficient
@@ -193,16 +203,16 @@ class StepCheck(Observer):
                 f"the losses to be logged add up to {logged:.6f}, those of the microbatches to "
                 f"{self._loss:.6f}"
             )
-        wrong = [*self._wrong, *by_torch.differences()]
+        wrong = [*self._wrong, *(line for update in by_torch for line in update.differences())]
         if largest_over_ranks(self._accelerator, len(wrong)):
             lines = "\n".join(
                 f"  {line}" for line in (wrong or ["see the message of another process"])
             )
             raise TrainingHalted(
                 step.number,
-                "the step or its update is wrong. The update is compared with that of "
-                f"torch.optim.AdamW:\n{lines}\nThe step is not saved. The fault lies in the code "
-                "or in the device, not in the recipe",
+                "the step or its update is wrong. The update is compared with those of "
+                f"torch.optim:\n{lines}\nThe step is not saved. The fault lies in the code or in "
+                "the device, not in the recipe",
             )
 
     def _gradients(self) -> list[Tensor]:
@@ -276,8 +286,24 @@ class CachedWeights(Probe):
             self._checksums[gemm.name] = checksum(codes)
 
 
+@torch.no_grad()
+def expected_clipping(model: nn.Module, limit: float | None) -> Tensor | float:
+    """Return the factor by which clipping to `limit` multiplies the gradients of `model`.
+
+    The clipping function of training is not called, because this check covers that function. If
+    gradients are sharded, all ranks must call this function.
+    """
+    norms = [
+        gathered(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        for gradient in map(gradient_of, model.parameters())
+        if gradient is not None
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
 class TorchUpdate:
-    """The expected result of a step's update: torch.optim.AdamW on a sample of the values.
+    """The expected result of AdamW's update: torch.optim.AdamW on a sample of the values.
 
     Create the object when the gradients are complete, and call `differences` after the optimizer's
     step.
@@ -302,10 +328,11 @@ class TorchUpdate:
         self._optimizer = optimizer
         self._recipe = recipe
         self._updates = updates
+        by_adamw = {p for group in optimizer.adamw_groups for p in group["params"]}
         trained = [
             (name, parameter, gradient)
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and (gradient := gradient_of(parameter)) is not None
+            if parameter in by_adamw and (gradient := gradient_of(parameter)) is not None
         ]
         self._names, self._parameters, self._gradients = zip(*trained, strict=True)
         self._device = self._parameters[0].device
@@ -320,7 +347,7 @@ class TorchUpdate:
         self._parameter_of = torch.arange(len(picked), device=self._device).repeat_interleave(
             self._sizes
         )
-        gradient = torch.cat(picked).float() * self._clip_coefficient()
+        gradient = torch.cat(picked).float() * expected_clipping(model, recipe.optimizer.clip)
         self._before = self._values()
         self._expected = self._updated_by_torch(gradient, learning_rate)
 
@@ -348,19 +375,6 @@ class TorchUpdate:
             )
         return lines
 
-    def _clip_coefficient(self) -> Tensor | float:
-        """Return the clipping factor of the gradients.
-
-        The clipping function of training is not called, because this check covers that function.
-        """
-        limit = self._recipe.optimizer.clip
-        norms = [
-            gathered(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
-            for gradient in self._gradients
-        ]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
-
     def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
         """Yield a tuple (text, present value, expected value) for each setting of the optimizer.
 
@@ -368,7 +382,7 @@ class TorchUpdate:
         hyperparameters of each parameter group, and the dtypes of weights, gradients and moments.
         """
         recipe = self._recipe
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.adamw_groups:
             yield "lr is", group["lr"], learning_rate
             yield "betas is", group["betas"], tuple(recipe.optimizer.betas)
             yield "eps is", group["eps"], recipe.optimizer.eps
@@ -427,24 +441,106 @@ class TorchUpdate:
         return {"weights": weight.detach(), **moments}
 
     def _is_off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
-        """Return a bool tensor: True for each value that differs from its expected value.
+        """Return a bool tensor, as `_is_outside`.
 
         before: the values before the update, from which the tolerance is computed.
-        in_bf16: True if `actual` is stored in BF16. Then the limits of the tolerance are rounded to
-            BF16 too.
-
-        NaN always differs.
         """
         change = (expected - before).abs()
         mean_square = self._by_parameter(change.square()) / self._sizes.clamp(min=1)
         usual = mean_square.sqrt()[self._parameter_of]
         tolerance = RELATIVE * torch.maximum(change, usual) + ROUNDING * expected.abs()
-        bounds = torch.stack([expected - tolerance, expected + tolerance])
-        lowest, highest = bounds.bfloat16().float() if in_bf16 else bounds
-        return ~((lowest <= actual) & (actual <= highest))
+        return _is_outside(actual, expected, tolerance, in_bf16=in_bf16)
 
     def _by_parameter(self, values: Tensor) -> Tensor:
         """Return the sum of the sampled `values` of each parameter, [parameters]."""
         return torch.zeros(len(self._names), device=self._device).index_add_(
             0, self._parameter_of, values
         )
+
+
+class TorchMuonUpdate:
+    """The expected result of Muon's update: torch.optim.Muon on one matrix.
+
+    Create the object when the gradients are complete, and call `differences` after the optimizer's
+    step. All ranks must call both.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Muon,
+        recipe: Recipe,
+        learning_rate: float,
+        updates: int,
+    ) -> None:
+        """Compute the expected values before the optimizer's step, as `TorchUpdate` does."""
+        hidden = list(optimizer.hidden.values())
+        self._item = hidden[updates % len(hidden)]
+        self._number = updates % self._item.shape[0]
+        self._state = optimizer.state[self._item.parameter]
+        self._name = next(n for n, p in model.named_parameters() if p is self._item.parameter)
+        settings = recipe.optimizer
+        options: dict[str, Any] = {
+            "lr": learning_rate * settings.muon_lr_ratio,
+            "weight_decay": settings.weight_decay,
+            "momentum": settings.muon.momentum,
+            "adjust_lr_fn": settings.muon.adjust_lr_fn,
+        }
+        group = optimizer.param_groups[-1]
+        self._wrong_settings = [
+            f"Muon's {key} is {group[key]}, not {value}"
+            for key, value in options.items()
+            if group[key] != value
+        ]
+        before, momentum_before = self._values()
+        weight = nn.Parameter(before.clone())
+        gradient = self._matrix(cast(Tensor, gradient_of(self._item.parameter))).float()
+        weight.grad = gradient * expected_clipping(model, settings.clip)
+        momentum = momentum_before.clone()
+        reference = torch.optim.Muon([weight], **options)
+        reference.state[weight] = {"momentum_buffer": momentum}
+        reference.step()
+        # For each kind: the expected values, the change, its relative tolerance, and the dtype.
+        self._expected = {
+            "weights": (weight.detach(), weight.detach() - before, MUON_RELATIVE, recipe.weights),
+            MOMENTUM: (momentum, momentum - momentum_before, RELATIVE, recipe.moments_kept_in),
+        }
+
+    def differences(self) -> list[str]:
+        """Return one line of text for each kind of fault in the update."""
+        lines = list(self._wrong_settings)
+        kinds = zip(self._expected.items(), self._values(), strict=True)
+        for (kind, (expected, change, relative, stored)), actual in kinds:
+            tolerance = relative * change.square().mean().sqrt() + ROUNDING * expected.abs()
+            is_off = _is_outside(actual, expected, tolerance, in_bf16=stored == "bf16")
+            if is_off.float().mean() > MUON_OFF:
+                lines.append(f"{kind} of a matrix in {self._name}")
+        return lines
+
+    def _values(self) -> tuple[Tensor, Tensor]:
+        """Return the matrix with its remainders, and its momentum, FP32."""
+        parameter = self._item.parameter
+        remainder = self._state.get("remainder")
+        # Join the local parts, because ranks cannot gather int16 remainders.
+        master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+        local_part(master).copy_(
+            master_of(local_part(parameter), None if remainder is None else local_part(remainder))
+        )
+        return self._matrix(master), self._matrix(self._state[MOMENTUM]).float().clone()
+
+    def _matrix(self, tensor: Tensor) -> Tensor:
+        """Return the matrix in a tensor with the shape of its parameter, over all shards."""
+        return self._item.split(gathered(tensor))[self._number]
+
+
+def _is_outside(actual: Tensor, expected: Tensor, tolerance: Tensor, *, in_bf16: bool) -> Tensor:
+    """Return a bool tensor: True for each value that differs from its expected value.
+
+    NaN always differs.
+
+    in_bf16: True if `actual` is stored in BF16. Then the limits of the tolerance are rounded to
+        BF16 too.
+    """
+    bounds = torch.stack([expected - tolerance, expected + tolerance])
+    lowest, highest = bounds.bfloat16().float() if in_bf16 else bounds
+    return ~((lowest <= actual) & (actual <= highest))

@@ -46,6 +46,7 @@ from pretrain.optimizer.adamw import (
     clear_gradients,
     named_state,
 )
+from pretrain.optimizer.muon import build_muon
 from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
@@ -272,7 +273,8 @@ def place_model(job: Job, built: Built, converted: Converted, accelerator: Accel
     # Without FSDP2 the model is already on its device.
     if accelerator.is_fsdp2:
         model = shard(accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered)
-    optimizer = build_optimizer(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
+    build = build_muon if recipe.optimizer.name == "muon" else build_optimizer
+    optimizer = build(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
     set_weights(built.hf, built.values, optimizer)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()

@@ -230,6 +230,7 @@ class Run:
             **batches.figures,
             **reported,
             **figures,
+            **{name: value.item() for name, value in self.assembly.optimizer.figures.items()},
             "frozen_updates": frozen,
             "step_tokens": batches.tokens,
             "sum_squared_lengths": batches.sum_squared_lengths,

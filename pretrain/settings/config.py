@@ -272,10 +272,13 @@ def settings_without(recipe: Recipe, excluded: tuple[str, ...]) -> dict[str, Any
     """Return the settings of a recipe by dotted key, without the settings in `excluded`.
 
     A setting is excluded if its key starts with an element of `excluded`. The settings in
-    `fp8_config` are also excluded if no precision of the recipe is quantized.
+    `fp8_config` are also excluded if no precision of the recipe is quantized, and the settings of
+    Muon if the optimizer is AdamW.
     """
     if not is_quantized(recipe.precision):
         excluded = (*excluded, "fp8_config.")
+    if recipe.optimizer.name == "adamw":
+        excluded = (*excluded, "optimizer.name", "optimizer.muon.")
     return {
         key: value
         for key, value in flatten(resolved(recipe)).items()

@@ -145,11 +145,35 @@ class BatchSettings(Settings):
     """
 
 
+class MuonSettings(Settings):
+    """Muon's settings. They need `optimizer.name: muon`."""
+
+    learning_rate: float | None = Field(default=None, gt=0, le=MOST_FP32)
+    """Peak learning rate of Muon's matrices. null: AdamW's."""
+
+    momentum: Share = 0.95
+    """Decay rate of the momentum."""
+
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of a matrix's learning rate, as in torch.optim.Muon.
+
+    match_rms_adamw: 0.2 sqrt(max(out, in)), for AdamW's learning rates.
+    original: sqrt(max(1, out / in)), for 0.02.
+    """
+
+
 class OptimizerSettings(Settings):
-    """The optimizer is always AdamW."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """Algorithm of the update.
+
+    adamw: AdamW.
+    muon: Muon for the weight matrices of linears and experts in decoder layers, AdamW for the rest.
+    """
 
     learning_rate: float = Field(default=3.0e-4, gt=0, le=MOST_FP32)
     """Peak learning rate. The schedule reaches it after the warmup."""
+
+    muon: MuonSettings = MuonSettings()
 
     betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=2)] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment."""
@@ -164,7 +188,7 @@ class OptimizerSettings(Settings):
     """
 
     moments: Literal["fp32", "bf16"] | None = None
-    """Dtype of AdamW's moments.
+    """Dtype of AdamW's moments and of Muon's momentum.
 
     null: bf16 if the recipe sets `weights: bf16`, as in torch, and fp32 otherwise.
     """
@@ -191,6 +215,22 @@ class OptimizerSettings(Settings):
     Gradients with a larger norm are scaled down to it.
     null: do not clip gradients.
     """
+
+    @model_validator(mode="after")
+    def _fits_its_name(self) -> OptimizerSettings:
+        if self.name == "adamw" and self.muon != MuonSettings():
+            raise ValueError("the keys in `muon` need Muon; set `name: muon`, or remove them")
+        if self.name == "muon" and self.offload != "none":
+            raise ValueError(
+                f"`offload: {self.offload}` needs AdamW, because Muon updates a matrix as a whole; "
+                "set `offload: none`, `moments: bf16` to save memory, or `name: adamw`"
+            )
+        return self
+
+    @property
+    def muon_lr_ratio(self) -> float:
+        """Return the learning rate of Muon divided by the learning rate of AdamW."""
+        return (self.muon.learning_rate or self.learning_rate) / self.learning_rate
 
 
 class ScheduleSettings(Settings):
@@ -474,9 +514,8 @@ _OTHER_NAMES = {
         "n_layer n_layers num_layers num_hidden_layers depth n_head n_heads num_heads "
         "num_attention_heads n_embd d_model hidden_size intermediate_size vocab_size dropout"
     ),
-    "the optimizer is always AdamW, with the keys in the section `optimizer`": (
-        "optimizer optim optimizer_type optimizer_name muon"
-    ),
+    "optimizer.name": "optimizer optim optimizer_type optimizer_name",
+    "optimizer.muon.learning_rate": "muon matrix_lr muon_lr",
     "model.source": (
         "model model_name_or_path model_name base_model init_from pretrained_model_name_or_path"
     ),
@@ -619,5 +658,5 @@ class Recipe(Settings):
 
     @property
     def moments_kept_in(self) -> Literal["fp32", "bf16"]:
-        """Return the dtype of AdamW's two moments."""
+        """Return the dtype of AdamW's two moments and of Muon's momentum."""
         return self.optimizer.moments or ("bf16" if self.weights == "bf16" else "fp32")

@@ -6,6 +6,7 @@ import pytest
 from accelerate import Accelerator
 
 from pretrain.metrics.health import TrainingHalted
+from pretrain.optimizer import muon
 from tests.pretrain.verify.faults import Fault
 from tests.pretrain.verify.mutations import FAULTS
 from tests.pretrain.verify.small_runs import CLIP, MIXTURES, SmallRun, build_run
@@ -58,6 +59,53 @@ def test_a_correct_update_with_penalty_and_router_loss_passes(
     balance = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
     monkeypatch.setitem(MIXTURES, "qwen3_moe", MIXTURES["qwen3_moe"] | balance)
     build_run(accelerator, "fp32", kind, loss=PENALIZED).train()
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16_exact"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])
+def test_a_correct_update_by_muon_passes(kind: str, weights: str, accelerator: Accelerator) -> None:
+    run = build_run(
+        accelerator,
+        "fp32" if weights == "fp32" else "bf16",
+        kind,
+        layers=1,
+        weights=weights,
+        optimizer="muon",
+    )
+    run.train()
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("the norm is not clipped", "momentum of a matrix in .*q_proj.weight"),
+        ("each update is applied twice", "weights of a matrix in .*q_proj.weight"),
+        ("an exact weight's low bits are dropped", "weights of a matrix in .*q_proj.weight"),
+    ],
+)
+def test_a_fault_of_muons_update_is_named(what: str, line: str, accelerator: Accelerator) -> None:
+    run = build(accelerator, "bf16_exact", optimizer="muon")
+    with BY_NAME[what].entered(run), pytest.raises(TrainingHalted, match=line):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [("momentum", "Muon's momentum is 0.5, not 0.95"), ("lr_ratio", "Muon's lr is 0.0005, not")],
+)
+def test_a_wrong_setting_of_muon_is_named(key: str, line: str, accelerator: Accelerator) -> None:
+    run = build(accelerator, "fp32", optimizer="muon")
+    run.optimizer.param_groups[-1][key] = 0.5
+    with pytest.raises(TrainingHalted, match=line):
+        run.train()
+
+
+def test_another_orthogonalization_is_named(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "COEFFICIENTS", (1.5, -0.5, 0.0))
+    with pytest.raises(TrainingHalted, match=r"weights of a matrix in .*q_proj.weight"):
+        build(accelerator, "fp32", optimizer="muon").train()
 
 
 def assert_refused(fault: Fault, run: SmallRun) -> None:

@@ -29,6 +29,7 @@ from pretrain.observe.observers import Observer, Step, StepWatch
 from pretrain.observe.step_check import StepCheck
 from pretrain.optimizer import adamw
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
+from pretrain.optimizer.muon import build_muon
 from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
@@ -208,6 +209,7 @@ def build_run(
     clip: float | None = CLIP,
     seed: int = 1,
     loss: LossSettings | None = None,
+    optimizer: str = "adamw",
     **fp8_config: Any,
 ) -> SmallRun:
     """Assemble a small run as training does.
@@ -234,14 +236,20 @@ def build_run(
         train={"steps": 9},
         loss=loss or LossSettings(),
         weights=weights,
-        optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"},
+        optimizer={
+            "name": optimizer,
+            "clip": clip,
+            "learning_rate": RATE,
+            "gradients": "fp32",
+        },
         log={"fp8_statistics": 1},
     )
     prepared = prepare(packed, accelerator)
-    optimizer = adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact")
+    build = build_muon if optimizer == "muon" else adamw.build_optimizer
+    built = build(packed, recipe.optimizer, exact=weights == "bf16_exact")
     packs = random_packs(4 * packs_a_microbatch, seed)
     step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
-    run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator, recipe)
+    run = SmallRun(packed, prepared, built, active, decisions, step, packs, accelerator, recipe)
     if packed.context.state():
         rehearse(run)
     return run

@@ -1,0 +1,338 @@
+"""Muon for the weight matrices of decoder layers, and AdamW for all other parameters.
+
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) updates a matrix by an orthogonal
+matrix that is close to its momentum. A step computes, in FP32 unless noted:
+
+    momentum  = β momentum + (1 - β) gradient
+    direction = β momentum + (1 - β) gradient           (Nesterov)
+    update    = orthogonalize(direction)                in BF16
+    weight    = (1 - rate · decay) weight - rate · scale · update
+
+These are the operations of torch.optim.Muon in the same order. Weights are stored as by
+`ExactAdamW`, so BF16 weights with remainders follow the trajectory of FP32 weights.
+
+A stacked parameter has several matrices: those of the experts, gate and up, or queries, keys and
+values. Each of them is orthogonalized separately. Several processes share the work: one of them
+orthogonalizes a parameter and sends the update to all others. If parameters are sharded, all
+processes gather the direction first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, zip_longest
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from foundation.errors import InputError
+from pretrain.model.gradients import gathered, gradient_of, local_part
+from pretrain.model.huggingface import decoder_layers
+from pretrain.optimizer.adamw import (
+    ExactAdamW,
+    Hyperparameters,
+    ParameterTensors,
+    groups_of,
+    options_of,
+    prepare_updates,
+)
+from pretrain.precision.grouped import STACKS, stacked_experts
+from pretrain.precision.product import LowPrecisionLinear
+from pretrain.precision.scope import LINEARS, ROUTERS, is_called, is_transposed
+from pretrain.settings.recipe import OptimizerSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pretrain.model.packed import PackedLanguageModel
+
+# Name of Muon's moment in the state of a parameter.
+MOMENTUM = "momentum"
+# Number of Newton-Schulz steps, and the coefficients of their polynomial a x + b x³ + c x⁵.
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Smallest norm by which a matrix is divided.
+EPS = 1e-7
+# Maximum number of values that a process orthogonalizes at once, 128 MiB in BF16.
+BATCH = 1 << 26
+# Factors of the learning rate for a matrix [outputs, inputs] (`optimizer.muon.adjust_lr_fn`).
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "match_rms_adamw": lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)),
+    "original": lambda outputs, inputs: math.sqrt(max(1.0, outputs / inputs)),
+}
+# Number of matrices that are stacked in a parameter, by the last part of its module's name.
+STACKED = {"gate_up_proj": 2, "c_attn": 3}
+
+
+# ── The matrices of a model ──
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """A parameter of one or more matrices that have equal shapes."""
+
+    parameter: nn.Parameter
+    # Dimension of the inputs. The parameter is [outputs, inputs], [inputs, outputs] or [experts,
+    # outputs, inputs].
+    inputs: int
+    # Number of matrices that are stacked along the outputs.
+    stacked: int = 1
+
+    def split(self, tensor: Tensor) -> Tensor:
+        """Return the matrices of a tensor like the parameter, [matrices, outputs, inputs]."""
+        return tensor.movedim(self.inputs, -1).unflatten(-2, (self.stacked, -1)).flatten(0, -3)
+
+    def join(self, matrices: Tensor) -> Tensor:
+        """Return a tensor like the parameter. This is the inverse of `split`."""
+        shape = list(self.parameter.shape)
+        shape.append(shape.pop(self.inputs))
+        return matrices.reshape(shape).movedim(-1, self.inputs)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Return the number of matrices, and the numbers of their outputs and inputs."""
+        return tuple(self.split(torch.empty(self.parameter.shape, device="meta")).shape)
+
+    @property
+    def cost(self) -> float:
+        """Return the FLOPs of the orthogonalization."""
+        matrices, *sides = self.shape
+        short, long = sorted(sides)
+        return matrices * STEPS * (4.0 * short**2 * long + 2.0 * short**3)
+
+
+def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
+    """Return the trained matrices in the decoder layers of `hf`, except for routers.
+
+    `hf` may be on the meta device, converted and sharded. Raises InputError if queries, keys and
+    values, or experts, are stacked in an unknown layout.
+    """
+    # Map the name of each weight to the weight and the dimension of its inputs. Experts in another
+    # layout than the usual one keep -1. Convolutions of single channels are no matrices.
+    weights: dict[str, tuple[Any, int]] = {
+        name: (parameter, -1)
+        for name, parameter in hf.named_parameters()
+        if parameter.dim() == 3 and min(parameter.shape) > 1
+    } | {
+        f"{name}.{key}": (module.get_parameter(key), 2)
+        for name, module in stacked_experts(hf)
+        for key in STACKS
+    }
+    for layer_name, layer in decoder_layers(hf).items():
+        for name, module in layer.named_modules(prefix=layer_name):
+            is_router = any(is_called(name, pattern) for pattern in ROUTERS)
+            if isinstance(module, (*LINEARS, LowPrecisionLinear)) and not is_router:
+                weights[name] = (module.weight, 0 if is_transposed(module) else 1)
+    hidden = []
+    for name, (weight, inputs) in weights.items():
+        kind = name.rpartition(".")[2]
+        # GPT-2 stacks them in a transposed weight, and other models with this name by heads.
+        if (
+            "qkv" in kind.lower()
+            or "query_key" in kind
+            or (kind == "c_attn" and inputs == 1)
+            or inputs == -1
+        ):
+            raise InputError(
+                f"`optimizer.name: muon`: the layout of the matrices in {name} is not known, so "
+                "they cannot be updated separately; set `optimizer.name: adamw`"
+            )
+        if weight.requires_grad and min(weight.shape) > 1:
+            hidden.append(Hidden(weight, inputs, STACKED.get(kind, 1)))
+    return hidden
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Return a nearly orthogonal matrix for each of the matrices, BF16 [matrices, outputs, inputs].
+
+    Newton-Schulz steps in BF16 move all singular values to between about 0.7 and 1.2. Those below
+    about a thousandth of the norm stay smaller.
+    """
+    x = matrices.bfloat16()
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:
+        x = x.mT
+    # The largest singular value must be at most 1. The norm is at least as large.
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def share(hidden: Sequence[Hidden], ranks: int) -> list[dict[int, Sequence[Hidden]]]:
+    """Return rounds: each maps ranks to a batch of parameters that this rank orthogonalizes.
+
+    The cost of the ranks is balanced: the most expensive parameters are assigned first, each to the
+    rank with the lowest cost so far. A rank without more work is in no further round.
+    """
+    costs = [0.0] * ranks
+    assigned: list[list[Hidden]] = [[] for _ in costs]
+    for item in sorted(hidden, key=lambda item: (item.cost, item.shape), reverse=True):
+        rank = costs.index(min(costs))
+        costs[rank] += item.cost
+        assigned[rank].append(item)
+    return [
+        {rank: batch for rank, batch in enumerate(batches) if batch}
+        for batches in zip_longest(*map(_batches, assigned))
+    ]
+
+
+def _batches(hidden: Sequence[Hidden]) -> Iterator[Sequence[Hidden]]:
+    """Yield batches of consecutive parameters of equal shape with at most BATCH values.
+
+    A parameter with more values has a batch of its own.
+    """
+    for shape, group in groupby(hidden, key=lambda item: item.shape):
+        equal = list(group)
+        size = max(1, BATCH // math.prod(shape))
+        for first in range(0, len(equal), size):
+            yield equal[first : first + size]
+
+
+# ── The optimizer ──
+
+
+class Muon(ExactAdamW):
+    """Muon for the last parameter group, and AdamW for all others.
+
+    The state of a parameter that Muon updates consists of `momentum`, `step`, and, for BF16
+    parameters with `exact`, `remainder`.
+
+    Args:
+        groups: Parameter groups. The last one has the keys `momentum` and `adjust_lr_fn` too.
+        hidden: The parameters of the last group.
+        options: Arguments of `ExactAdamW`.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], hidden: Sequence[Hidden], **options: Any
+    ) -> None:
+        super().__init__(groups, **options)
+        self.hidden = {item.parameter: item for item in hidden}
+
+    @property
+    def adamw_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups that AdamW updates."""
+        return self.param_groups[:-1]
+
+    def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
+        """Return the names of the moments of a parameter in its state."""
+        return (MOMENTUM,) if parameter in self.hidden else super().moments_of(parameter)
+
+    @torch.no_grad()
+    def prepare(self, *, clip_coefficient: Tensor | None = None) -> Callable[[], None]:
+        """Return a function that updates every parameter that has a gradient.
+
+        `ExactAdamW.prepare` describes `clip_coefficient`. All ranks must call the returned
+        function.
+        """
+        update_others = super().prepare(clip_coefficient=clip_coefficient)
+        trained = [item for item in self.hidden.values() if gradient_of(item.parameter) is not None]
+        rounds = share(trained, dist.get_world_size() if dist.is_initialized() else 1)
+
+        def update() -> None:
+            update_others()
+            self._update_hidden(rounds, clip_coefficient)
+
+        return update
+
+    @torch.no_grad()
+    def _update_hidden(
+        self, rounds: Sequence[Mapping[int, Sequence[Hidden]]], clip_coefficient: Tensor | None
+    ) -> None:
+        """Update the parameters of Muon, in the rounds that `share` returns.
+
+        The metric `muon_update_rms` is the root mean square of their updates, divided by the
+        learning rate.
+        """
+        group = self.param_groups[-1]
+        squares = self.frozen_counts.new_zeros((), dtype=torch.float32)
+        own_rank = dist.get_rank() if dist.is_initialized() else 0
+        for batches in rounds:
+            matrices = {
+                rank: torch.cat([self._direction(item, clip_coefficient) for item in batch])
+                for rank, batch in batches.items()
+            }
+            if own_rank in matrices:
+                matrices[own_rank].copy_(orthogonalize(matrices[own_rank]))
+            for rank, batch in batches.items():
+                if dist.is_initialized():
+                    dist.broadcast(matrices[rank], src=rank)
+                scale = SCALES[group["adjust_lr_fn"]](*batch[0].shape[1:])
+                norm = torch.linalg.vector_norm(matrices[rank], dtype=torch.float32)
+                squares += (scale * norm).square()
+                self._apply(batch, matrices[rank], scale)
+        values = sum(map(torch.numel, group["params"]))
+        self.figures = {"muon_update_rms": (squares / values).sqrt()}
+
+    def _direction(self, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
+        """Update the momentum, and return the direction as matrices over all shards, BF16."""
+        state = self._state_of(item.parameter)
+        state["step"].add_(1)
+        gradient = local_part(cast(Tensor, gradient_of(item.parameter))).float()
+        if clip_coefficient is not None:
+            gradient = gradient * clip_coefficient
+        beta = self.param_groups[-1][MOMENTUM]
+        stored = local_part(state[MOMENTUM])
+        momentum = stored.float().lerp_(gradient, 1 - beta)
+        stored.copy_(momentum)  # changes nothing if the momentum is FP32
+        direction = torch.empty_like(state[MOMENTUM], dtype=torch.bfloat16)
+        local_part(direction).copy_(gradient.lerp(momentum, beta))
+        return item.split(gathered(direction))
+
+    def _apply(self, batch: Sequence[Hidden], updates: Tensor, scale: float) -> None:
+        """Update this process's part of the parameters of a batch, and count lost updates.
+
+        updates: The orthogonalized directions of all matrices in the batch.
+        scale: Factor of the learning rate.
+        """
+        group = self.param_groups[-1]
+        hyper = Hyperparameters(
+            group["lr"], group["weight_decay"], beta1=0, beta2=0, eps=0, step=1, scale=scale
+        )
+        parts = []
+        by_parameter = updates.split([item.shape[0] for item in batch])
+        for item, matrices in zip(batch, by_parameter, strict=True):
+            parameter = item.parameter
+            update = item.join(matrices).contiguous()
+            if isinstance(parameter, DTensor):
+                # Without `src_data_rank`, nothing is sent.
+                update = local_part(
+                    distribute_tensor(
+                        update, parameter.device_mesh, parameter.placements, src_data_rank=None
+                    )
+                )
+            remainder = self.state[parameter].get("remainder")
+            remainder = None if remainder is None else local_part(remainder)
+            parts.append(ParameterTensors(local_part(parameter), remainder, update, None, None))
+        pending = [(tensors, hyper) for tensors in parts if tensors.weight.numel()]
+        if pending:
+            lost = prepare_updates(pending, None)()
+            count = torch.full_like(lost, sum(tensors.weight.numel() for tensors, _ in pending))
+            self.frozen_counts += torch.stack([lost, count])
+
+
+def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact: bool) -> Muon:
+    """Build Muon for the matrices in the decoder layers of `model`, and AdamW for the rest.
+
+    With `exact`, the optimizer stores remainders for BF16 parameters.
+    """
+    hidden = hidden_parameters(model.hf)
+    by_muon = dict.fromkeys(item.parameter for item in hidden)
+    others = groups_of(p for p in model.parameters() if p not in by_muon)
+    group = {
+        "params": list(by_muon),
+        "lr_ratio": settings.muon_lr_ratio,
+        "adjust_lr_fn": settings.muon.adjust_lr_fn,
+        MOMENTUM: settings.muon.momentum,
+    }
+    return Muon([*others, group], hidden, **options_of(settings, exact=exact))

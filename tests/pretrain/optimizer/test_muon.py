@@ -1,0 +1,274 @@
+"""Muon compared with torch.optim.Muon, its matrices, its weight modes, and its shares of work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foundation.errors import InputError
+from pretrain.optimizer import muon
+from pretrain.optimizer.adamw import set_learning_rate, set_updates_done
+from pretrain.optimizer.exact_weights import master_of, split
+from pretrain.optimizer.muon import (
+    Hidden,
+    Muon,
+    hidden_parameters,
+    orthogonalize,
+    share,
+)
+from pretrain.settings.recipe import OptimizerSettings
+from tests.pretrain.plan.plan_recipe import on_meta
+
+# [outputs, inputs]: tall, wide and square, twice the same shape, and one expert stack.
+SHAPES = ((48, 16), (16, 48), (24, 24), (48, 16))
+RATE = 2e-3
+DECAY = 0.1
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Return random parameters of SHAPES with BF16 values."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype))
+        for shape in SHAPES
+    ]
+
+
+def muon_of(hidden: list[Hidden], adjust: str = "original", **options: Any) -> Muon:
+    """Return Muon for `hidden`, with one parameter for AdamW."""
+    other = nn.Parameter(torch.zeros(3))
+    group = {"params": [item.parameter for item in hidden], "momentum": 0.95, "lr_ratio": 10.0}
+    groups = [{"params": [other]}, group | {"adjust_lr_fn": adjust}]
+    return Muon(groups, hidden, lr=RATE, weight_decay=DECAY, betas=(0.9, 0.95), eps=1e-8, **options)
+
+
+def whole(params: list[nn.Parameter]) -> list[Hidden]:
+    return [Hidden(parameter, inputs=1) for parameter in params]
+
+
+def set_gradients(params: list[nn.Parameter], weights: list[Tensor], step: int) -> None:
+    """Set noisy gradients that depend on every bit of the BF16 `weights`."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter, weight in zip(params, weights, strict=True):
+        noise = torch.randn(weight.shape, generator=generator)
+        parameter.grad = (weight.float().sin() + noise).bfloat16().to(parameter.dtype)
+
+
+def close(tensor: Tensor, expected: Tensor) -> bool:
+    """Return whether two weights are equal, up to the roundings of BF16 products."""
+    return torch.allclose(tensor, expected, rtol=0, atol=2e-2 * RATE)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_fp32_and_exact_bf16_follow_torchs_muon(adjust: str) -> None:
+    masters = parameters()
+    fp32 = parameters()
+    bf16 = parameters(torch.bfloat16)
+    reference = torch.optim.Muon(masters, lr=RATE, weight_decay=DECAY, adjust_lr_fn=adjust)
+    plain = muon_of(whole(fp32), adjust)
+    exact = muon_of(whole(bf16), adjust)
+    for step in range(100):
+        rate = RATE * (1 - step / 100)
+        reference.param_groups[0]["lr"] = rate
+        for optimizer in (plain, exact):
+            set_learning_rate(optimizer, rate / 10)
+        for params in (masters, fp32):
+            set_gradients(params, [split(p.detach())[0] for p in params], step)
+        set_gradients(bf16, [p.detach() for p in bf16], step)
+        for optimizer in (reference, plain, exact):
+            optimizer.step()
+        exact_masters = [master_of(p.detach(), exact.state[p]["remainder"]) for p in bf16]
+        assert all(map(torch.equal, exact_masters, fp32))
+        assert all(map(close, fp32, masters))
+    for parameter, expected in zip(fp32, masters, strict=True):
+        assert torch.equal(
+            plain.state[parameter]["momentum"], reference.state[expected]["momentum_buffer"]
+        )
+
+
+# ── The matrices ──
+
+
+def test_singular_values_become_about_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((32, 96), (96, 32)):
+        update = orthogonalize(torch.randn(3, rows, columns, generator=generator)).float()
+        values = torch.linalg.svdvals(update)
+        assert update.shape == (3, rows, columns)
+        assert 0.6 < values.min() < values.max() < 1.25
+
+
+def test_matrices_of_a_batch_do_not_depend_on_each_other() -> None:
+    batch = torch.randn(4, 24, 40, generator=torch.Generator().manual_seed(0))
+    batch[1] = 0
+    alone = torch.cat([orthogonalize(matrix[None]) for matrix in batch])
+    assert torch.equal(orthogonalize(batch), alone)
+    assert not alone[1].any()
+
+
+@pytest.mark.parametrize("factor", [2.0**-10, 8.0])
+def test_an_update_does_not_depend_on_the_size_of_the_gradient(factor: float) -> None:
+    matrix = torch.randn(1, 24, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(orthogonalize(factor * matrix), orthogonalize(matrix))
+
+
+@pytest.mark.parametrize(
+    ("shape", "inputs", "stacked"),
+    [((6, 4), 1, 2), ((4, 6), 0, 3), ((3, 6, 4), 2, 2), ((6, 4), 1, 1)],
+)
+def test_join_is_the_inverse_of_split(shape: tuple[int, ...], inputs: int, stacked: int) -> None:
+    item = Hidden(nn.Parameter(torch.randn(shape)), inputs, stacked)
+    matrices = item.split(item.parameter.detach())
+    assert matrices.shape == item.shape
+    assert torch.equal(item.join(matrices), item.parameter)
+
+
+def test_queries_keys_values_gate_and_up_are_separate_matrices() -> None:
+    config = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "vocab_size": 16}
+    attention = hidden_by_name(on_meta({"model_type": "gpt2", **config}))
+    assert attention["transformer.h.0.attn.c_attn.weight"].shape == (3, 8, 8)
+    assert attention["transformer.h.0.mlp.c_fc.weight"].shape == (1, 32, 8)
+    weight = torch.arange(8 * 24).view(8, 24)
+    queries = attention["transformer.h.0.attn.c_attn.weight"].split(weight)[0]
+    assert torch.equal(queries, weight[:, :8].t())
+    gate_up = hidden_by_name(on_meta(MIXTURE))["model.layers.0.mlp.experts.gate_up_proj"]
+    assert gate_up.shape == (4 * 2, 16, 8)
+    weight = torch.arange(4 * 32 * 8).view(4, 32, 8)
+    assert torch.equal(gate_up.split(weight)[3], weight[1, 16:])
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 8,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 16,
+}
+
+
+def hidden_by_name(hf: PreTrainedModel) -> dict[str, Hidden]:
+    names = {parameter: name for name, parameter in hf.named_parameters()}
+    return {names[item.parameter]: item for item in hidden_parameters(hf)}
+
+
+def test_embeddings_head_norms_and_routers_are_left_to_adamw() -> None:
+    hf = on_meta(MIXTURE)
+    hidden = hidden_by_name(hf)
+    others = {
+        name.rpartition("layers.0.")[2]
+        for name in dict(hf.named_parameters())
+        if name not in hidden
+    }
+    assert others == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+        "mlp.gate.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("gpt_neox", "query_key_value"), ("phi3", "qkv_proj"), ("gpt_oss", "gate_up_proj")],
+)
+def test_matrices_in_an_unknown_layout_are_refused(model_type: str, name: str) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    with pytest.raises(InputError, match=f"the layout of the matrices in .*{name} is not known"):
+        hidden_parameters(on_meta({"model_type": model_type, **sizes, **heads}))
+
+
+# ── Shares of the work ──
+
+
+def test_ranks_have_equal_costs_and_batches_of_equal_shape() -> None:
+    shapes = [(64, 64)] * 12 + [(32, 64)] * 12 + [(192, 64)] * 12 + [(64, 192)] * 6
+    hidden = [Hidden(nn.Parameter(torch.empty(shape, device="meta")), 1) for shape in shapes]
+    costs = [0.0] * 6
+    shared = []
+    for batches in share(hidden, 6):
+        for rank, batch in batches.items():
+            assert len({item.shape for item in batch}) == 1
+            costs[rank] += sum(item.cost for item in batch)
+            shared += batch
+    assert len(shared) == len(hidden)
+    assert set(shared) == set(hidden)
+    assert max(costs) == pytest.approx(sum(costs) / 6, rel=0.01)
+
+
+def test_a_batch_has_a_limited_number_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "BATCH", 2 * 8 * 8)
+    hidden = [Hidden(nn.Parameter(torch.empty(8, 8)), 1) for _ in range(5)]
+    hidden.append(Hidden(nn.Parameter(torch.empty(64, 8)), 1))
+    assert [len(batches[0]) for batches in share(hidden, 1)] == [1, 2, 2, 1]
+
+
+# ── State, settings and the built optimizer ──
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_momentum_has_its_dtype_and_its_metric(moments: torch.dtype) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = muon_of(whole(params), "match_rms_adamw", moments=moments)
+    optimizer.materialise()
+    set_learning_rate(optimizer, RATE)
+    set_updates_done(optimizer, 7)
+    set_gradients(params, [p.detach() for p in params], 0)
+    optimizer.step()
+    assert {optimizer.state[p]["momentum"].dtype for p in params} == {moments}
+    assert optimizer.state[params[0]].keys() == {"step", "momentum", "remainder"}
+    assert {int(optimizer.state[p]["step"]) for p in params} == {8}
+    # Moonlight's factor makes updates as large as AdamW's (arXiv:2502.16982).
+    assert 0.17 < optimizer.figures["muon_update_rms"] < 0.23
+
+
+def test_lost_updates_are_counted_for_bf16_weights_alone() -> None:
+    lost = {}
+    for exact in (False, True):
+        params = parameters(torch.bfloat16)
+        optimizer = muon_of(whole(params), exact=exact)
+        set_learning_rate(optimizer, 1e-6)
+        set_gradients(params, [p.detach() for p in params], 0)
+        optimizer.step()
+        lost[exact], count = optimizer.frozen_counts.tolist()
+        assert count == sum(p.numel() for p in params)
+    assert lost[True] < 0.01 * count < 0.9 * count < lost[False]
+
+
+def test_a_parameter_without_gradient_is_not_updated() -> None:
+    params = parameters()
+    optimizer = muon_of(whole(params))
+    set_gradients(params, [p.detach() for p in params], 0)
+    params[1].grad = None
+    before = params[1].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[1], before)
+    assert params[1] not in optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"muon": {"learning_rate": 0.02}}, "set `name: muon`"),
+        ({"name": "muon", "offload": "moments"}, "Muon updates a matrix as a whole"),
+    ],
+)
+def test_settings_that_do_not_fit_the_optimizer_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerSettings(**settings)
