@@ -223,14 +223,15 @@ def step_memory(
 def optimizer_state(
     recipe: Recipe, flops: ModelFlops, devices: Devices, *, on_host: bool
 ) -> dict[str, int]:
-    """Map each part of AdamW's state to its number of bytes for one device.
+    """Map each part of the optimizer's state to its number of bytes for one device.
 
     on_host: True for the parts in pinned host memory (`optimizer.offload`), False for the parts in
         the memory of the device.
     """
     values = math.ceil(flops.parameters / devices.shards)
     offloaded = OFFLOADED["none" if devices.name == "CPU" else recipe.optimizer.offload]
-    moments = 2 * values * BYTES[recipe.moments_kept_in]
+    hidden = math.ceil(flops.hidden_weights / devices.shards)  # with one moment
+    moments = (2 * values - hidden) * BYTES[recipe.moments_kept_in]
     remainders = 2 * values * (recipe.weights == "bf16_exact")
     return {
         "optimizer moments": moments * (("exp_avg" in offloaded) == on_host),

@@ -134,10 +134,11 @@ def _step_line(plan: Plan) -> str:
 def flops_line(plan: Plan) -> str:
     """Return a line with the FLOPs of a token, of a step, and of the run."""
     tokens = {"per token": 1, "per step": plan.tokens_per_step, "in total": plan.total_tokens}
+    muon = f", and {units.operations(plan.flops.orthogonalization)} per step for Muon"
     return ", ".join(
         f"{units.operations(plan.flops_per_token * number)} {unit}"
         for unit, number in tokens.items()
-    )
+    ) + muon * (plan.flops.orthogonalization > 0)
 
 
 def horizon_lines(plan: Plan) -> list[str]:
@@ -165,7 +166,10 @@ def horizon_lines(plan: Plan) -> list[str]:
         if ends := plan.mixture_ends:
             steps = [f"step {end:,}" for end in (*ends, plan.steps)]
             lines += lines_of_phases(plan.recipe.data, steps)
-    return [*lines, describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps)]
+    optimizer = plan.recipe.optimizer
+    muon = f", Muon's peak {optimizer.muon_lr_ratio * optimizer.learning_rate:g}"
+    rates = describe(plan.recipe.schedule, optimizer, plan.steps)
+    return [*lines, rates + muon * (optimizer.name == "muon")]
 
 
 def _time_line(plan: Plan) -> str:

@@ -66,6 +66,10 @@ OF_LINK = 0.79
 OF_PCIE = 0.7
 # A step waits as long as if it sent everything at this share of NCCL's rate after its backward.
 EXPOSED = 0.394
+# Bytes that Muon moves for each weight in addition to AdamW, and that it sends to gather directions
+# and updates. They are counted in its code, and not measured.
+MUON = 44
+MUON_SENT = {"one": 0, "ddp": 2, "zero": 4, "fsdp2": 4}
 # Bytes of a parameter that are sent to sum the gradients of a step over all devices ("ddp"), and to
 # gather weights and reduce gradients once ("zero", "fsdp2").
 SENT = {"ddp": 8, "zero": 6, "fsdp2": 8}
@@ -169,7 +173,9 @@ def step_seconds(card: Card, work: Work, rates: CardRates | None = None) -> dict
         "loss": work.tokens * LOGIT * shape.vocabulary / rates.bandwidth,
         "gradient sums": microbatches * summed * SUMMED[work.gradients] / rates.bandwidth,
         "optimizer": share * state / rates.bandwidth
-        + share * work.offloaded / (OF_PCIE * 1e9 * card.pcie),
+        + share * work.offloaded / (OF_PCIE * 1e9 * card.pcie)
+        + flops.hidden_weights / work.devices.shards * MUON / rates.bandwidth
+        + flops.orthogonalization / (work.devices.count * rates.gemm[BF16.name]),
         "launches": microbatches * shape.layers * LAUNCHES * rates.launch,
         "communication": _sent(work, microbatches) / (EXPOSED * link),
     }
@@ -214,6 +220,7 @@ def _sent(work: Work, microbatches: float) -> float:
     share = work.flops.parameters / work.devices.shards
     # The devices that have the same shard sum its gradients. Without shards, these are all devices.
     sent = SENT["ddp"] * share * (copies - 1) / copies
+    sent += MUON_SENT[work.devices.topology] * work.flops.hidden_weights
     if work.devices.shards > 1:
         times = microbatches if work.devices.topology == "fsdp2" else 1
         sent += SENT[work.devices.topology] * times * share * (work.devices.shards - 1)
@@ -334,6 +341,7 @@ def bar_of(card: Card, work: Work, rates: CardRates | None = None) -> float | No
         or not work.fused
         or work.flops.expert_weights > 0
         or work.flops.shape.head_dim not in HEAD_DIMS
+        or work.flops.hidden_weights > 0
         or any(work.recomputed)
         or work.devices.count > 1,
         GUESSED: beyond > 2,

@@ -34,10 +34,10 @@ class Work:
     tokens: int
     microbatch: int
     devices: Devices
-    # Bytes of a parameter's gradient sum, of its two moments, and of the state that is copied from
-    # the host and back.
+    # Bytes of a parameter's gradient sum, of its moments in the mean, and of the state that is
+    # copied from the host and back.
     gradients: int
-    moments: int
+    moments: float
     offloaded: float
     # True if all layers are fused.
     fused: bool
@@ -57,7 +57,7 @@ class Work:
             f"{flops.expert_weights} weights of experts, tied={flops.tied}, {self.precision}, "
             f"low_head={self.low_head}, kept={self.kept:g}, experts_kept={self.experts_kept:g}, "
             f"{self.attention}, {self.devices.count} devices, {self.devices.topology}, "
-            f"gradients {self.gradients}, moments {self.moments}, offloaded {self.offloaded:g}, "
+            f"gradients {self.gradients}, moments {self.moments:g}, offloaded {self.offloaded:g}, "
             f"fused={self.fused}, recomputed={self.recomputed[0]:.3f}"
         )
 
@@ -69,7 +69,7 @@ def work_of(plan: Plan, active: ActivePrecision) -> Work:
     layers = plan.layers[active.precision.name]
     size = plan.expected_microbatch
     microbatches = -(-plan.packs_per_rank // size)
-    moments = 2 * BYTES[recipe.moments_kept_in]
+    moments = (2 - flops.hidden_weights / flops.parameters) * BYTES[recipe.moments_kept_in]
     offloaded = OFFLOADED[recipe.optimizer.offload]
     low = active.precision.quantized
     # Layers that are not fused do not count the weights that stay in BF16.

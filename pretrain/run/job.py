@@ -39,6 +39,7 @@ from pretrain.model.huggingface import (
     source_config,
 )
 from pretrain.optimizer import schedule
+from pretrain.optimizer.muon import hidden_parameters
 from pretrain.plan.checks import (
     check_fit,
     check_held_out,
@@ -311,7 +312,12 @@ def check_model(
     check_sizes(recipe, config)
     shapes = build_on_meta(config)
     check_architecture(shapes, recipe.data.length, recipe.loss)
-    flops = ModelFlops.of(shapes)
+    hidden = hidden_parameters(shapes) if recipe.optimizer.name == "muon" else []
+    flops = replace(
+        ModelFlops.of(shapes),
+        hidden_weights=sum(item.parameter.numel() for item in hidden),
+        orthogonalization=sum(item.cost for item in hidden),
+    )
     for _, active in checked.phases:
         check_precision(active, recipe, shapes)
     return CheckedModel(replace(checked, recipe=recipe), config, shapes, flops)

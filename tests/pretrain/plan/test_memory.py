@@ -10,6 +10,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from foundation.units import GIB
+from pretrain.optimizer.muon import hidden_parameters
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import Plan
 from tests.conftest import ROOT
@@ -206,6 +207,18 @@ def test_offloaded_state_is_in_host_memory_and_not_on_the_device(
         assert parts.keys() & {"optimizer moments", "remainder bits"} == devices_with_state
         assert offloaded.host_memory == host_bytes * PARAMETERS // devices.shards
         assert with_state.takes(1) - offloaded.takes(1) == offloaded.host_memory
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_muon_keeps_one_moment_of_each_matrix_in_layers(
+    qwen3: PreTrainedModel, shards: int
+) -> None:
+    request = plan(qwen3, "bf16", Devices(shards, sharded=shards > 1), optimizer={"name": "muon"})
+    hidden_weights = sum(item.parameter.numel() for item in hidden_parameters(qwen3))
+    assert hidden_weights == 28 * LAYER
+    flops = replace(request.flops, hidden_weights=hidden_weights)
+    moments = replace(request, flops=flops).memory(1)["optimizer moments"]
+    assert moments == 4 * (2 * PARAMETERS - 28 * LAYER) // shards
 
 
 def test_sharding_divides_weights_and_moments_and_adds_gathered_parts(

@@ -14,6 +14,7 @@ from benchmarks import planner_fit, planner_rows
 from benchmarks.planner_fit import Point, Shares, gain_error, points
 from benchmarks.planner_rows import read_rows
 from pretrain.metrics.cards import CARDS, card_of
+from pretrain.optimizer.muon import hidden_parameters
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan
 from pretrain.plan.speed import (
@@ -170,9 +171,10 @@ def test_a_part_with_a_larger_share_than_ever_measured_widens_the_bar() -> None:
     card = card_of("H200")
     work = next(row.work for row in rows if row.values["model"] == "Qwen3-1.7B")
     deep = replace(work.flops, shape=replace(work.flops.shape, head_dim=256))
+    by_muon = replace(work.flops, hidden_weights=1)
     changes: dict[float, list[dict[str, object]]] = {
         0.07: [{}, {"mean_squared": 4096.0}],
-        0.15: [{"mean_squared": 12_000.0}, {"flops": deep}],
+        0.15: [{"mean_squared": 12_000.0}, {"flops": deep}, {"flops": by_muon}],
         0.25: [{"mean_squared": 65_536.0}, {"tokens": 4096, "microbatch": 4096, "offloaded": 8}],
     }
     for bar, works in changes.items():
@@ -218,6 +220,35 @@ def test_the_parts_of_a_step_are_those_of_a_calculation_by_hand() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("devices", "shards", "sent"),
+    [
+        (Devices(), 1, 0),
+        (Devices(4), 1, 2),
+        (Devices(4, sharded=True, gathered=True), 4, 4),
+        (Devices(4, sharded=True, replicas=2), 2, 4),
+    ],
+)
+def test_muon_adds_to_the_optimizer_and_to_the_communication(
+    devices: Devices, shards: int, sent: int
+) -> None:
+    card = card_of("H100")
+    work = replace(read_rows("fit")[0].work, devices=devices)
+    by_muon = replace(work.flops, hidden_weights=10**9, orthogonalization=1e15)
+    parts = step_seconds(card, work)
+    added = {
+        name: seconds - parts[name]
+        for name, seconds in step_seconds(card, replace(work, flops=by_muon)).items()
+        if seconds != parts[name]
+    }
+    bf16 = 989.5e12 * COSTS["bf16"].share
+    expected = {
+        "optimizer": 44e9 / shards / (0.88 * 3.35e12) + 1e15 / devices.count / bf16,
+        "communication": sent * 1e9 / (0.394 * 0.79 * 450e9),
+    }
+    assert added == pytest.approx({name: value for name, value in expected.items() if value})
+
+
 # Plans
 
 RECOMPUTED = {"source": "some/model", "gradient_checkpointing": "full"}
@@ -232,6 +263,13 @@ def plan(precision: str = "delayed", device: str = "H200", **changes: object) ->
     resolved = recipe(**(settings | changes))
     model = on_meta(QWEN3)
     flops = flops_of(model)
+    if resolved.optimizer.name == "muon":
+        hidden = hidden_parameters(model)
+        flops = replace(
+            flops,
+            hidden_weights=sum(item.parameter.numel() for item in hidden),
+            orthogonalization=sum(item.cost for item in hidden),
+        )
     engine = "torch" if precision == "bf16" else "transformer_engine"
     active = active_in(precision, engine, **changes.get("fp8_config", {}))
     layers = layers_of(model, flops, resolved, active, "cuda", "packed_fa4", (9, 0))
@@ -297,6 +335,7 @@ def test_a_measured_plan_quotes_the_newest_measured_speed() -> None:
         ("H200", "delayed", {"devices": Devices(16, name="H200")}, "more than 8 cards", None),
         ("L40S", "delayed", {"devices": Devices(4, name="L40S")}, "several cards without", None),
         ("H200", "bf16", {"devices": Devices(4, name="H200")}, "± 15 %", 0.10),
+        ("H200", "delayed", {"optimizer": {"name": "muon"}}, "± 15 %", 0.10),
         ("H200", "bf16", {"model": EAGER}, "no step with layers that are neither fused", None),
         ("H200", "bf16", {"model": EAGER | {"fused": "on"}}, "measured", 0.05),
         ("H200", "bf16", {"devices": Devices(4, sharded=True, name="H200")}, "± 35 %", 0.10),
