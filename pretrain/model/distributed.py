@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
 from foundation.reading import as_input_error
-from pretrain.launch.environment import with_topology
+from pretrain.launch.environment import is_true, with_topology
 from pretrain.settings.recipe import Recipe
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
     if recipe.deterministic:
         compute_in_a_fixed_order()
     replicas, notices = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
+    check_offload(recipe, os.environ)
     if "WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         # torchrun has not connected the ranks yet. This waits for a rank that was never started.
         print(
@@ -55,6 +56,22 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
     complete_topology(accelerator, replicas)
     return accelerator, notices
+
+
+def check_offload(recipe: Recipe, environ: Mapping[str, str]) -> None:
+    """Raise InputError if FSDP2 stores in host memory the parameters that Muon updates.
+
+    Muon orthogonalizes matrices on the device of the parameters, which would then be the CPU.
+
+    environ: The environment variables, as `with_topology` has corrected them.
+    """
+    offloads = is_true(environ, "ACCELERATE_USE_FSDP") and is_true(environ, "FSDP_OFFLOAD_PARAMS")
+    if offloads and recipe.optimizer.name == "muon":
+        raise InputError(
+            "Accelerate configuration: `fsdp_offload_params: true` needs AdamW, because Muon would "
+            "orthogonalize its matrices on the CPU; set `fsdp_offload_params: false`, or "
+            "`optimizer.name: adamw`"
+        )
 
 
 def compute_in_a_fixed_order() -> None:

@@ -21,6 +21,7 @@ from accelerate.utils.environment import get_cpu_distributed_information
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.launch.environment import take_requested_precision, with_precision, with_topology
+from pretrain.model.distributed import check_offload
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import Recipe
@@ -505,6 +506,21 @@ def test_parameters_are_offloaded_from_gpus_only(tmp_path: Path) -> None:
         notices = correct(environ, has_gpu=has_gpu)[1]
         assert environ["FSDP_OFFLOAD_PARAMS"] == str(has_gpu).lower()
         assert ("`fsdp_offload_params`" in "".join(notices)) == (not has_gpu)
+
+
+@pytest.mark.parametrize(("processes", "has_gpu"), [(4, True), (4, False), (1, True)])
+def test_muon_refuses_parameters_in_host_memory(
+    processes: int, has_gpu: bool, tmp_path: Path
+) -> None:
+    environ = launch_variables(tmp_path, processes, **fsdp(fsdp_offload_params=True))
+    correct(environ, has_gpu=has_gpu)
+    muon = recipe_with(optimizer={"name": "muon"})
+    check_offload(recipe_with(), environ)
+    if (processes, has_gpu) == (4, True):
+        with pytest.raises(InputError, match="`fsdp_offload_params: true` needs AdamW"):
+            check_offload(muon, environ)
+    else:  # nothing is offloaded
+        check_offload(muon, environ)
 
 
 @pytest.mark.parametrize(
