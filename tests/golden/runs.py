@@ -29,6 +29,7 @@ EXACT = ("precision=bf16", "weights=bf16_exact")
 # For runs that do not test numerics. On a CPU, BF16 GEMMs take most of the time of a run.
 IN_FP32 = ("precision=fp32",)
 FUSED = ("model.fused=on",)
+MUON = ("optimizer.name=muon", "optimizer.moments=bf16")
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ RUNS = {
     "zero_delayed": GoldenRun(low("delayed", METER).settings, launch="zero"),
     "fsdp2": GoldenRun(IN_FP32, launch="fsdp2"),
     "hsdp": GoldenRun((*EXACT, *FUSED, "train.steps=4"), launch="hsdp", processes=4),
+    "muon": GoldenRun((*EXACT, *MUON, "optimizer.clip=0.2")),
+    "muon_hsdp": GoldenRun((*EXACT, *MUON, "train.steps=4"), launch="hsdp", processes=4),
 }
 
 

@@ -1,0 +1,65 @@
+"""Runs with Muon: in low precision, of a mixture of experts, and after AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.test_precision_runs import EXPERTS
+
+MUON = ("optimizer.name=muon", "optimizer.muon.learning_rate=0.02")
+
+
+def recipe_of(recipe_for: Callable, run_dir: Path, **config: Any) -> dict[str, Any]:
+    recipe = recipe_for(run_dir) | {"train": {"steps": 8}}
+    recipe["model"]["config"] |= config
+    if config:
+        del recipe["model"]["config"]["head_dim"]
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ({}, ("precision=delayed", "weights=bf16_exact")),
+        ({}, ("precision=bf16", "model.fused=on", "optimizer.moments=bf16")),
+        (EXPERTS, ("precision=current", "weights=bf16_exact")),
+    ],
+)
+def test_a_run_in_low_precision_passes_all_checks_and_learns(
+    config: dict[str, Any],
+    settings: tuple[str, ...],
+    start_here: Callable,
+    recipe_for: Callable,
+    tmp_path: Path,
+) -> None:
+    checked = ("fp8_config.on_unsupported=emulate", "parity=on", "log.fp8_statistics=1")
+    recipe = recipe_of(recipe_for, tmp_path / "run", **config)
+    run = start_here(recipe, tmp_path, *MUON, *settings, *checked)
+    assert run.status == 0, run.output
+    assert run.losses()[-1] < run.losses()[0] - 0.5
+    rms = [record["muon_update_rms"] for record in run.records() if "loss" in record]
+    assert len(rms) == 8
+    assert all(0.1 < value < 0.25 for value in rms)
+
+
+def test_a_run_with_adamw_is_not_resumed_with_muon(
+    start_here: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    recipe = recipe_of(recipe_for, tmp_path / "run")
+    assert start_here(recipe, tmp_path, "train.steps=4").status == 0
+    refused = start_here(recipe, tmp_path, *MUON)
+    assert "optimizer.name" in refused.refusal
+    forced = start_here(recipe, tmp_path, *MUON, "--accept-changes")
+    assert "the checkpoint does not fit this run" in forced.refusal
+
+
+def test_the_plan_counts_muon(start_here: Callable, recipe_for: Callable, tmp_path: Path) -> None:
+    run = start_here(recipe_of(recipe_for, tmp_path / "run"), tmp_path, *MUON, "--plan")
+    assert run.status == 0, run.output
+    printed = " ".join(run.out.split())
+    assert "per step for Muon" in printed
+    assert "peak 0.01 to 0, Muon's peak 0.02" in printed
