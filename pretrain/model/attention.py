@@ -18,8 +18,8 @@ arguments of the model's forward to the function:
 No mask functions are registered for these attention functions. The mask registry of transformers
 does not contain their names, so the model builds no attention mask.
 
-At the end of the file are functions that call the kernels of FlashAttention-4 without autograd, and
-operators of torch that add autograd to FlashAttention-4 and to our Triton kernels. In all of them,
+At the end of the file are functions that call the kernels of FlashAttention-4, of cuDNN and of
+Triton without autograd, and operators of torch that add autograd to them. In all of them,
 queries q and the output are [T, H, D], and keys k and values v are [T, KV, D], for T tokens, H
 query heads, KV key heads and D values in a head. Attention is causal in each document, and `scale`
 is the factor of q k^T.
@@ -59,7 +59,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE / "flash_a
 # Backends from the fastest to the slowest, if documents are long. In recipes, `fa4` is called
 # `flash_attn`. This name is not used here, because transformers loads its own kernels for names
 # that contain "flash". `varlen` is torch's version of FlashAttention-2.
-FASTEST_FIRST: tuple[str, ...] = ("fa4", "varlen", "documents", "sdpa")
+FASTEST_FIRST: tuple[str, ...] = ("fa4", "cudnn", "varlen", "documents", "sdpa")
 # Head sizes of our Triton kernels.
 TRITON_HEAD_DIMS = (16, 32, 64)
 # With `auto`, our kernels are used on Hopper, for heads of 64 values, if the mean document length
@@ -72,9 +72,12 @@ SHORT = 768
 MAX_FLASH_HEAD_DIM = 256
 # Head sizes for which FlashAttention-4 is used. Smaller heads have not been measured.
 FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
-# Major compute capabilities for which FlashAttention-4 is used: 9 (Hopper) and 10 (data-centre
-# Blackwell). The speed was measured on Hopper only.
-FA4_GENERATIONS = (9, 10)
+# Head sizes for which cuDNN is used. With heads of 256 values on an H200, its gradients of queries
+# were wrong by a third.
+CUDNN_HEAD_DIMS = range(64, 129)
+# Major compute capabilities for which FlashAttention-4 and cuDNN are used: 9 (Hopper) and 10
+# (data-centre Blackwell). The speed was measured on Hopper only.
+FLASH_GENERATIONS = (9, 10)
 # `flash_backward_in_parts` computes dk and dv in parts to save memory traffic. It does so only if
 # the mean number of tokens of a document, times the number of query heads that share a KV head, is
 # at most LONG. Above this limit, the matrix products of FlashAttention-4 take so long that memory
@@ -182,8 +185,10 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
         )
     if kind == "varlen":
         return None
-    if generation not in FA4_GENERATIONS:
+    if generation not in FLASH_GENERATIONS:
         return f"needs an sm_90 or sm_100 GPU, and the GPU is {torch.cuda.get_device_name()}"
+    if kind == "cudnn":
+        return _obstacle_of_cudnn(head_dim)
     if head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256):
         return f"has no kernel that was measured on this GPU for a head dimension of {head_dim}"
     try:
@@ -192,6 +197,18 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
     except (ImportError, OSError, AttributeError) as error:
         return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
     return None
+
+
+def _obstacle_of_cudnn(head_dim: int) -> str | None:
+    """Return the reason why cuDNN cannot run on a GPU of FLASH_GENERATIONS, as `_obstacle`."""
+    if head_dim not in CUDNN_HEAD_DIMS:
+        first, last = CUDNN_HEAD_DIMS[0], CUDNN_HEAD_DIMS[-1]
+        return f"needs heads of {first} to {last} values, and the model's heads have {head_dim}"
+    if torch.are_deterministic_algorithms_enabled():
+        # On Hopper, the workspace of the deterministic backward grows with the square of T.
+        return "has no deterministic backward (set deterministic: false)"
+    missing = transformer_engine.missing()
+    return f"needs Transformer Engine: {missing}" if missing else None
 
 
 def check(model: PreTrainedModel, length: int) -> None:
@@ -454,6 +471,15 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 
 
 @_registered
+def packed_cudnn(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
+    """Compute attention by cuDNN's kernels for variable lengths, in BF16 or FP16.
+
+    A layer with a sliding window is computed by `packed_varlen`.
+    """
+    return _full_attention(cudnn_attention, query, key, value, packed)
+
+
+@_registered
 def packed_triton(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Compute attention by our Triton kernels, in BF16 or FP16.
 
@@ -600,6 +626,89 @@ def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
     }
 
 
+# ── cuDNN's kernels, through Transformer Engine ──
+#
+# The functions have the arguments of the functions for FlashAttention-4. cuDNN rounds the number of
+# documents up to a power of two, or to a multiple of 512, and plans once for each. Its backward
+# adds to dQ in an order that may differ from run to run.
+
+
+def cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `flash_forward`."""
+    kernels = _cudnn()
+    output, (log_sums, _) = kernels.fused_attn_fwd(
+        True,
+        longest,
+        longest,
+        ends,
+        ends,
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        q.dtype,
+        kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
+        **_layout(ends, scale),
+    )
+    return output, log_sums.squeeze(2).t().contiguous()
+
+
+def cudnn_backward(
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `flash_backward`."""
+    kernels = _cudnn()
+    # The state of a random number generator, which only dropout reads.
+    unused = ends.new_zeros(2, dtype=torch.int64)
+    dq, dk, dv, *_ = kernels.fused_attn_bwd(
+        longest,
+        longest,
+        ends,
+        ends,
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        output,
+        d_output.contiguous(),
+        q.dtype,
+        [log_sums.t().unsqueeze(2).contiguous(), unused],
+        kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
+        do_format="thd",
+        dqkv_layout="thd_thd_thd",
+        **_layout(ends, scale),
+    )
+    return dq, dk, dv
+
+
+def _cudnn() -> ModuleType:
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    return fused_attn
+
+
+def _layout(ends: Tensor, scale: float) -> dict[str, Any]:
+    """Return the keyword arguments of cuDNN's kernels: causal attention, documents side by side."""
+    return {
+        "qkv_layout": "thd_thd_thd",  # tokens, heads, head dimension
+        "o_format": "thd",
+        "attn_mask_type": "padding_causal",
+        "window_size": (-1, 0),
+        "cu_seqlens_q_padded": ends,
+        "cu_seqlens_kv_padded": ends,
+        "attn_scale": scale,
+        "cuda_graph": torch.cuda.is_current_stream_capturing(),
+    }
+
+
 # ── Our Triton kernels ──
 #
 # The functions have the arguments of the functions for FlashAttention-4, but `bounds` is the result
@@ -669,6 +778,7 @@ def _operator(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
 
 flash_attention = _operator("flash_attention", flash_forward, flash_backward)
+cudnn_attention = _operator("cudnn_attention", cudnn_forward, cudnn_backward)
 triton_attention = _operator("triton_attention", triton_forward, triton_backward)
 
 
@@ -690,5 +800,6 @@ class AttentionKernels(NamedTuple):
 # autograd node of their own.
 ATTENTION_KERNELS = {
     "packed_fa4": AttentionKernels(flash_forward, flash_backward_in_parts),
+    "packed_cudnn": AttentionKernels(cudnn_forward, cudnn_backward),
     "packed_triton": AttentionKernels(triton_forward, triton_backward),
 }

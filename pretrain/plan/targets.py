@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.metrics.cards import CARDS, Card, card_of
-from pretrain.model.attention import FA4_GENERATIONS, FA4_HEAD_DIMS, SHORT
+from pretrain.model.attention import FA4_HEAD_DIMS, FLASH_GENERATIONS, SHORT
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.precision.formats.definition import HOPPER, QuantizedPrecision
@@ -88,7 +88,7 @@ def _attention(plan: Plan, devices: Devices) -> str:
     is_short = generation == HOPPER[0] and head_dim == 64 and plan.mean_squared <= SHORT
     if requested == "auto" and is_short:
         return "packed_triton"
-    has_flash = generation in FA4_GENERATIONS and head_dim in FA4_HEAD_DIMS
+    has_flash = generation in FLASH_GENERATIONS and head_dim in FA4_HEAD_DIMS
     return "packed_fa4" if has_flash else "packed_varlen"
 
 

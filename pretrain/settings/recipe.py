@@ -27,7 +27,7 @@ Switch = Annotated[
     Literal["auto", "on", "off"],
     BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value),
 ]
-Attention = Literal["auto", "triton", "varlen", "flash_attn", "documents", "sdpa"]
+Attention = Literal["auto", "triton", "varlen", "flash_attn", "cudnn", "documents", "sdpa"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -58,12 +58,13 @@ class ModelSettings(Settings):
 
     triton: our kernel, for heads of 16, 32 or 64 values.
     flash_attn: FlashAttention-4.
+    cudnn: cuDNN in Transformer Engine, for heads of 64 to 128 values.
     varlen: FlashAttention-2 in torch.
     documents: call the kernel once for each document.
     sdpa: scaled_dot_product_attention with a mask.
-    auto: on a GPU, flash_attn on Hopper or Blackwell if its package is installed, else varlen. On
-    Hopper, auto prefers triton if heads have 64 values and documents are short (at most 768 tokens
-    in the mean over all tokens). On a CPU, auto is documents, and on other devices sdpa.
+    auto: on Hopper or Blackwell, flash_attn if its package is installed, else cudnn; on other GPUs
+    varlen. On Hopper, auto prefers triton if heads have 64 values and documents are short (at most
+    768 tokens in the mean over all tokens). On a CPU, auto is documents, and on other devices sdpa.
     """
 
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"

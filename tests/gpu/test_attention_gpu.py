@@ -23,7 +23,7 @@ DOCUMENTS = {
     "a pack each": [LENGTH] * PACKS,
     "tokens alone": [1] * 300 + [212] + [1] * 512 + [511, 1],
 }
-KERNELS = ["fa4", "triton", "varlen"]
+KERNELS = ["fa4", "cudnn", "triton", "varlen"]
 SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 2, 96), Heads(4, 1, 256)]
 
 

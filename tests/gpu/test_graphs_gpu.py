@@ -164,7 +164,7 @@ def test_training_with_graphs_repeats_the_bits_of_training_without(
     )
 
 
-@pytest.mark.parametrize("attention", ["varlen", "fa4", "triton"])
+@pytest.mark.parametrize("attention", ["varlen", "fa4", "cudnn", "triton"])
 @pytest.mark.parametrize(
     ("kind", "precision"), [("gpt2", "delayed_head"), ("qwen3", "bf16"), ("qwen3", "current")]
 )
@@ -177,10 +177,8 @@ def test_products_with_searched_algorithms_are_captured(
     have a fixed order.
     """
     needs(PRECISIONS[precision][0])
-    if attention == "fa4" and (
-        obstacle := packed_attention._obstacle("fa4", "cuda", 64, torch.bfloat16)
-    ):
-        pytest.skip(f"flash_attn {obstacle}")
+    if obstacle := packed_attention._obstacle(attention, "cuda", 64, torch.bfloat16):
+        pytest.skip(f"{attention} {obstacle}")
     require_equal(
         larger(kind),
         precision,

@@ -278,3 +278,75 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
     monkeypatch.setattr(attention, "_flash", lambda: kernels)
     return kernels
+
+
+@pytest.fixture
+def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace Transformer Engine's two functions of cuDNN by formulas with the same interface."""
+    layout = {
+        "qkv_layout": "thd_thd_thd",
+        "o_format": "thd",
+        "attn_mask_type": "padding_causal",
+        "window_size": (-1, 0),
+        "cuda_graph": False,
+    }
+
+    def forward(
+        is_training,
+        longest_q,
+        longest_k,
+        ends,
+        ends_k,
+        q,
+        k,
+        v,
+        dtype,
+        kind,
+        *,
+        cu_seqlens_q_padded,
+        cu_seqlens_kv_padded,
+        attn_scale,
+        **options,
+    ):
+        assert is_training and kind == "kernel" and dtype == q.dtype and options == layout
+        assert longest_q == longest_k
+        assert ends is ends_k is cu_seqlens_q_padded is cu_seqlens_kv_padded
+        _, output = attention_of(q, k, v, ends, attn_scale)
+        log_sums = torch.arange(len(q) * q.shape[1], dtype=torch.float32)
+        return output, [log_sums.view(len(q), q.shape[1], 1), None]
+
+    def backward(
+        longest_q,
+        longest_k,
+        ends,
+        ends_k,
+        q,
+        k,
+        v,
+        output,
+        d_output,
+        dtype,
+        saved,
+        kind,
+        *,
+        cu_seqlens_q_padded,
+        cu_seqlens_kv_padded,
+        attn_scale,
+        do_format,
+        dqkv_layout,
+        **options,
+    ):
+        assert (do_format, dqkv_layout) == ("thd", "thd_thd_thd")
+        assert kind == "kernel" and dtype == q.dtype and options == layout
+        log_sums, random_state = saved
+        assert random_state.dtype == torch.int64 and random_state.shape == (2,)
+        assert log_sums.flatten().tolist() == list(range(len(q) * q.shape[1]))
+        return *attention_gradients(q, k, v, output, d_output, ends, attn_scale), None
+
+    kernels = SimpleNamespace(
+        fused_attn_fwd=forward,
+        fused_attn_bwd=backward,
+        FusedAttnBackend={"F16_arbitrary_seqlen": "kernel"},
+    )
+    monkeypatch.setattr(attention, "_cudnn", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -173,7 +173,10 @@ def varlen_attn_on_a_cpu(
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents", "packed_varlen", "packed_fa4"])
+@pytest.mark.usefixtures("flash_attention_4_on_a_cpu", "cudnn_on_a_cpu")
+@pytest.mark.parametrize(
+    "name", ["packed_sdpa", "packed_documents", "packed_varlen", "packed_fa4", "packed_cudnn"]
+)
 @pytest.mark.parametrize(
     "lengths", [[24], [5, 9, 1, 9, 17, 7], [3, 21, 1, 23, 22, 2], [1] * 10 + [14, 12, 12]], ids=str
 )
@@ -181,7 +184,6 @@ def test_each_document_has_the_attention_of_this_document_alone(
     lengths: list[int],
     name: str,
     window: int | None,
-    flash_attention_4_on_a_cpu: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A leak at one boundary changes only the two documents beside it."""
@@ -247,9 +249,19 @@ def test_auto_takes_the_fastest_supported_backend_on_an_h200(
     on_an_h200.setattr(
         attention, "_flash", lambda: importlib.import_module("flash_attention_that_is_not_there")
     )
-    assert chosen() == chosen(dim=32) == "varlen"
+    assert {chosen(dim=dim) for dim in (64, 96, 128)} == {"cudnn"}
+    assert {chosen(dim=dim) for dim in (32, 136, 256)} == {"varlen"}
     with pytest.raises(InputError, match=r"model.attention: flash_attn"):
         chosen("flash_attn")
+    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert chosen() == "varlen"
+    with pytest.raises(InputError, match=r"model.attention: cudnn.*deterministic: false"):
+        chosen("cudnn")
+    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    on_an_h200.setattr(transformer_engine, "missing", lambda: "a package")
+    assert chosen() == "varlen"
+    with pytest.raises(InputError, match=r"model.attention: cudnn.*needs Transformer Engine"):
+        chosen("cudnn")
 
 
 def test_auto_takes_our_kernels_where_they_were_measured(on_an_h200: pytest.MonkeyPatch) -> None:
@@ -267,7 +279,7 @@ def test_auto_takes_our_kernels_where_they_were_measured(on_an_h200: pytest.Monk
 
 def test_transformers_does_not_mistake_our_names_for_flash_attention() -> None:
     names = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
-    assert len(names) == 5 and not any(
+    assert len(names) == 6 and not any(
         is_flash_attention_requested(requested_attention_implementation=name) for name in names
     )
 

@@ -206,5 +206,6 @@ def test_a_missing_attention_package_is_named_with_the_speed_that_it_gives(
     assert line_about_attention(replace(job, attention=choice), 1) == (
         f"FlashAttention-4 would give {faster:,.0f} tokens/s; the attention is the fastest that "
         "runs here; flash_attn needs the package flash-attn-4 (pip install -r "
-        "requirements-cuda.txt): No module named 'flash_attn'"
+        "requirements-cuda.txt): No module named 'flash_attn'; cudnn needs Transformer Engine: a "
+        "CUDA device"
     )

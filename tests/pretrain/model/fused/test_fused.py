@@ -76,12 +76,13 @@ def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
 # ── Losses and gradients ──
 
 
-@pytest.mark.usefixtures("flash_attention_4_on_a_cpu")
+@pytest.mark.usefixtures("flash_attention_4_on_a_cpu", "cudnn_on_a_cpu")
+@pytest.mark.parametrize("backend", ["packed_fa4", "packed_cudnn"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])  # without and with head norms
-def test_rotation_and_attention_may_be_one_node(name: str) -> None:
+def test_rotation_and_attention_may_be_one_node(name: str, backend: str) -> None:
     """Results are those of separate nodes, whether queries and keys are saved or recomputed."""
     separate = packed(build(ARCHITECTURES[name], backend="packed_sdpa"))
-    one_node = packed(build(ARCHITECTURES[name], backend="packed_fa4"))
+    one_node = packed(build(ARCHITECTURES[name], backend=backend))
     expected_loss, expected = one_pass(separate)
     loss, gradients = one_pass(one_node)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -91,7 +92,7 @@ def test_rotation_and_attention_may_be_one_node(name: str) -> None:
         assert error <= 2e-6 * largest + 1e-6 * gradient.norm(), parameter
     with torch.no_grad():
         assert one_node(**inputs()).item() / 1000 == pytest.approx(expected_loss, rel=1e-6)
-    saving = packed(build(ARCHITECTURES[name], backend="packed_fa4"))
+    saving = packed(build(ARCHITECTURES[name], backend=backend))
     saving.fused.arithmetic.keeps_rotated = True
     saving_loss, saving_gradients = one_pass(saving)
     assert saving_loss == loss
