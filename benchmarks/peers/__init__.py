@@ -1,0 +1,1 @@
+"""Other trainers, measured as their own programs (`python -m benchmarks.peers`)."""

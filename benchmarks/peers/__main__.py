@@ -1,0 +1,157 @@
+"""Measure other trainers as their own programs, beside this project, on one GPU.
+
+    python -m benchmarks.peers --packages PEERS --out FILE.json
+    python -m benchmarks.peers --packages PEERS --model Qwen2.5-3B --trainers llmq --out FILE.json
+    python -m benchmarks.peers --report FILE.json
+
+All trainers compute the same model on sequences that are one document each, with random tokens, in
+steps of the same number of tokens. Each uses its own data path, optimizer and kernels, in the best
+settings that are known to run here. The table names the differences that remain. Trainers that have
+no variable-length attention need the same time for short documents, because they attend to all
+documents of a sequence.
+
+`--packages` is a folder with the packages of each trainer in a folder of its own, such as
+`PEERS/torchtitan`, installed with `pip install --target`. Packages that the folder does not have
+are those of this interpreter. If a microbatch does not fit, it is halved. A trainer that fails is
+recorded with the end of its output. The result file is written after every run, and trainers that
+it already has are not measured again. `--model tiny` is a dry run on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import throughput_packs
+from benchmarks.machine import command, environment_from_elsewhere, measured_on, run_to_its_end
+from benchmarks.peers.task import QWEN3, WARM_UP, Task, shape_of, task_of
+from benchmarks.peers.trainers import TRAINERS, Trainer
+from foundation.command import run_command
+from foundation.errors import InputError
+from foundation.files import write_json
+from foundation.units import markdown
+from pretrain.settings.config import load_recipe
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
+# Characters of a failed run's output that are recorded.
+LAST_OUTPUT = 2000
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=QWEN3, help=f"model; default: {QWEN3}")
+    parser.add_argument("--trainers", nargs="*", help="names of trainers; default: all")
+    parser.add_argument("--packages", type=Path, help="folder with the packages of the trainers")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a run; default: 12")
+    parser.add_argument("--timeout", type=float, default=280, help="maximum seconds of a run")
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="print the table of a result")
+    arguments = parser.parse_args()
+    if arguments.report:
+        print(table(json.loads(arguments.report.read_text())))
+        return
+    if not arguments.out:
+        parser.error("set --out FILE for the result")
+    if arguments.steps <= WARM_UP:
+        parser.error(f"--steps: the first {WARM_UP} steps are not timed; set more")
+    measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure the requested trainers that the result file does not have."""
+    task = task_of(arguments.model, arguments.steps)
+    if task.name == "tiny":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    programs = {trainer.program for trainer in TRAINERS}
+    if unknown := set(arguments.trainers or ()) - programs:
+        raise InputError(f"--trainers {unknown.pop()}: choose of {', '.join(sorted(programs))}")
+    environment = environment_from_elsewhere()
+    result = {**measured_on(environment), "task": asdict(task), "rows": {}}
+    if arguments.out.exists():
+        result = json.loads(arguments.out.read_text())
+        if result["task"] != asdict(task):
+            raise InputError(f"{arguments.out}: has another task; choose another file")
+    for trainer in TRAINERS:
+        if trainer.name in result["rows"] or (
+            arguments.trainers and trainer.program not in arguments.trainers
+        ):
+            continue
+        row = run(trainer, task, arguments)
+        result["rows"][trainer.name] = row
+        write_json(arguments.out, result)
+        print(trainer.name, row.get("tokens_per_second") or row["failed"], flush=True)
+    print(table(result))
+
+
+def run(trainer: Trainer, task: Task, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of a trainer. Microbatches are halved until they fit."""
+    row: dict[str, Any] = {"command": command(), "differs": trainer.differs}
+    if trainer.models and task.name not in trainer.models:
+        return row | {"failed": f"its models are {', '.join(trainer.models)} here"}
+    paths = [str(Path.cwd())]
+    if arguments.packages:
+        paths.insert(0, str((arguments.packages / trainer.program.replace(" ", "_")).resolve()))
+    environment = trainer.environment | {
+        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+        "HF_HUB_OFFLINE": "1",
+    }
+    if not has_module(trainer.module, paths):
+        return row | {"failed": f"needs the package {trainer.module}"}
+    microbatch = task.microbatch
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix="peers"))
+        try:
+            write_json(folder / "task.json", asdict(task))
+            if trainer.program == "ours":
+                recipe = load_recipe(Path(shape_of(task.name).recipe))
+                throughput_packs.make(folder / "packs", recipe, task.steps, whole_documents=True)
+            status, output = run_to_its_end(
+                trainer.command(task, microbatch, folder), arguments.timeout, environment
+            )
+            seconds = trainer.seconds(task, output, folder) if status == 0 else []
+        finally:
+            shutil.rmtree(folder)
+        is_full = status != 0 and any(text in output for text in OUT_OF_MEMORY)
+        if not is_full or microbatch == 1:
+            break
+        microbatch //= 2
+    row |= {"microbatch": microbatch, "seconds": seconds}
+    if len(seconds) <= WARM_UP:
+        lines = [line for line in output.splitlines() if line.strip()]
+        reason = f"status {status}: " + "".join(lines[-1:])[:200]
+        return row | {"failed": reason, "output": output[-LAST_OUTPUT:]}
+    median = statistics.median(seconds[WARM_UP:])
+    return row | {"tokens_per_second": round(task.tokens / median)}
+
+
+def has_module(name: str, paths: list[str]) -> bool:
+    """Return True if a module is installed here or is in one of the folders."""
+    found = any(
+        (Path(path) / name).exists() or (Path(path) / f"{name}.py").exists() for path in paths
+    )
+    return found or importlib.util.find_spec(name) is not None
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the table of a result in Markdown."""
+    rows = []
+    for name, row in result["rows"].items():
+        speed = row.get("tokens_per_second")
+        note = row["differs"] if speed else row["failed"]
+        rows.append([name, note, f"{speed:,}" if speed else "–", str(row.get("microbatch", "–"))])
+    return markdown(["trainer", "differs from ours", "tokens/s", "microbatch"], rows, names=2)
+
+
+if __name__ == "__main__":
+    run_command(main)
