@@ -302,7 +302,9 @@ TRAINERS = (
     Trainer(
         "ours", "FP8 with the head", ours("delayed", "fp8_config.scope=linear+head"), "torch", ""
     ),
-    Trainer("ours", "BF16, varlen attention", ours("bf16", "model.attention=varlen"), "torch", ""),
+    Trainer(
+        "ours", "BF16 without FlashAttention-4", ours("bf16", "model.attention=cudnn"), "torch", ""
+    ),
     Trainer("Hugging Face", "BF16", hugging_face("bf16"), "transformers", **HUGGING_FACE),
     Trainer("Hugging Face", "FP8", hugging_face("fp8"), "torchao", **HUGGING_FACE),
     Trainer("torchtitan", "BF16", torchtitan(), **TITAN),
