@@ -225,7 +225,8 @@ def forward_backward(
             quantized.
         first_apart: True to exchange no gradients while `around_first` is entered, even if the step
             has only one microbatch.
-        compute: Function with the arguments and the result of `compute_microbatch`.
+        compute: Function with the arguments and the result of `compute_microbatch`. It computes the
+            microbatches that neither gather weights nor sum gradients over ranks.
     """
     context = model.context
     rank_sums = model.rank_sums
@@ -233,6 +234,8 @@ def forward_backward(
     tokens = max(batches.valid_tokens, 1)
     total = torch.zeros((), device=accelerator.device)
     last = len(batches.microbatches) - 1
+    # The microbatches that gather weights or sum gradients over ranks.
+    exchanging = {0, last} if model.sharding else {last} if rank_sums else set()
     for index, microbatch in enumerate(batches.microbatches):
         # In the first microbatch, weights are cast or quantized again.
         context.first_microbatch = index == 0
@@ -244,7 +247,8 @@ def forward_backward(
                     contexts.enter_context(rank_sums.starting_early())
             elif model.sharding:
                 contexts.enter_context(model.sharding.accumulating())
-            total += compute(model, accelerator, microbatch, 1 / tokens)
+            run = compute_microbatch if index in exchanging else compute
+            total += run(model, accelerator, microbatch, 1 / tokens)
     # A forward between this step and the next one must cast or quantize the weights again.
     context.first_microbatch = True
     if rank_sums:

@@ -19,10 +19,11 @@ def trained_by_muon(dtype: torch.dtype, moments: torch.dtype) -> list[Tensor]:
     """Return the masters after some steps. The gradients depend on the BF16 weights."""
     params = drawn(dtype)
     group = {"params": params, "momentum": 0.95, "lr_ratio": 1.0, "adjust_lr_fn": "original"}
-    other = {"params": [nn.Parameter(torch.zeros(1, device=DEVICE))]}
+    updated_by_adamw = nn.Parameter(torch.zeros(1, device=DEVICE))
+    updated_by_adamw.grad = torch.ones(1, device=DEVICE)
     hidden = [Hidden(parameter, inputs=1) for parameter in params]
     options = {"lr": RATE, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-    optimizer = Muon([other, group], hidden, moments=moments, **options)
+    optimizer = Muon([{"params": [updated_by_adamw]}, group], hidden, moments=moments, **options)
     for step in range(STEPS):
         set_gradients(params, step)
         optimizer.step(clip_coefficient=torch.tensor(0.5, device=DEVICE))
