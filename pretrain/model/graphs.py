@@ -13,6 +13,10 @@ weight of the previous step (`Gemm.overwrites`). A graph is captured when a micr
 it. Each engine has one graph for each length of `cu_seqlens`. The first microbatch of a step needs
 separate graphs, because it quantizes the weights.
 
+With several processes, the last microbatch of a step runs without a graph, because it exchanges
+gradients. With FSDP2, the first microbatch, which gathers weights, runs without one too. Graphs of
+delayed scaling contain the exchange of amaxes.
+
 Steps with `StepWatch.observes_passes` run without graphs, because observers are called between
 kernels.
 """

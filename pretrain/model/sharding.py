@@ -197,6 +197,8 @@ class Sharding:
                 group.module.set_unshard_in_backward(False)
         self._attach(stacks)
         self._find_quantized()
+        if once_a_step:
+            self._keep_memory()
         if not once_a_step and hasattr(model, "set_reduce_scatter_max_input_buffers"):
             # Since torch 2.13, the backward of a layer need not wait until the reduction of the
             # previous layer ends, and gathers need not wait for reductions. With codes, backward
@@ -292,6 +294,18 @@ class Sharding:
         for group in self._groups:
             if group.quantized:
                 group.module.set_reshard_after_forward(False, recurse=False)
+
+    def _keep_memory(self) -> None:
+        """Never free gathered parameters, except for weights of which all engines keep codes.
+
+        CUDA graphs read the other parameters at fixed addresses. Their memory is needed in each
+        step anyway.
+        """
+        for group in self._groups:
+            freed = [set(group.quantized.get(engine, ())) for engine in self._context.engines]
+            for param in group.fsdp.fsdp_params:
+                if not freed or param not in set.intersection(*freed):
+                    param.free_unsharded_param = lambda: None
 
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
         """Give each gathered parameter a main gradient.

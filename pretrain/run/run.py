@@ -88,7 +88,11 @@ class Run:
         return self.best is not None and self.best["step"] == self.state.step
 
     def close(self) -> None:
-        """Finish the trackers, and close the files of the observers."""
+        """Free the CUDA graphs, finish the trackers, and close the files of the observers.
+
+        NCCL cannot end its communicators while graphs with their collectives exist.
+        """
+        self.graphs.drop()
         self.trackers.finish()
         self.observers.finish()
 

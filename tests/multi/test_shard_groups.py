@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from foundation.errors import InputError
 from foundation.overrides import overridden
-from pretrain.model import sharding
+from foundation.units import GIB
+from pretrain.model import graphs, packed, sharding
 from pretrain.model.distributed import complete_topology, shard
 from pretrain.model.gradients import gradient_of, local_part
+from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.model.packed import compute_microbatch, forward_backward, inputs_of
 from pretrain.observe.step_check import CachedWeights
 from pretrain.optimizer import adamw
 from tests.pretrain.model.fused import test_blackwell
+from tests.pretrain.model.test_graphs import Recorded
 from tests.pretrain.verify.small_runs import (
     HIDDEN,
     VOCABULARY,
@@ -168,10 +171,45 @@ def error_of_a_read(accelerator: Accelerator) -> str:
         return compute_microbatch(model, accelerator, *arguments)
 
     try:
-        forward_backward(run.model, run.step, accelerator, compute=compute)
+        with overridden(packed, compute_microbatch=compute):
+            forward_backward(run.model, run.step, accelerator)
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def train_with_graphs(accelerator: Accelerator) -> None:
+    """Compare three steps with and without graphs, which give the same losses and gradients."""
+    seen: list[list[Tensor]] = [[], []]
+    recorded = []
+
+    def capture(function: Callable[[], Tensor], _: Any) -> tuple[Recorded, Tensor]:
+        recorded.append(Recorded(function))
+        return recorded[-1], recorded[-1].loss
+
+    memory = overridden(torch.cuda, mem_get_info=lambda: (80 * GIB, 80 * GIB))
+    with memory, overridden(graphs, capture=capture):
+        computes = (compute_microbatch, MicrobatchGraphs("on", print).compute)
+        for results, compute in zip(seen, computes, strict=True):
+            run = build_run(accelerator, fused=True, weights="bf16_exact")
+            ranks = accelerator.num_processes
+            step = step_of(random_packs(5 * ranks), 1, accelerator.process_index, ranks)
+            run.optimizer.materialise()
+            adamw.set_learning_rate(run.optimizer, 1e-3)
+            for _ in range(3):
+                results.append(forward_backward(run.model, step, accelerator, compute=compute))
+                results += gradients(run)
+                run.optimizer.step()
+                adamw.clear_gradients(run.optimizer, run.packed)
+                with torch.no_grad():
+                    run.model.eval()(**inputs_of(step.microbatches[0], accelerator.device))
+                run.model.train()
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+    # DDP exchanges gradients in the last of five microbatches. FSDP2 gathers weights in the first.
+    assert sum(graph.runs for graph in recorded) == 3 * (3 if accelerator.is_fsdp2 else 4)
+    if accelerator.is_fsdp2:
+        # Gathered parameters keep their memory, which a graph on a GPU reads at fixed addresses.
+        assert gathered_bytes(run) == sum(2 * weight.numel() for weight in run.model.parameters())
 
 
 def errors_of_rounded_sums(accelerator: Accelerator) -> list[str]:
@@ -209,6 +247,12 @@ def main() -> None:
     found["error"] = error_of_a_read(accelerator)
     found["rounded"] = errors_of_rounded_sums(accelerator)
     os.write(1, f"FOUND {json.dumps(found)}\n".encode())
+    accelerator.end_training()
+
+
+def main_graphs() -> None:
+    complete_topology(accelerator := Accelerator(mixed_precision="no"))
+    train_with_graphs(accelerator)
     accelerator.end_training()
 
 
@@ -257,6 +301,13 @@ def test_fused_layers_read_no_freed_weight(references: Path, tmp_path: Path) -> 
     """References are the published packages, among them Transformer Engine's Python."""
     launch = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
     status, out, err = start_ranks([str(references)], launch, tmp_path, main=main_fused)
+    assert status == 0, out + err
+
+
+@pytest.mark.parametrize("topology", ["ddp", "zero"])
+def test_microbatches_without_exchanges_run_as_graphs(topology: str, tmp_path: Path) -> None:
+    launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
+    status, out, err = start_ranks([], launch, tmp_path, main=main_graphs)
     assert status == 0, out + err
 
 

@@ -301,13 +301,17 @@ def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
         ]
 
     expected = figures("plain")
-    graphs: list[MicrobatchGraphs] = []
+    graphs: list[Recorded] = []
+
+    def record_and_keep(*arguments: Any) -> tuple[Recorded, Tensor]:
+        graph, loss = record(*arguments)
+        graphs.append(graph)
+        return graph, loss
 
     def make(_: str, report: Callable[[str], None], *, later_bytes: int) -> MicrobatchGraphs:
-        graphs.append(make_graphs("on", report))
-        return graphs[0]
+        return make_graphs("on", report, record_and_keep)
 
     monkeypatch.setattr(train_accelerate, "MicrobatchGraphs", make)
     assert figures("graphs") == expected
     # The first two of 12 steps are observed. A step has four microbatches.
-    assert sum(graph.runs for graph, *_ in graphs[0].captured.values()) == 40
+    assert sum(graph.runs for graph in graphs) == 40
