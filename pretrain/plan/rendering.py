@@ -10,7 +10,7 @@ from foundation import units
 from foundation.units import GIB, plural
 from packing.store import lines_of_phases
 from pretrain.optimizer.schedule import describe
-from pretrain.plan.plan import Plan, fits_gathered
+from pretrain.plan.plan import Plan
 from pretrain.plan.speed import predict
 
 
@@ -76,9 +76,7 @@ def _devices_line(plan: Plan) -> str:
         return f"{devices}, {replicas}shards, gathered and reduced once a step"
     keeps_codes = all(layer.keeps_codes for layers in plan.layers.values() for layer in layers)
     use = "once a step" if keeps_codes else "for each use"
-    text = f"{devices}, {replicas}shards, gathered {use}, reduced in each microbatch"
-    faster = " (`fsdp_reshard_after_forward: false` fits too and is faster)"
-    return text + faster * fits_gathered(plan)
+    return f"{devices}, {replicas}shards, gathered {use}, reduced in each microbatch"
 
 
 def model_lines(plan: Plan) -> list[str]:

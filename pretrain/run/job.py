@@ -26,6 +26,7 @@ from pretrain.metrics.trackers import check_trackers
 from pretrain.model import attention, graphs
 from pretrain.model.distributed import (
     device_of,
+    from_all_ranks,
     gathers_once_a_step,
     processes_on_host,
     refused_together,
@@ -48,7 +49,7 @@ from pretrain.plan.checks import (
     steps_of,
 )
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
+from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import Missing, missing_on, select_phases
@@ -400,6 +401,9 @@ def _fit_to_machine(
 ) -> tuple[Plan, attention.Choice]:
     """Assess the layers of the plan for this machine, and choose the attention.
 
+    With FSDP2 on GPUs, weights are gathered and gradients reduced only once a step if the memory
+    suffices, because this is faster.
+
     All ranks must call this function. Raises InputError if the host has too little free memory for
     the state of all its processes, or if `model.cuda_graphs: on` is impossible.
     """
@@ -423,7 +427,10 @@ def _fit_to_machine(
         )
         for active in plan.precisions
     }
-    plan = spend_spare_memory(replace(plan, layers=layers, attention=chosen.name))
+    plan = replace(plan, layers=layers, attention=chosen.name)
+    if plan.devices.sharded and device_type == "cuda" and all(from_all_ranks(fits_gathered(plan))):
+        plan = replace(plan, devices=replace(plan.devices, gathered=True))
+    plan = spend_spare_memory(plan)
     cuda_graphs(plan, model.shapes, device_type)
     if plan.recipe.optimizer.offload != "none" and device_type == "cuda":
         refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
@@ -442,7 +449,13 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
     reasons = {
         "the recipe turns them off": model.cuda_graphs == "off",
         "they need a GPU": device_type != "cuda",
-        "they need a run with one process": plan.devices.count > 1 or plan.devices.sharded,
+        "FSDP2 reduces gradients in each microbatch": (
+            plan.devices.sharded and not plan.devices.gathered
+        ),
+        "FSDP2 frees weights in only some precisions of this run": (
+            plan.devices.sharded
+            and len({active.precision.quantized for active in plan.schedule.precisions()}) > 1
+        ),
         "they are not tested in every precision of this run": not all(
             active.precision.in_graphs for active in plan.precisions
         ),
