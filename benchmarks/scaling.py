@@ -9,10 +9,11 @@
 
 The parts are:
 
-* `topologies` trains on one GPU, and on all GPUs with DDP, `zero.yaml`, `fsdp2.yaml` and
-  `hsdp.yaml` (two replicas). The first table has the speed, its share of the speed of one GPU times
-  the number of GPUs, the memory, and the seconds from the launch to full speed. It also has the
-  losses of the first steps side by side.
+* `topologies` trains on each GPU alone (`one`), and on all GPUs together with DDP, `zero.yaml`,
+  `fsdp2.yaml` and `hsdp.yaml` (two replicas). The GPUs of `one` train at the same time, because
+  their speeds differ by up to 3 %. The first table has the speed, its share of the sum of the
+  speeds of the GPUs alone, the memory, and the seconds from the launch to full speed. It also has
+  the losses of the first steps side by side.
 * `launchers` trains as `ddp` in `topologies`, but with two launchers that have half of the GPUs
   each, like two machines.
 * `kill` kills one rank of a deterministic run after its checkpoint, and measures how long the other
@@ -22,7 +23,7 @@ The parts are:
 The models are Qwen3-1.7B, GPT-2 124M, Llama-3.1-8B with packs that are one document of 8,192
 tokens, and Qwen2.5-14B. By default, Llama-3.1-8B trains with `zero.yaml` and `fsdp2.yaml`, and
 Qwen2.5-14B with `fsdp2.yaml`. A step has 131,072 tokens per GPU with Qwen3, 65,536 with GPT-2 and
-Llama, and 32,768 with Qwen2.5. The run on one GPU has the same number of tokens per step as the
+Llama, and 32,768 with Qwen2.5. A run on one GPU has the same number of tokens per step as the
 others. All runs are in FP8 with delayed scaling and exact BF16 weights. Except in Llama, the head
 is in FP8 too. Arguments of the form `key=value` are settings of all runs.
 
@@ -57,6 +58,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -168,7 +170,8 @@ class Scaling:
                 print(f"hsdp: skipped, because {self.gpus} replicas of one GPU are DDP")
                 continue
             launch = self.launch_topology(topology)
-            self.measure(topology, launch, settings, traced=self.traced)
+            gpus = self.gpus if topology == "one" else 1
+            self.measure(topology, launch, settings, traced=self.traced, alone=gpus)
             self.explain(topology)
 
     def launch_topology(self, topology: str) -> list[str]:
@@ -304,19 +307,38 @@ class Scaling:
         return self.traces / re.sub(r"[^\w.=]+", "_", self.name_of(run))
 
     def measure(
-        self, run: str, launch: Sequence[str], settings: Sequence[str], *, traced: bool = False
+        self,
+        run: str,
+        launch: Sequence[str],
+        settings: Sequence[str],
+        *,
+        traced: bool = False,
+        alone: int = 1,
     ) -> None:
-        """Train a run from scratch, and record its figures. Keep its traces if it is `traced`."""
-        run_dir = self.folder / run
-        command = [*launch, *settings, f"run_dir={run_dir}"]
+        """Train a run from scratch, and record its figures. Keep its traces if it is `traced`.
+
+        With `alone`, repeat the run at the same time on this number of GPUs. The figures are those
+        of the first GPU, with the speeds of all of them.
+        """
+        folders = [self.folder / f"{run}_{gpu}" for gpu in range(alone)]
+
+        def train_on(gpu: int) -> dict[str, Any]:
+            environment = {"CUDA_VISIBLE_DEVICES": str(gpu)} if alone > 1 else {}
+            command = [*launch, *settings, f"run_dir={folders[gpu]}"]
+            times = timed_run(command, folders[gpu], environment, self.timeout)
+            shutil.rmtree(folders[gpu] / "checkpoints", ignore_errors=True)
+            return figures_of(folders[gpu], traced=traced) | {"times": times}
 
         def trained() -> dict[str, Any]:
-            times = timed_run(command, run_dir, {}, self.timeout)
-            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+            with ThreadPoolExecutor(alone) as pool:
+                first, *others = pool.map(train_on, range(alone))
             if traced:
                 shutil.rmtree(self.traces_of(run), ignore_errors=True)
-                shutil.move(run_dir / "traces", self.traces_of(run))
-            return figures_of(run_dir, traced=traced) | {"times": times}
+                shutil.move(folders[0] / "traces", self.traces_of(run))
+            if alone > 1:
+                speeds = [figures["tokens_per_second"] for figures in (first, *others)]
+                first["tokens_per_second_of_gpus"] = speeds
+            return first
 
         self.record(run, trained)
 
@@ -385,13 +407,15 @@ def one_gpu(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def share_of(result: Mapping[str, Any], name: str) -> str:
-    """Return the share of a run in the speed of one GPU times the number of GPUs."""
+    """Return the share of a run in the sum of the speeds of its GPUs alone."""
     one = one_gpu(result, name)
     if not one:
         return UNKNOWN
     run = result["runs"][name]
-    gpus = 1 if run is one else result["gpus"]
-    return percent(run["tokens_per_second"] / one["tokens_per_second"] / gpus)
+    speeds = one.get("tokens_per_second_of_gpus", [one["tokens_per_second"]])
+    if run is one:
+        speeds = speeds[:1]
+    return percent(run["tokens_per_second"] / sum(speeds))
 
 
 def table(result: Mapping[str, Any]) -> str:
