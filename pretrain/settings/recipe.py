@@ -58,7 +58,7 @@ class ModelSettings(Settings):
 
     triton: our kernel, for heads of 16, 32 or 64 values.
     flash_attn: FlashAttention-4.
-    cudnn: cuDNN in Transformer Engine, for heads of 64 to 128 values.
+    cudnn: cuDNN in Transformer Engine, for heads of 64 or 128 values.
     varlen: FlashAttention-2 in torch.
     documents: call the kernel once for each document.
     sdpa: scaled_dot_product_attention with a mask.
