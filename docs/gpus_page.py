@@ -52,7 +52,7 @@ TAIL = """\
 * **Below 0.1 billion parameters**, stay with BF16 ([results](results.md)).
 * **The head in FP8 too**, usually fastest: `fp8_config.scope=linear+head`.
 * **A mixture of experts on Hopper**: `fp8_config.fp8_format=E4M3`. FP8 gains 1.0 to 1.2 times.
-* **Several GPUs**: `--config ddp_fp8_delayed`. If the model does not fit: `zero_fp8_delayed`, then
+* **Several GPUs**: `--config ddp_fp8_delayed`. If the model does not fit:
   `fsdp2_fp8_delayed` ([scaling](scaling.md)).
 * **Out of memory?** Set `optimizer.offload=moments`, then `model.gradient_checkpointing=full`.
 * **FP8 needs [Transformer Engine](install.md#nvidia-gpus).** Run `python -m pretrain doctor` first.
