@@ -445,6 +445,7 @@ def library() -> ModuleType:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "FlashAttention 4 is installed but")
+                warnings.filterwarnings("ignore", "Detected a Jax installation but")
                 importlib.import_module(LIBRARY)
         finally:
             if sys.modules[FLASH_ATTENTION] is None:
