@@ -132,27 +132,33 @@ def test_predicted_speeds_of_the_readme_are_those_of_the_page_of_gpus():
     assert gains["A100"] == []
 
 
-def test_speeds_of_four_gpus_are_those_of_the_result_files():
+def test_speeds_of_several_gpus_are_those_of_the_result_files():
     def read(name: str) -> Any:
         return json.loads((RESULTS / f"speed/{name}.json").read_text(encoding="utf-8"))
 
-    runs = read("h100_x4_scaling")["runs"]
-    one = runs.pop("one")["tokens_per_second"]
-    percent = {name: 25 * run["tokens_per_second"] / one for name, run in runs.items()}
+    def shares(name: str, gpus: int) -> dict[str, float]:
+        runs = read(name)["runs"]
+        one = runs.pop("one")["tokens_per_second"]
+        return {key: 100 * run["tokens_per_second"] / one / gpus for key, run in runs.items()}
+
+    percent = shares("h100_x4_scaling", 4)
+    on_two = shares("h200_x2_scaling", 2)
     # A time limit ended this run. Its output has the speeds of steps 1 to 5, in thousands.
     (output,) = (result["output"] for result in read("h200_x4_ddp")["results"])
     speed = 1000 * statistics.median(map(float, re.findall(r"([\d.]+)k tok/s", output)[2:]))
     (one_gpu,) = read("h200_x4_one_gpu")["results"]
     (zero,) = read("h200_x4_zero_524288")["results"]
-    reached = [percent["ddp"], percent["zero"]]
+    reached = [percent["ddp"], percent["zero"], on_two["ddp"], on_two["zero"]]
     reached.append(25 * speed / one_gpu["summary"]["tokens_per_second"])
     # One GPU of another host: benchmarks/results/kernels/h200_attention_in_steps.json.
     reached.append(25 * zero["summary"]["tokens_per_second"] / 77_197)
     share = f"{min(reached):.0f} to {max(reached):.0f} %"
     page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
-    assert f"reach {share}" in page and f"`fsdp2` reached {percent['fsdp2']:.0f} %" in page
+    assert f"reach {share}" in page and f"`fsdp2` reaches {on_two['fsdp2']:.0f} %" in page
     table = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    assert all(f"{value:.1f} %" in table for value in [*percent.values(), *reached])
+    assert all(
+        f"{value:.1f} %" in table for value in [*percent.values(), *on_two.values(), *reached]
+    )
 
 
 def test_the_table_of_gpt2_is_that_of_its_result_file():
