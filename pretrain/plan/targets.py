@@ -70,7 +70,7 @@ def plan_on(
     if devices.count == 1 or topology == "ddp" or is_default:
         return fitted
     sharded = replace(unsharded, devices=replace(devices, sharded=True))
-    is_gathered = topology == "zero" or (topology is None and fits_gathered(sharded))
+    is_gathered = topology == "zero" or fits_gathered(sharded)
     gathered = replace(sharded.devices, gathered=is_gathered)
     return spend_spare_memory(replace(sharded, devices=gathered))
 

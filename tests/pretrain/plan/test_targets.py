@@ -135,7 +135,7 @@ def test_several_devices_may_be_written_in_several_ways() -> None:
 
 @pytest.mark.parametrize(
     ("topology", "sharded", "gathered"),
-    [(None, False, False), ("ddp", False, False), ("zero", True, True), ("fsdp2", True, False)],
+    [(None, False, False), ("ddp", False, False), ("zero", True, True), ("fsdp2", True, True)],
 )
 def test_a_topology_replaces_the_first_that_fits(
     topology: str | None, sharded: bool, gathered: bool, plan_on: Callable[..., Plan]
