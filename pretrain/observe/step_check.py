@@ -5,14 +5,15 @@ covers the rest of a step. It runs in the first two steps after a start, a rollb
 the precision (`Step.is_new`), and every `log.fp8_statistics` steps. AdamW updates each value
 independently of all others, so it is enough to check a sample of the values. Only clipping depends
 on all gradients: their norm is recomputed from all values. Muon updates a matrix as a whole, so
-each check compares one complete matrix with torch.optim.Muon, and checks of later steps take other
-matrices. docs/developers/verification.md lists everything that is checked.
+each check compares one complete matrix of each shape with torch.optim.Muon, and checks of later
+steps take other matrices. docs/developers/verification.md lists everything that is checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from random import Random
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import join, master_of
-from pretrain.optimizer.muon import MOMENTUM, Muon
+from pretrain.optimizer.muon import MOMENTUM, Hidden, Muon
 from pretrain.precision.gemm import Gemm, Operand
 from pretrain.precision.observed import dtype_name
 from pretrain.precision.product import Probe
@@ -192,7 +193,10 @@ class StepCheck(Observer):
             TorchUpdate(self._packed.hf, self._optimizer, *arguments)
         ]
         if isinstance(self._optimizer, Muon):
-            by_torch.append(TorchMuonUpdate(self._packed.hf, self._optimizer, *arguments))
+            by_torch += [
+                TorchMuonUpdate(item, self._packed.hf, self._optimizer, *arguments)
+                for item in one_of_each_shape(self._optimizer.hidden.values(), updates)
+            ]
         yield
         weights = {"loss": 1.0, "penalty": self._recipe.loss.penalty_weight} | {
             "router_loss": self._packed.routing.coefficient
@@ -204,6 +208,7 @@ class StepCheck(Observer):
                 f"{self._loss:.6f}"
             )
         wrong = [*self._wrong, *(line for update in by_torch for line in update.differences())]
+        wrong = list(dict.fromkeys(wrong))
         if largest_over_ranks(self._accelerator, len(wrong)):
             lines = "\n".join(
                 f"  {line}" for line in (wrong or ["see the message of another process"])
@@ -458,8 +463,15 @@ class TorchUpdate:
         )
 
 
+def one_of_each_shape(hidden: Iterable[Hidden], updates: int) -> list[Hidden]:
+    """Return one parameter of each shape: the same on all ranks, another one after each update."""
+    shuffled = list(hidden)
+    Random(updates).shuffle(shuffled)
+    return list({item.shape: item for item in shuffled}.values())
+
+
 class TorchMuonUpdate:
-    """The expected result of Muon's update: torch.optim.Muon on one matrix.
+    """The expected result of Muon's update: torch.optim.Muon on one matrix of a parameter.
 
     Create the object when the gradients are complete, and call `differences` after the optimizer's
     step. All ranks must call both.
@@ -467,18 +479,21 @@ class TorchMuonUpdate:
 
     def __init__(
         self,
+        item: Hidden,
         model: nn.Module,
         optimizer: Muon,
         recipe: Recipe,
         learning_rate: float,
         updates: int,
     ) -> None:
-        """Compute the expected values before the optimizer's step, as `TorchUpdate` does."""
-        hidden = list(optimizer.hidden.values())
-        self._item = hidden[updates % len(hidden)]
-        self._number = updates % self._item.shape[0]
-        self._state = optimizer.state[self._item.parameter]
-        self._name = next(n for n, p in model.named_parameters() if p is self._item.parameter)
+        """Compute the expected values before the optimizer's step, as `TorchUpdate` does.
+
+        item: the parameter.
+        """
+        self._item = item
+        self._number = Random(updates).randrange(item.shape[0])
+        self._state = optimizer.state[item.parameter]
+        self._name = next(name for name, p in model.named_parameters() if p is item.parameter)
         settings = recipe.optimizer
         options: dict[str, Any] = {
             "lr": learning_rate * settings.muon_lr_ratio,
@@ -494,24 +509,28 @@ class TorchMuonUpdate:
         ]
         before, momentum_before = self._values()
         weight = nn.Parameter(before.clone())
-        gradient = self._matrix(cast(Tensor, gradient_of(self._item.parameter))).float()
+        gradient = self._matrix(cast(Tensor, gradient_of(item.parameter))).float()
         weight.grad = gradient * expected_clipping(model, settings.clip)
         momentum = momentum_before.clone()
         reference = torch.optim.Muon([weight], **options)
         reference.state[weight] = {"momentum_buffer": momentum}
         reference.step()
-        # For each kind: the expected values, the change, its relative tolerance, and the dtype.
+        kinds = {
+            "weights": (before, weight.detach(), MUON_RELATIVE, recipe.weights),
+            MOMENTUM: (momentum_before, momentum, RELATIVE, recipe.moments_kept_in),
+        }
+        # For each kind: the expected values, their tolerance without ROUNDING, and the dtype.
         self._expected = {
-            "weights": (weight.detach(), weight.detach() - before, MUON_RELATIVE, recipe.weights),
-            MOMENTUM: (momentum, momentum - momentum_before, RELATIVE, recipe.moments_kept_in),
+            kind: (expected, relative * (expected - old).square().mean().sqrt(), stored)
+            for kind, (old, expected, relative, stored) in kinds.items()
         }
 
     def differences(self) -> list[str]:
         """Return one line of text for each kind of fault in the update."""
         lines = list(self._wrong_settings)
         kinds = zip(self._expected.items(), self._values(), strict=True)
-        for (kind, (expected, change, relative, stored)), actual in kinds:
-            tolerance = relative * change.square().mean().sqrt() + ROUNDING * expected.abs()
+        for (kind, (expected, usual, stored)), actual in kinds:
+            tolerance = usual + ROUNDING * expected.abs()
             is_off = _is_outside(actual, expected, tolerance, in_bf16=stored == "bf16")
             if is_off.float().mean() > MUON_OFF:
                 lines.append(f"{kind} of a matrix in {self._name}")

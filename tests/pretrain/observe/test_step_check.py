@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 
 from pretrain.metrics.health import TrainingHalted
+from pretrain.observe.step_check import one_of_each_shape
 from pretrain.optimizer import muon
+from pretrain.optimizer.muon import Hidden, Muon
 from tests.pretrain.verify.faults import Fault
 from tests.pretrain.verify.mutations import FAULTS
 from tests.pretrain.verify.small_runs import CLIP, MIXTURES, SmallRun, build_run
@@ -78,9 +82,9 @@ def test_a_correct_update_by_muon_passes(kind: str, weights: str, accelerator: A
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("the norm is not clipped", "momentum of a matrix in .*q_proj.weight"),
-        ("each update is applied twice", "weights of a matrix in .*q_proj.weight"),
-        ("an exact weight's low bits are dropped", "weights of a matrix in .*q_proj.weight"),
+        ("the norm is not clipped", "momentum of a matrix in .*down_proj.weight"),
+        ("each update is applied twice", "weights of a matrix in .*down_proj.weight"),
+        ("an exact weight's low bits are dropped", "weights of a matrix in .*down_proj.weight"),
     ],
 )
 def test_a_fault_of_muons_update_is_named(what: str, line: str, accelerator: Accelerator) -> None:
@@ -104,8 +108,42 @@ def test_another_orthogonalization_is_named(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(muon, "COEFFICIENTS", (1.5, -0.5, 0.0))
-    with pytest.raises(TrainingHalted, match=r"weights of a matrix in .*q_proj.weight"):
+    with pytest.raises(TrainingHalted, match=r"weights of a matrix in .*down_proj.weight"):
         build(accelerator, "fp32", optimizer="muon").train()
+
+
+@pytest.mark.parametrize(
+    ("sides", "name"), [((256, 128), "(gate|up)_proj"), ((128, 256), "down_proj")]
+)
+def test_a_wrong_scale_of_one_shape_is_named_in_the_first_step(
+    sides: tuple[int, int], name: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = muon.SCALES["match_rms_adamw"]
+    wrong = {"match_rms_adamw": lambda *shape: scale(*shape) * (2 if shape == sides else 1)}
+    monkeypatch.setattr(muon, "SCALES", wrong)
+    with pytest.raises(TrainingHalted, match=rf"^step 1: (?s:.)*matrix in .*{name}\.weight"):
+        build(accelerator, "fp32", optimizer="muon").train()
+
+
+def test_an_update_without_nesterovs_momentum_is_named(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def direction(optimizer: Muon, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
+        with_nesterov(optimizer, item, clip_coefficient)
+        return item.split(optimizer.state[item.parameter]["momentum"].bfloat16())
+
+    with_nesterov = Muon._direction
+    monkeypatch.setattr(Muon, "_direction", direction)
+    with pytest.raises(TrainingHalted, match=r"^step 2: (?s:.)*matrix in .*k_proj.weight"):
+        build(accelerator, "fp32", optimizer="muon").train()
+
+
+def test_later_checks_compare_every_matrix() -> None:
+    shapes = [(8, 8)] * 12 + [(24, 8)] * 12 + [(8, 32)] * 12
+    hidden = [Hidden(nn.Parameter(torch.empty(shape, device="meta")), 1) for shape in shapes]
+    checked = [one_of_each_shape(hidden, updates) for updates in range(0, 10_000, 100)]
+    assert {len(items) for items in checked} == {3}
+    assert len({item for items in checked for item in items}) == len(hidden)
 
 
 def assert_refused(fault: Fault, run: SmallRun) -> None:
