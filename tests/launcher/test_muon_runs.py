@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.golden.runs import poisoned_once
 from tests.launcher.test_precision_runs import EXPERTS
 
 MUON = ("optimizer.name=muon", "optimizer.muon.learning_rate=0.02")
@@ -44,6 +45,18 @@ def test_a_run_in_low_precision_passes_all_checks_and_learns(
     rms = [record["muon_update_rms"] for record in run.records() if "loss" in record]
     assert len(rms) == 8
     assert all(0.1 < value < 0.25 for value in rms)
+
+
+def test_a_skipped_step_reports_no_update(
+    start_here: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    recipe = recipe_of(recipe_for, tmp_path / "run")
+    with poisoned_once(tmp_path / "run", steps_before=2):
+        run = start_here(recipe, tmp_path, *MUON, "train.steps=4", "health.on_nan=skip")
+    assert run.status == 0, run.output
+    assert [step["skipped"] for step in run.steps()] == [False, False, True, False]
+    for step in run.steps():
+        assert ("muon_update_rms" in step) != step["skipped"]
 
 
 def test_a_run_with_adamw_is_not_resumed_with_muon(
