@@ -111,7 +111,7 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
     """Return the trained matrices in the decoder layers of `hf`, except for routers.
 
     `hf` may be on the meta device, converted and sharded. Raises InputError if queries, keys and
-    values, or experts, are stacked in an unknown layout.
+    values, or experts, are stacked in an unknown layout, or if there is no matrix.
     """
     # Map the name of each weight to the weight and the dimension of its inputs. Experts in another
     # layout than the usual one keep -1. Convolutions of single channels are no matrices.
@@ -143,8 +143,13 @@ def hidden_parameters(hf: PreTrainedModel) -> list[Hidden]:
                 f"`optimizer.name: muon`: the layout of the matrices in {name} is not known, so "
                 "they cannot be updated separately; set `optimizer.name: adamw`"
             )
-        if weight.requires_grad and min(weight.shape) > 1:
+        if weight.requires_grad and min(weight.shape[-2:]) > 1:
             hidden.append(Hidden(weight, inputs, STACKED.get(kind, 1)))
+    if not hidden:
+        raise InputError(
+            f"`optimizer.name: muon`: {type(hf).__name__} has no decoder layers with matrices that "
+            "Muon could update; set `optimizer.name: adamw`"
+        )
     return hidden
 
 

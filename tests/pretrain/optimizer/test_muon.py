@@ -181,6 +181,17 @@ def test_embeddings_head_norms_and_routers_are_left_to_adamw() -> None:
     }
 
 
+def test_a_single_expert_is_left_to_muon() -> None:
+    hidden = hidden_by_name(on_meta(MIXTURE | {"num_experts": 1, "num_experts_per_tok": 1}))
+    assert hidden["model.layers.0.mlp.experts.gate_up_proj"].shape == (2, 16, 8)
+
+
+def test_a_model_without_matrices_for_muon_is_refused() -> None:
+    sizes = {"n_embd": 8, "dff": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16}
+    with pytest.raises(InputError, match="CTRLLMHeadModel has no decoder layers with matrices"):
+        hidden_parameters(on_meta({"model_type": "ctrl", **sizes}))
+
+
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [("gpt_neox", "query_key_value"), ("phi3", "qkv_proj"), ("gpt_oss", "gate_up_proj")],
