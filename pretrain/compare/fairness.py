@@ -86,7 +86,7 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
     """Return the settings that differ between two runs and make their comparison unfair.
 
     Map the dotted key of each such setting to its values in the first and in the second run, as
-    texts.
+    texts. A setting with equal values is not included, even if it has no effect on one of the runs.
     """
     trainings = [training_of(run) for run in (first, second)]
     changed = changed_keys(*trainings)
@@ -101,6 +101,7 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
     return {
         key: (as_text(first_values.get(key), key), as_text(second_values.get(key), key))
         for key in changed
+        if first_values.get(key) != second_values.get(key)
     }
 
 

@@ -67,6 +67,15 @@ def test_runs_may_differ_in_precision_and_in_how_they_were_run(tmp_path):
     check_comparable([first, trained(tmp_path / "second", (4.0, 3.0), *settings)])
 
 
+def test_adamw_and_muon_differ_in_the_settings_that_differ(tmp_path):
+    runs = [
+        trained(tmp_path / "a"),
+        trained(tmp_path / "b", (4.0, 3.0), "optimizer.name=muon", "optimizer.muon.momentum=0.9"),
+    ]
+    assert distinguishing_keys(runs) == ["optimizer.muon.momentum", "optimizer.name"]
+    check_comparable(runs, ["optimizer.name", "optimizer.muon.momentum"])
+
+
 def test_varied_keys_may_differ_and_unknown_keys_are_refused(tmp_path):
     runs = [
         trained(tmp_path / "a"),
