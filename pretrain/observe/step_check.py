@@ -11,7 +11,7 @@ steps take other matrices. docs/developers/verification.md lists everything that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from typing import Any, cast
@@ -45,11 +45,10 @@ RELATIVE = 1e-4
 # Additional tolerance, relative to the value itself. An FP32 operation has a relative rounding
 # error of 2^-24, and an update consists of a few operations.
 ROUNDING = 2.0**-22
-# Tolerance of a value that Muon has updated, relative to the root mean square of the changes of its
-# matrix, and the share of values that may exceed it. Orthogonalization in BF16 depends on the order
-# of sums.
+# Tolerance of the weights of a matrix that Muon has updated, relative to their change. Errors and
+# change are multiplied by the momentum, because the update has singular values of about one also in
+# directions where the momentum has only roundings of BF16, which depend on the order of sums.
 MUON_RELATIVE = 0.1
-MUON_OFF = 0.01
 # Gradients must be summed over microbatches in FP32. If BF16 can store more than this share of the
 # nonzero sums without rounding, the check concludes that the sums were rounded to BF16.
 BF16_VALUED = 0.9
@@ -195,7 +194,7 @@ class StepCheck(Observer):
         if isinstance(self._optimizer, Muon):
             by_torch += [
                 TorchMuonUpdate(item, self._packed.hf, self._optimizer, *arguments)
-                for item in one_of_each_shape(self._optimizer.hidden.values(), updates)
+                for item in one_of_each_shape([*self._optimizer.hidden.values()], updates)
             ]
         yield
         weights = {"loss": 1.0, "penalty": self._recipe.loss.penalty_weight} | {
@@ -463,10 +462,12 @@ class TorchUpdate:
         )
 
 
-def one_of_each_shape(hidden: Iterable[Hidden], updates: int) -> list[Hidden]:
-    """Return one parameter of each shape: the same on all ranks, another one after each update."""
-    shuffled = list(hidden)
-    Random(updates).shuffle(shuffled)
+def one_of_each_shape(hidden: Sequence[Hidden], updates: int) -> list[Hidden]:
+    """Return a random parameter of each shape, which is equal on all ranks.
+
+    updates: the number of past updates, from which the choice follows.
+    """
+    shuffled = Random(updates).sample(hidden, len(hidden))
     return list({item.shape: item for item in shuffled}.values())
 
 
@@ -515,13 +516,14 @@ class TorchMuonUpdate:
         reference = torch.optim.Muon([weight], **options)
         reference.state[weight] = {"momentum_buffer": momentum}
         reference.step()
+        self._momentum = momentum
         kinds = {
             "weights": (before, weight.detach(), MUON_RELATIVE, recipe.weights),
             MOMENTUM: (momentum_before, momentum, RELATIVE, recipe.moments_kept_in),
         }
-        # For each kind: the expected values, their tolerance without ROUNDING, and the dtype.
+        # For each kind: the expected values, the tolerance, and the dtype in which they are stored.
         self._expected = {
-            kind: (expected, relative * (expected - old).square().mean().sqrt(), stored)
+            kind: (expected, relative * self._weighted_norm(expected - old), stored)
             for kind, (old, expected, relative, stored) in kinds.items()
         }
 
@@ -529,12 +531,19 @@ class TorchMuonUpdate:
         """Return one line of text for each kind of fault in the update."""
         lines = list(self._wrong_settings)
         kinds = zip(self._expected.items(), self._values(), strict=True)
-        for (kind, (expected, usual, stored)), actual in kinds:
-            tolerance = usual + ROUNDING * expected.abs()
-            is_off = _is_outside(actual, expected, tolerance, in_bf16=stored == "bf16")
-            if is_off.float().mean() > MUON_OFF:
+        for (kind, (expected, tolerance, stored)), actual in kinds:
+            rounding = expected.bfloat16() - expected if stored == "bf16" else ROUNDING * expected
+            error = self._weighted_norm(actual - expected)
+            # NaN is always a fault.
+            if not error <= tolerance + 2 * self._weighted_norm(rounding):
                 lines.append(f"{kind} of a matrix in {self._name}")
         return lines
+
+    def _weighted_norm(self, values: Tensor) -> Tensor:
+        """Return the norm of a matrix, multiplied by the momentum along the longer side."""
+        rows, columns = values.shape
+        product = values @ self._momentum.mT if rows < columns else values.mT @ self._momentum
+        return torch.linalg.matrix_norm(product)
 
     def _values(self) -> tuple[Tensor, Tensor]:
         """Return the matrix with its remainders, and its momentum, FP32."""

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from pretrain.optimizer.muon import Hidden, Muon
 from tests.golden.runs import poisoned_once
 from tests.launcher.test_precision_runs import EXPERTS
 
@@ -57,6 +59,27 @@ def test_a_skipped_step_reports_no_update(
     assert [step["skipped"] for step in run.steps()] == [False, False, True, False]
     for step in run.steps():
         assert ("muon_update_rms" in step) != step["skipped"]
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16_exact"])
+def test_an_update_without_nesterovs_momentum_stops_the_run(
+    weights: str,
+    start_here: Callable,
+    recipe_for: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def direction(optimizer: Muon, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
+        with_nesterov(optimizer, item, clip_coefficient)
+        return item.split(optimizer.state[item.parameter]["momentum"].bfloat16())
+
+    with_nesterov = Muon._direction
+    monkeypatch.setattr(Muon, "_direction", direction)
+    recipe = recipe_of(recipe_for, tmp_path / "run")
+    run = start_here(recipe, tmp_path, *MUON, "precision=bf16", f"weights={weights}")
+    assert run.status == 3, run.output
+    assert "step 2: the step or its update is wrong" in run.output
+    assert "weights of a matrix in model.layers.0." in run.output
 
 
 def test_a_run_with_adamw_is_not_resumed_with_muon(
