@@ -85,14 +85,11 @@ class Hidden:
     stacked: int = 1
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Return the matrices of a tensor like the parameter, [matrices, outputs, inputs]."""
-        return tensor.movedim(self.inputs, -1).unflatten(-2, (self.stacked, -1)).flatten(0, -3)
+        """Return the matrices of a tensor like the parameter, [matrices, outputs, inputs].
 
-    def join(self, matrices: Tensor) -> Tensor:
-        """Return a tensor like the parameter. This is the inverse of `split`."""
-        shape = list(self.parameter.shape)
-        shape.append(shape.pop(self.inputs))
-        return matrices.reshape(shape).movedim(-1, self.inputs)
+        The result is a view if the tensor is contiguous.
+        """
+        return tensor.movedim(self.inputs, -1).unflatten(-2, (self.stacked, -1)).flatten(0, -3)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -241,8 +238,10 @@ class Muon(ExactAdamW):
         function.
         """
         update_others = super().prepare(clip_coefficient=clip_coefficient)
-        trained = [item for item in self.hidden.values() if gradient_of(item.parameter) is not None]
-        rounds = share(trained, dist.get_world_size() if dist.is_initialized() else 1)
+        rounds = share(
+            [item for item in self.hidden.values() if gradient_of(item.parameter) is not None],
+            dist.get_world_size() if dist.is_initialized() else 1,
+        )
 
         def update() -> None:
             update_others()
@@ -260,7 +259,7 @@ class Muon(ExactAdamW):
         learning rate.
         """
         group = self.param_groups[-1]
-        squares = self.frozen_counts.new_zeros((), dtype=torch.float32)
+        norms = []
         own_rank = dist.get_rank() if dist.is_initialized() else 0
         for batches in rounds:
             matrices = {
@@ -272,12 +271,22 @@ class Muon(ExactAdamW):
             for rank, batch in batches.items():
                 if dist.is_initialized():
                     dist.broadcast(matrices[rank], src=rank)
-                scale = SCALES[group["adjust_lr_fn"]](*batch[0].shape[1:])
+                hyper = Hyperparameters(
+                    learning_rate=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    beta1=0,
+                    beta2=0,
+                    eps=0,
+                    step=1,
+                    scale=SCALES[group["adjust_lr_fn"]](*batch[0].shape[1:]),
+                )
                 norm = torch.linalg.vector_norm(matrices[rank], dtype=torch.float32)
-                squares += (scale * norm).square()
-                self._apply(batch, matrices[rank], scale)
-        values = sum(map(torch.numel, group["params"]))
-        self.figures = {"muon_update_rms": (squares / values).sqrt()}
+                norms.append(hyper.scale * norm)
+                self._apply(batch, matrices[rank], hyper)
+        values = sum(map(torch.numel, self.hidden))
+        self.figures = {
+            "muon_update_rms": torch.linalg.vector_norm(torch.stack(norms)) / math.sqrt(values)
+        }
 
     def _direction(self, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
         """Update the momentum, and return the direction as matrices over all shards, BF16."""
@@ -294,21 +303,17 @@ class Muon(ExactAdamW):
         local_part(direction).copy_(gradient.lerp(momentum, beta))
         return item.split(gathered(direction))
 
-    def _apply(self, batch: Sequence[Hidden], updates: Tensor, scale: float) -> None:
+    def _apply(self, batch: Sequence[Hidden], updates: Tensor, hyper: Hyperparameters) -> None:
         """Update this process's part of the parameters of a batch, and count lost updates.
 
         updates: The orthogonalized directions of all matrices in the batch.
-        scale: Factor of the learning rate.
         """
-        group = self.param_groups[-1]
-        hyper = Hyperparameters(
-            group["lr"], group["weight_decay"], beta1=0, beta2=0, eps=0, step=1, scale=scale
-        )
         parts = []
         by_parameter = updates.split([item.shape[0] for item in batch])
         for item, matrices in zip(batch, by_parameter, strict=True):
             parameter = item.parameter
-            update = item.join(matrices).contiguous()
+            update = matrices.new_empty(parameter.shape)
+            item.split(update).copy_(matrices)
             if isinstance(parameter, DTensor):
                 # Without `src_data_rank`, nothing is sent.
                 update = local_part(

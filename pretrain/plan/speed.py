@@ -68,7 +68,7 @@ OF_PCIE = 0.7
 EXPOSED = 0.394
 # Bytes that Muon moves for each weight in addition to AdamW, and that it sends to gather directions
 # and updates. They are counted in its code, and not measured.
-MUON = 44
+MUON = 48
 MUON_SENT = {"one": 0, "ddp": 2, "zero": 4, "fsdp2": 4}
 # Bytes of a parameter that are sent to sum the gradients of a step over all devices ("ddp"), and to
 # gather weights and reduce gradients once ("zero", "fsdp2").

@@ -211,8 +211,10 @@ class Run:
         frozen = 0.0
         if decision.proceed:
             frozen = adamw.frozen_share(self.assembly.optimizer, self.accelerator)
-            measured = self.assembly.optimizer.figures
-            figures = {**figures, **{name: value.item() for name, value in measured.items()}}
+            figures = {
+                **figures,
+                **{name: value.item() for name, value in self.assembly.optimizer.figures.items()},
+            }
         if decision.reason and decision.action in ("update", "skip"):
             self.console.warning(decision.reason)
         for warning in self.health.warnings_of(state.step, frozen, batches.valid_tokens, losses):

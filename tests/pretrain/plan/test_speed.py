@@ -243,7 +243,7 @@ def test_muon_adds_to_the_optimizer_and_to_the_communication(
     }
     bf16 = 989.5e12 * COSTS["bf16"].share
     expected = {
-        "optimizer": 44e9 / shards / (0.88 * 3.35e12) + 1e15 / devices.count / bf16,
+        "optimizer": 48e9 / shards / (0.88 * 3.35e12) + 1e15 / devices.count / bf16,
         "communication": sent * 1e9 / (0.394 * 0.79 * 450e9),
     }
     assert added == pytest.approx({name: value for name, value in expected.items() if value})
