@@ -206,8 +206,8 @@ class StepCheck(Observer):
                 f"the losses to be logged add up to {logged:.6f}, those of the microbatches to "
                 f"{self._loss:.6f}"
             )
-        wrong = [*self._wrong, *(line for update in by_torch for line in update.differences())]
-        wrong = list(dict.fromkeys(wrong))
+        differences = {line for update in by_torch for line in update.differences()}
+        wrong = [*self._wrong, *sorted(differences)]
         if largest_over_ranks(self._accelerator, len(wrong)):
             lines = "\n".join(
                 f"  {line}" for line in (wrong or ["see the message of another process"])
@@ -517,14 +517,18 @@ class TorchMuonUpdate:
         reference.state[weight] = {"momentum_buffer": momentum}
         reference.step()
         self._momentum = momentum
-        kinds = {
-            "weights": (before, weight.detach(), MUON_RELATIVE, recipe.weights),
-            MOMENTUM: (momentum_before, momentum, RELATIVE, recipe.moments_kept_in),
-        }
         # For each kind: the expected values, the tolerance, and the dtype in which they are stored.
         self._expected = {
-            kind: (expected, relative * self._weighted_norm(expected - old), stored)
-            for kind, (old, expected, relative, stored) in kinds.items()
+            "weights": (
+                weight.detach(),
+                MUON_RELATIVE * self._weighted_norm(weight.detach() - before),
+                recipe.weights,
+            ),
+            MOMENTUM: (
+                momentum,
+                RELATIVE * self._weighted_norm(momentum - momentum_before),
+                recipe.moments_kept_in,
+            ),
         }
 
     def differences(self) -> list[str]:
@@ -533,9 +537,9 @@ class TorchMuonUpdate:
         kinds = zip(self._expected.items(), self._values(), strict=True)
         for (kind, (expected, tolerance, stored)), actual in kinds:
             rounding = expected.bfloat16() - expected if stored == "bf16" else ROUNDING * expected
-            error = self._weighted_norm(actual - expected)
+            limit = tolerance + 2 * self._weighted_norm(rounding)
             # NaN is always a fault.
-            if not error <= tolerance + 2 * self._weighted_norm(rounding):
+            if not self._weighted_norm(actual - expected) <= limit:
                 lines.append(f"{kind} of a matrix in {self._name}")
         return lines
 

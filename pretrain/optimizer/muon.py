@@ -99,8 +99,7 @@ class Hidden:
     @property
     def cost(self) -> float:
         """Return the FLOPs of the orthogonalization."""
-        matrices, *sides = self.shape
-        short, long = sorted(sides)
+        matrices, short, long = self.shape[0], *sorted(self.shape[1:])
         return matrices * STEPS * (4.0 * short**2 * long + 2.0 * short**3)
 
 
@@ -280,12 +279,13 @@ class Muon(ExactAdamW):
                     step=1,
                     scale=SCALES[group["adjust_lr_fn"]](*batch[0].shape[1:]),
                 )
-                norm = torch.linalg.vector_norm(matrices[rank], dtype=torch.float32)
-                norms.append(hyper.scale * norm)
+                norms.append(
+                    hyper.scale * torch.linalg.vector_norm(matrices[rank], dtype=torch.float32)
+                )
                 self._apply(batch, matrices[rank], hyper)
-        values = sum(map(torch.numel, self.hidden))
         self.figures = {
-            "muon_update_rms": torch.linalg.vector_norm(torch.stack(norms)) / math.sqrt(values)
+            "muon_update_rms": torch.linalg.vector_norm(torch.stack(norms))
+            / math.sqrt(sum(map(torch.numel, self.hidden)))
         }
 
     def _direction(self, item: Hidden, clip_coefficient: Tensor | None) -> Tensor:
@@ -322,8 +322,15 @@ class Muon(ExactAdamW):
                     )
                 )
             remainder = self.state[parameter].get("remainder")
-            remainder = None if remainder is None else local_part(remainder)
-            parts.append(ParameterTensors(local_part(parameter), remainder, update, None, None))
+            parts.append(
+                ParameterTensors(
+                    weight=local_part(parameter),
+                    remainder=None if remainder is None else local_part(remainder),
+                    gradient=update,
+                    exp_avg=None,
+                    exp_avg_sq=None,
+                )
+            )
         pending = [(tensors, hyper) for tensors in parts if tensors.weight.numel()]
         if pending:
             lost = prepare_updates(pending, None)()

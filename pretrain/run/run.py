@@ -211,10 +211,6 @@ class Run:
         frozen = 0.0
         if decision.proceed:
             frozen = adamw.frozen_share(self.assembly.optimizer, self.accelerator)
-            figures = {
-                **figures,
-                **{name: value.item() for name, value in self.assembly.optimizer.figures.items()},
-            }
         if decision.reason and decision.action in ("update", "skip"):
             self.console.warning(decision.reason)
         for warning in self.health.warnings_of(state.step, frozen, batches.valid_tokens, losses):
@@ -238,6 +234,11 @@ class Run:
             **batches.figures,
             **reported,
             **figures,
+            **{
+                name: value.item()
+                for name, value in self.assembly.optimizer.figures.items()
+                if decision.proceed
+            },
             "frozen_updates": frozen,
             "step_tokens": batches.tokens,
             "sum_squared_lengths": batches.sum_squared_lengths,
