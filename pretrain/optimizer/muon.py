@@ -335,7 +335,8 @@ class Muon(ExactAdamW):
         if pending:
             lost = prepare_updates(pending, None)()
             count = torch.full_like(lost, sum(tensors.weight.numel() for tensors, _ in pending))
-            self.frozen_counts += torch.stack([lost, count])
+            # The counts are on the host if AdamW has updated nothing on this process.
+            self.frozen_counts = self.frozen_counts.to(lost.device) + torch.stack([lost, count])
 
 
 def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact: bool) -> Muon:
