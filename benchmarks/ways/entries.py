@@ -127,6 +127,8 @@ OURS = {
     "delayed_exact_head_chunk_8192": f"{EXACT_HEAD} loss.chunk=8192",
     "delayed_exact_unfused": f"{EXACT} model.fused=off",
     "delayed_exact_varlen": f"{EXACT} model.attention=varlen",
+    "bf16_exact_muon": "precision=bf16 weights=bf16_exact optimizer.name=muon",
+    "delayed_exact_head_muon": f"{EXACT_HEAD} optimizer.name=muon",
 }
 
 # The recipe has BF16 gradients and recomputes every layer. With BF16 moments, FP32 gradients fit
