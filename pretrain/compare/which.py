@@ -67,16 +67,16 @@ USUAL_ON_CPU = (2.0, 0.02)
 USUAL_ON_GPU = (10.0, 0.1)
 # File with the plan, in the folder of the runs.
 PLAN_FILE = "which.json"
-# Keys that the user cannot override, because this command sets them.
+# Keys that the user cannot override, because this command sets them, with the options for them.
 RESERVED = {
-    "precision",
-    "fp8_config.scope",
-    "seed",
-    "run_dir",
-    "train.steps",
-    "train.tokens",
-    "train.epochs",
-    "train.begin_with",
+    "precision": "--precisions",
+    "fp8_config.scope": "--precisions with +head",
+    "seed": "--seeds",
+    "run_dir": "--run_dir",
+    "train.steps": "--steps",
+    "train.tokens": "--steps",
+    "train.epochs": "--steps",
+    "train.begin_with": "--from",
 }
 
 
@@ -126,10 +126,10 @@ def checked_recipe(options: argparse.Namespace) -> Recipe:
             f"from {', '.join(PRECISIONS)}"
             + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
-    if reserved := sorted(RESERVED & dict(parse_overrides(options.overrides)).keys()):
+    if reserved := sorted(RESERVED.keys() & dict(parse_overrides(options.overrides)).keys()):
         raise InputError(
-            f"command line: `{reserved[0]}` is set by this command; remove it (--help lists the "
-            "options of this command)"
+            f"command line: `{reserved[0]}` is set by this command; remove it, or set "
+            f"{RESERVED[reserved[0]]}"
         )
     if options.seeds > MOST_SEEDS:
         raise InputError(

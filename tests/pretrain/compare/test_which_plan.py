@@ -86,7 +86,7 @@ def test_too_few_hours_are_refused_before_the_trials(
         (["--precisions", "fp32"], {}, "--precisions"),
         (["--precisions", "fp32,delayd"], {}, "; unknown: delayd$"),
         (["fp8_config.scope=linear+head"], {}, "fp8_config.scope"),
-        (["train.steps=9"], {}, "train.steps"),
+        (["train.steps=9"], {}, "train.steps.*--steps"),
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
         (["--from", "nowhere"], {}, "--from"),
         (["--steps", "79"], {}, "--steps"),
