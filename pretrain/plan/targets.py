@@ -24,7 +24,7 @@ def devices_called(text: str) -> Devices:
     """
     # "0xH200" is not in the table.
     count, name = re.findall(r"(?s)^\s*(?:([1-9]\d*)\s*[xX]\s*)?(.*?)\s*$", text)[0]
-    card = card_called(name, f"--on {text}")
+    card = card_called(name, f"--on {text.strip()}")
     usable = int((1 - KEPT_FREE) * int(card.memory * GIB))
     return Devices(int(count or 1), name=card.name, memory=usable, capability=card.capability)
 

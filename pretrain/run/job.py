@@ -17,7 +17,6 @@ from foundation.errors import InputError
 from foundation.units import GIB, memory
 from packing.batch import BatchStream
 from packing.order import MixedPacks
-from packing.store import unprepared
 from packing.stream import order_of
 from pretrain.checkpoint.checkpoint import free_memory
 from pretrain.metrics.flops import ModelFlops
@@ -238,19 +237,18 @@ def prepare_job(
 
 
 def plan_elsewhere(
-    recipe: Recipe, accelerator: Accelerator, overrides: Sequence[str]
+    recipe: Recipe, accelerator: Accelerator, overrides: Sequence[str], data: Data | None
 ) -> tuple[Plan, PreTrainedModel]:
-    """Check a recipe that other machines will train. The packs may be missing on this machine.
+    """Check a recipe that other machines will train.
+
+    data: the packs, or None if they are missing on this machine.
 
     Every precision counts as supported. `pretrain.plan.targets.obstacle` checks the devices.
 
     Returns two values: the plan without its `layers`, which `plan_on` assesses for each device, and
-    the model on the meta device. The arguments and errors are those of `prepare_job`.
+    the model on the meta device. The other arguments and the errors are those of `prepare_job`.
     """
     checked = check_recipe(recipe, overrides, accelerator, None, lambda precision: None)
-    data = None
-    if not unprepared(recipe.data):
-        data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     model = check_model(checked, data, needs_tokenizer=False)
     if data is not None:
         _check_data(model, data)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from foundation import units
 from foundation.errors import InputError
 from foundation.units import GIB, UNKNOWN, markdown, or_dash
+from packing.store import unprepared
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched
@@ -30,6 +31,7 @@ from pretrain.plan.speed import HERE, SAME, Prediction, predict
 from pretrain.plan.targets import card_called, devices_called, obstacle, plan_on
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import BF16, PRECISIONS
+from pretrain.run.data import open_data
 from pretrain.run.job import Job, plan_elsewhere
 from pretrain.run.resume_point import where_to_resume
 from pretrain.settings.commands import USUAL
@@ -117,7 +119,11 @@ def _in_precisions(
     Return two values: the result of `plan_elsewhere` for each precision, the one of the recipe
     first; and the reasons why other precisions do not suit the recipe.
     """
-    planned = plan_elsewhere(recipe, accelerator, overrides)
+    # Open the packs once for all precisions.
+    data = None
+    if not unprepared(recipe.data):
+        data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
+    planned = plan_elsewhere(recipe, accelerator, overrides, data)
     plan, _ = planned
     head = recipe.fp8_config.scope.removeprefix("linear")
     labels = [BF16.name]
@@ -136,7 +142,7 @@ def _in_precisions(
         settings = recipe.fp8_config.model_copy(update={"scope": label.replace(name, "linear")})
         in_one = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
-            plans[label] = plan_elsewhere(in_one, accelerator, overrides)
+            plans[label] = plan_elsewhere(in_one, accelerator, overrides, data)
         except InputError as error:
             unsuitable.append(f"{label}: {error}")
     return plans, unsuitable

@@ -14,12 +14,13 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 
+from packing.prepare import prepare
 from pretrain.__main__ import main
 from pretrain.metrics import card_rates
 from pretrain.metrics.card_rates import versions_here, write_rates
 from pretrain.metrics.cards import card_of
 from pretrain.plan.speed import rates_of
-from pretrain.settings.config import load_recipe
+from pretrain.settings.config import load_data, load_recipe
 from tests.conftest import ROOT, write_recipe
 
 RunPlan = Callable[..., tuple[int, str, str]]
@@ -72,6 +73,20 @@ def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: RunPlan) -> Non
         "a device gets fewer packs than the recipe's microbatch of two"
     )
     assert " = 1.00 epochs" in plan("train={epochs: 1}")[1]
+
+
+def test_the_packs_are_opened_once_for_all_precisions(
+    plan: RunPlan, words: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 " * 500)
+    data = [f"data.{key}" for key in (f"source={text}", f"tokenizer={words}", "length=64")]
+    data.append(f"data.packs={tmp_path / 'packs'}")
+    prepare(load_data(data), progress=False)
+    status, out, err = plan(*data, "evaluate.every=null", "--on", "B200")
+    assert status == 0, err
+    assert len(table(out, "1 x B200")) > 3
+    assert err.count("already prepared") == 1
 
 
 @pytest.fixture
