@@ -30,6 +30,7 @@ from foundation.errors import InputError
 from foundation.files import CACHE, hash_of, locked, new_folder
 from foundation.progress import say
 from foundation.reading import one_line
+from foundation.units import plural
 
 # Folder of copied data. The copy of s3://bucket/name is COPIES/s3/bucket/name.
 COPIES = CACHE / "storage"
@@ -148,7 +149,7 @@ def _version(details: Mapping[str, Any]) -> int:
 def _download(storage: Any, objects: Mapping[Path, Mapping[str, Any]]) -> None:
     """Copy objects to the paths that `objects` maps to their descriptions."""
     names = [details["name"] for details in objects.values()]
-    say(f"copying {len(names):,} objects from object storage", bool(names))
+    say(f"copying {plural(len(names), 'object')} from object storage", bool(names))
     storage.get(names, [str(copy) for copy in objects])
     for copy, details in objects.items():
         os.utime(copy, (_version(details),) * 2)

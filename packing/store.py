@@ -33,8 +33,8 @@ from packing.tokenizer import load_tokenizer
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")
 _DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
 _MAKE = (
-    "either set `data.source` and `data.tokenizer`, and run `python -m pretrain prepare RECIPE`, "
-    "or set `data.packs` to packs that exist"
+    "either run `python -m pretrain prepare RECIPE`, which needs `data.source` and "
+    "`data.tokenizer`, or set `data.packs` to packs that exist"
 )
 
 
