@@ -73,7 +73,14 @@ class ExactAdamW(torch.optim.Optimizer):
         moments: torch.dtype | None = None,
         offload: Sequence[str] = (),
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        # Let torch raise its ValueError for invalid hyperparameters.
+        torch.optim.AdamW([torch.zeros(())], **defaults)
         super().__init__(params, defaults)
         self.exact = exact
         self.moments = moments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,18 @@ def approach(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
         lost, total = optimizer.frozen_counts.tolist()
         frozen.append(lost / total)
     return sum(frozen) / len(frozen), (master(optimizer, weight) - 1.01).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "invalid", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}]
+)
+def test_invalid_hyperparameters_are_refused_as_by_torch(invalid: dict[str, Any]) -> None:
+    messages = []
+    for optimizer in (torch.optim.AdamW, ExactAdamW):
+        with pytest.raises(ValueError, match="Invalid") as error:
+            optimizer(parameters(), **invalid)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
 
 
 def test_plain_bf16_loses_all_small_updates_and_exact_bf16_none() -> None:
