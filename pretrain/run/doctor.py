@@ -69,7 +69,7 @@ STEPS = 8
 TIMED = 5
 # The time limit of a trial, in seconds.
 SECONDS = 300
-HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardware")
+HEADER = ("precision", "computes on", "ms a step", "tokens/s")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -100,7 +100,10 @@ def main(options: argparse.Namespace) -> int:
             lacks = missing(precision) if isinstance(precision, QuantizedPrecision) else None
             rows.append(row_of(name, lacks, recipe, Path(folder), gpu=gpu))
             print(f"{name}: {rows[-1][1]}", file=sys.stderr, flush=True)
-    print(markdown(HEADER, rows, names=2))
+    print(markdown(HEADER, [row[:-1] for row in rows], names=2))
+    for name, *_, reason in rows:
+        if reason:
+            print(f"{name}: {reason}")
     return int(any(row[1] == "nothing" for row in rows))
 
 
@@ -177,7 +180,7 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
 def row_of(
     name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path, *, gpu: bool
 ) -> tuple[str, ...]:
-    """Run the trial of a precision, and return its row in the table.
+    """Run the trial of a precision, and return its row in the table and the reason below it.
 
     name: the name of the precision.
     lacks: the reason why the hardware does not support the precision, or None. If there is a
