@@ -1,6 +1,6 @@
 """Train with the Trainer of transformers in FP8, with exact BF16 weights, and audit it.
 
-    python examples/hf_trainer.py
+    PYTHONPATH=. python examples/hf_trainer.py
 
 It takes seconds on a CPU, where FP8 is emulated.
 """
@@ -16,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from pretrain.api import audit, convert, exact_adamw
 
 warnings.filterwarnings("ignore", ".*so the precision is emulated")  # as expected on a CPU
+# transformers 5.17 does not have the new name of this option.
+warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated")
 torch.manual_seed(0)
 
 # Data: numbers that count up. Any dataset with `input_ids` and `labels` will do.

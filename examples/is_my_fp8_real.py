@@ -1,6 +1,6 @@
 """Find out if an FP8 training really multiplies FP8 numbers.
 
-    python examples/is_my_fp8_real.py
+    PYTHONPATH=. python examples/is_my_fp8_real.py
 
 A flag such as `mixed_precision: fp8` may have no effect: the hardware lacks FP8, no layer has been
 converted, or a context was not entered. The training then goes on in BF16, without an error. This

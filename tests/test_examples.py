@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,18 +29,31 @@ def code_of(path: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in cells)
 
 
-def run(code: str, folder: Path) -> str:
-    script = folder / "example.py"
-    script.write_text(code, encoding="utf-8")
-    offline = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run(path: Path, folder: Path) -> str:
+    """Run an example as it says, and return its output.
+
+    A script runs in the repository's root folder, with the command of its docstring. A notebook
+    runs as a script where this project is installed.
+    """
+    code = code_of(path)
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    if path.suffix == ".py":
+        command = re.findall(r"\n\n    (.*python .*)\n\n", ast.get_docstring(ast.parse(code)))[0]
+    else:
+        (folder / "example.py").write_text(code, encoding="utf-8")
+        environment["PYTHONPATH"] = str(ROOT)
+        command = f"python {folder / 'example.py'}"
+    search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
-        [sys.executable, script.name],
-        cwd=folder,
-        env=os.environ | offline | {"TMPDIR": str(folder)},
+        command,
+        shell=True,
+        cwd=ROOT,
+        env={"HOME": str(folder), "PATH": search} | environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     return done.stdout
 
 
@@ -53,4 +68,4 @@ RESULTS = {
 @pytest.mark.long
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_and_prints_its_result(path: Path, tmp_path: Path):
-    assert RESULTS[path.name] in run(code_of(path), tmp_path)
+    assert RESULTS[path.name] in run(path, tmp_path)
