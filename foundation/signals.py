@@ -30,8 +30,10 @@ def end_on_ctrl_c() -> None:
     """Let Ctrl-C end this process without a traceback, unless the process ignores Ctrl-C.
 
     Call this function before slow imports. Some packages catch an exception that interrupts their
-    import, and then fail with another one.
+    import, and then fail with another one. A process that a signal ends, or one of its children,
+    prints no warning of multiprocessing about semaphores.
     """
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

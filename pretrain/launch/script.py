@@ -20,11 +20,9 @@ from foundation.signals import end_on_ctrl_c
 def before_imports() -> None:
     """Prepare this process for the imports of torch and transformers.
 
-    Until the training loop can save a checkpoint, Ctrl-C ends the process without a traceback, and
-    without multiprocessing's warning about semaphores.
+    Until the training loop can save a checkpoint, Ctrl-C ends the process without a traceback.
     """
     end_on_ctrl_c()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     # Turn off garbage collection during the imports. Imports create no garbage, but garbage
     # collection took a fifth of the time of the imports.
     gc.disable()

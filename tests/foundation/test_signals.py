@@ -75,3 +75,13 @@ def test_a_ctrl_c_delivered_twice_and_repeated_sigterm_let_the_save_end():
     output, _ = process.communicate()
     assert output == "saved after SIGINT\n"
     assert process.returncode == 0
+
+
+def test_a_killed_process_prints_no_warning_about_semaphores():
+    code = (
+        "import multiprocessing, os, signal; from foundation.signals import end_on_ctrl_c; "
+        "end_on_ctrl_c(); lock = multiprocessing.get_context('spawn').RLock(); "
+        "os.kill(os.getpid(), signal.SIGINT)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
