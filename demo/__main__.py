@@ -206,7 +206,7 @@ def last_screen(recipe: Recipe, times: str) -> str:
         "report": python("report", run_dir, "--out", page),
         "longer": train(RECIPE, "name=longer", "train.steps=3000"),
         "gpu": train(RECIPE, "name=smoke_gpu", "train.epochs=4", "--config", "bf16"),
-        "plan": train("recipes/small_malaysian_lm.yaml", "--plan", "--config", "bf16"),
+        "plan": python("plan", "recipes/gpt2_fineweb_edu.yaml", "--on", "H100,RTX 4090"),
     }
     lines = {name: shlex.join(command) for name, command in commands.items()}
     return f"""
