@@ -341,8 +341,9 @@ def require_same_training(
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
     changed = "".join(f"\n  {line}" for line in lines_of(changes, source.record, job).values())
-    name = f"Set another `run_dir`, for example by name={job.recipe.name}-new,"
-    new_run = name if source.in_run_folder else "Omit --resume"
+    is_named = "{name}" in job.recipe.run_dir
+    example = f", for example by name={job.recipe.name}-new," if is_named else ""
+    new_run = f"Set another `run_dir`{example}" if source.in_run_folder else "Omit --resume"
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
         "start a new run, or pass --accept-changes to continue this run with the present values."

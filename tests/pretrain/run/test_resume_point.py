@@ -79,6 +79,7 @@ def job_of(
     """Return a stand-in for a job with the attributes that decide where it resumes."""
     recipe = SimpleNamespace(
         name="my",
+        run_dir="runs/{name}",
         schedule=schedule,
         optimizer=OptimizerSettings(),
         train=SimpleNamespace(steps=None, begin_with=begin_with),
@@ -283,6 +284,13 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
         "Set another `run_dir`, for example by name=my-new," if in_run_folder else "Omit --resume"
     ) in message
     assert "--accept-changes" in message and "The learning rate" not in message
+
+
+def test_another_name_is_suggested_only_if_it_changes_the_run_folder() -> None:
+    job = job_of()
+    job.recipe.run_dir = "s3://bucket/run"
+    with pytest.raises(InputError, match="Set another `run_dir` to start a new run, or pass"):
+        require_same_training(checkpoint_at(12), SEED_CHANGED, job, [])
 
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
