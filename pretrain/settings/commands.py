@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.command import CommandParser
+from foundation.settings import local_path
 from pretrain.settings.config import LaunchParser, PacksParser, TrainingParser
 
 # Default of --margin in percent of the baseline's loss, for `which` and `report`.
@@ -169,6 +170,7 @@ EVALUATE = Command(
     """,
     option(
         "--resume",
+        type=local_path,
         default="auto",
         metavar="CHECKPOINT",
         help="checkpoint to evaluate; default: the newest intact checkpoint of the run",

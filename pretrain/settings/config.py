@@ -28,7 +28,15 @@ from pydantic import ConfigDict
 from foundation.command import CommandParser, run_command
 from foundation.errors import InputError
 from foundation.reading import load_with_bases
-from foundation.settings import S, Settings, closest_key, parse, set_value, value_from_text
+from foundation.settings import (
+    S,
+    Settings,
+    closest_key,
+    local_path,
+    parse,
+    set_value,
+    value_from_text,
+)
 from foundation.storage import is_address, path_for
 from packing.settings import DataSettings
 from pretrain.precision.settings import is_quantized, label
@@ -364,6 +372,7 @@ class TrainingParser(LaunchParser):
         super().__init__(prog, description)
         self.add_argument(
             "--resume",
+            type=local_path,
             default="auto",
             metavar="CHECKPOINT",
             help="checkpoint from which the run resumes; default: the newest intact checkpoint in "

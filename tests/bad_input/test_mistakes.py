@@ -209,6 +209,8 @@ COMMANDS = {
             "which nowhere.yaml --run_dir s3://bucket/x",
             "tokenizer {here} --vocabulary 300 --out s3://bucket/x",
             "matrix s3://bucket/x",
+            "evaluate {here} --resume s3://bucket/x",
+            "train nowhere.yaml --resume s3://bucket/x",
         )
     },
     "reprot": "report",
