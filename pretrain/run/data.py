@@ -144,8 +144,8 @@ def open_prepared(settings: DataSettings, *, is_main_process: bool) -> Data:
     missing = unprepared(settings)
     if missing and settings.prepares:
         raise InputError(
-            f"`data.packs`: {missing[0]} is not prepared; either run `python -m pretrain prepare`, "
-            "or use `python -m pretrain plan`, which needs no packs"
+            f"`data.packs`: {missing[0]} is not prepared; either run `python -m pretrain prepare "
+            "RECIPE`, or use `python -m pretrain plan RECIPE`, which needs no packs"
         )
     return open_data(settings, is_main_process=is_main_process)
 
