@@ -324,7 +324,7 @@ def summary(manifest: dict[str, Any]) -> str:
         "stream": None,
     }
     if "fill" in values:
-        values["fill"] = f"{values['fill']:.2%}"
+        values["fill"] = f"{100 * values['fill']:.2f} %"
     return (
         "\n".join(
             f"  {name.replace('_', ' '):<20} {f'{value:,}' if isinstance(value, int) else value}"

@@ -166,7 +166,7 @@ class SeedComparison:
                 lambda group: (
                     group.difference and group.difference.mean / group.difference.baseline
                 ),
-                lambda share: f"{signed(100 * share, 2)}%",
+                lambda share: signed(100 * share, 2),
             ),
             Column(
                 "verdict",

@@ -53,7 +53,7 @@ def test_inspect_reads_the_packs_of_a_recipe(recipe: Path, tmp_path: Path, capsy
     assert main(["inspect", str(recipe), "--index", "0"]) == 0
     printed = capsys.readouterr()
     assert f"{tmp_path}/packs: ArrowPacks of 128 tokens" in printed.out
-    assert re.search(r"  fill +\d+\.\d\d%\n", printed.out)
+    assert re.search(r"  fill +\d+\.\d\d %\n", printed.out)
     assert re.search(r"  cut documents +9\n", printed.err)
     assert main(["prepare", str(recipe), "data.packing=best_fit", f"data.packs={tmp_path}/b"]) == 0
     assert re.search(r"  cut documents +\d\n", capsys.readouterr().err)
