@@ -79,10 +79,7 @@ def not_fused_because(
         return f"none, {reason}"
     if setting == "on" or active.engine == "transformer_engine" or _is_faster(device_type, dtype):
         return None
-    return (
-        "none, because fused layers are faster only on a GPU in BF16 or lower precision "
-        "(model.fused=on uses fused layers anyway)"
-    )
+    return "none, because they are faster only on a GPU in BF16 or below (model.fused=on uses them)"
 
 
 def _is_faster(device_type: str, dtype: torch.dtype) -> bool:
