@@ -359,7 +359,7 @@ class LaunchParser(SettingsParser):
             nargs="*",
             default=[],
             metavar="key=value",
-            help="settings that override the recipe, for example weights=bf16 train.steps=9",
+            help="settings that override the recipe, for example batch.microbatch=8",
         )
 
 
