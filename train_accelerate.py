@@ -42,8 +42,8 @@ from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.run_folder import RunFolder, check_free
-from pretrain.metrics.run_record import last_screen, read_run
-from pretrain.metrics.trackers import Trackers
+from pretrain.metrics.run_record import last_screen, read_finished, read_run
+from pretrain.metrics.trackers import JsonlTracker, Trackers
 from pretrain.model import distributed
 from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.model.packed import compute_microbatch, forward_backward, same_on_all_ranks
@@ -54,6 +54,7 @@ from pretrain.plan.checks import check_step
 from pretrain.run import (
     checkpointing,
     evaluate,
+    evaluate_command,
     export,
     plan_command,
     resume_point,
@@ -104,13 +105,21 @@ def launch(arguments: argparse.Namespace) -> int:
         recipe, accelerator, arguments.overrides, open_prepared if arguments.plan else open_data
     )
     check_step(job.recipe, job.plan.packs)
+    # The job of an evaluation after the training is checked now too.
+    served = evaluate_command.served_job(job, accelerator) if job.recipe.evaluate.served else None
     console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
-    with distributed.refused_together(
-        lambda: RunFolder(run_dir, owner=is_main_process, address=address)
-    ) as folder:
+    with (
+        distributed.refused_together(
+            lambda: RunFolder(run_dir, owner=is_main_process, address=address)
+        ) as folder,
+        startup.explaining_errors(),
+    ):
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
+        # A run that has trained its last step, but is not finished, lacks its served loss.
+        if served and not (stopped_by or read_finished(run_dir)):
+            add_served_loss(served, accelerator, folder, console)
         # Call this after `carry_out` has returned. Only then can the model be freed, which must
         # happen before the process group ends. Then only the first rank waits for object storage.
         distributed.end_processes(accelerator)
@@ -144,7 +153,7 @@ def carry_out(
     # With `data.streaming` a separate process makes packs while the run trains.
     streaming.start_stream(job, source, folder, accelerator)
     surroundings = (checkpoints, accelerator, folder, console, profile)
-    with startup.explaining_errors(), closing(checkpoints):
+    with closing(checkpoints):
         run = build(job, source, *surroundings)
         if run.is_new and job.recipe.model.weights_source is not None:
             # Compute the held-out loss before the first step.
@@ -390,6 +399,29 @@ def finish(run: Run) -> None:
     # The summary is written last: if it describes the last step, all other files are complete.
     write_json(run.folder.summary, finished.summary)
     run.console.panel(*last_screen(finished, run.folder))
+
+
+def add_served_loss(
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console
+) -> None:
+    """Evaluate the trained model as it will be served (`evaluate.served`), and log the loss.
+
+    job: the job of the evaluation.
+
+    All ranks must call this function, after `carry_out` has returned.
+    """
+    # Free the model of the training.
+    accelerator.free_memory()
+    gc.collect()
+    record = evaluate_command.served_loss(job, accelerator)
+    console.notice(
+        f"held-out loss served in {record['served_precision']}: {record['served_loss']:.4f}"
+    )
+    if accelerator.is_main_process:
+        metrics = JsonlTracker(folder.metrics, job.plan.steps)
+        metrics.start()
+        metrics.log(record)
+        write_json(folder.summary, read_run(folder.path).summary)
 
 
 if __name__ == "__main__":

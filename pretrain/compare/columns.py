@@ -190,6 +190,12 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             suffix=lambda compared: compared.run.when_evaluated,
         ),
         _summary_column(
+            "served",
+            "loss on held-out packs in the precision `evaluate.served`, after the last step",
+            "served_loss",
+            "{:.4f}".format,
+        ),
+        _summary_column(
             "tok/s",
             "tokens per second, including padding: median over all steps except the first two",
             "tokens_per_second",

@@ -67,10 +67,10 @@ Record = Mapping[str, Any]
 def kind(record: Record) -> str:
     """Return the kind of a line in metrics.jsonl.
 
-    The kind is "step", or the event of the line: "evaluation", "samples", "tasks", "speed",
-    "rollback" or "halted". A rollback removes the lines of abandoned steps and events from the file
-    and stores them in its own line, under `abandoned`. Therefore each step that was not abandoned
-    has exactly one line.
+    The kind is "step", or the event of the line: "evaluation", "served", "samples", "tasks",
+    "speed", "rollback" or "halted". A rollback removes the lines of abandoned steps and events from
+    the file and stores them in its own line, under `abandoned`. Therefore each step that was not
+    abandoned has exactly one line.
     """
     return record.get("event", "step")
 
@@ -322,11 +322,14 @@ class RunRecord:
 
     @property
     def is_unfinished(self) -> bool:
-        """Return True if the run has not reached its last step.
+        """Return True if the run has not reached its last step, or lacks its served loss.
 
         The number of the last step is the horizon in environment.json.
         """
-        return self.summary["steps"] < self.environment.get("horizon", 0)
+        return self.summary["steps"] < self.environment.get("horizon", 0) or (
+            "served_loss" not in self.summary
+            and self.config.get("evaluate", {}).get("served") is not None
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -426,8 +429,9 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     Losses are in nats per token. Medians and `data_wait_share` exclude the first two steps. `hours`
     is the total duration of all steps. Starting the process, evaluating and saving do not count.
     The held-out loss is the loss of the last evaluation. An evaluation before the first step is not
-    used. Keys without a value are absent, for example the held-out loss of a run without an
-    evaluation, and the MFU on a device whose peak is unknown.
+    used. The served loss is measured after the last step (`evaluate.served`). Keys without a value
+    are absent, for example the held-out loss of a run without an evaluation, and the MFU on a
+    device whose peak is unknown.
     """
     records = list(records)
     steps = [record for record in records if kind(record) == "step"]
@@ -448,6 +452,14 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         END_KEY: len(end),
         "held_out_loss": evaluation.get("held_out_loss"),
         "held_out_perplexity": evaluation.get("held_out_perplexity"),
+        "served_loss": next(
+            (
+                record["served_loss"]
+                for record in reversed(records)
+                if kind(record) == "served" and record["step"] == last["step"]
+            ),
+            None,
+        ),
         **{key: _statistic(statistics.median, steady, key) for key in MEDIANS},
         "data_wait_share": sum(_finite(steady, "data_wait_ms")) / (milliseconds or math.inf),
         "memory_gib": _statistic(max, steps, "memory_gib"),

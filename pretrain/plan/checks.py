@@ -75,7 +75,7 @@ def check_launch(recipe: Recipe, world_size: int | None) -> None:
     """
     names = [name for _, name in phases_of(recipe.precision)]
     check_settings(recipe, names[0], world_size)
-    for name in names:
+    for name in filter(None, [*names, recipe.evaluate.served]):
         # With `on_unsupported: fallback`, the precision that is used depends on the device.
         if recipe.fp8_config.on_unsupported != "fallback":
             precision = configured(name, recipe.fp8_config)
@@ -139,6 +139,24 @@ def check_settings(
         schedule.check(recipe.schedule, steps)
         last_steps("precision", [until for until, _ in phases_of(recipe.precision)], steps)
         last_steps("data.weights_until", [*(data.weights_until or ()), None], steps)
+        merge = recipe.evaluate.merge
+        every = recipe.checkpoint.every or steps
+        # A branch saves only checkpoints after the step in the name of the checkpoint to branch
+        # from.
+        _, _, branch = (recipe.train.begin_with or "").rpartition("step-")
+        first = int(branch) if branch.isdecimal() else 0
+        available = min(recipe.checkpoint.keep, (steps - 1) // every - first // every + 1)
+        _require(
+            merge == 1 or recipe.evaluate.served,
+            f"`evaluate.merge: {merge}` has no effect without `evaluate.served`; set it to a "
+            "precision, such as bf16",
+        )
+        _require(
+            merge <= available,
+            f"`evaluate.merge: {merge}` averages more checkpoints than this run saves and keeps, "
+            f"which are {available}; either set it to {available} or less, or set a smaller "
+            "`checkpoint.every` and a larger `checkpoint.keep`",
+        )
     if stream := data.stream:
         _require(
             recipe.train.epochs is None,
@@ -186,6 +204,11 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
         f"`evaluate.every: {every}` needs held-out packs and there are none; either set "
         "`data.held_out` (for example to 0.01, or to more if there are few packs), or remove "
         "`evaluate.every`",
+    )
+    _require(
+        not recipe.evaluate.served or held_out_packs,
+        f"`evaluate.served: {recipe.evaluate.served}` needs held-out packs and there are none; set "
+        "`data.held_out` or `data.validation`",
     )
 
 

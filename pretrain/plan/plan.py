@@ -240,7 +240,7 @@ class Plan:
         """
         settings = self.recipe.checkpoint
         every = settings.every or self.steps
-        written = (self.steps - 1) // every + settings.at_end
+        written = (self.steps - 1) // every + bool(settings.at_end or self.recipe.evaluate.served)
         is_early_kept = every <= self.before_decay
         return min(settings.keep + 1 + is_early_kept, written) + settings.best
 

@@ -161,12 +161,14 @@ def report_stop(run: Run, signal_number: int) -> int:
 
 
 def save_last(run: Run, stop: StopRequest) -> int:
-    """Save the last step if this process has trained it and `checkpoint.at_end` is set.
+    """Save the last step if this process has trained it and a setting needs its checkpoint.
 
     All ranks must call this function. Returns the number of a signal that arrived while the step
     was saved, else 0.
     """
-    if not run.job.recipe.checkpoint.at_end or run.state.step <= run.resumed_step:
+    if run.state.step <= run.resumed_step or not (
+        run.job.recipe.checkpoint.at_end or run.job.recipe.evaluate.served
+    ):
         return 0
     save(run)
     signal_number = largest_over_ranks(run.accelerator, stop.requested or 0)

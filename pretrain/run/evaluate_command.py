@@ -29,9 +29,10 @@ from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, configured
-from pretrain.run.assembly import Assembly, assemble
+from pretrain.run.assembly import Assembly, assemble, set_weights
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
+from pretrain.run.export import checkpoints_to_merge, newest_in, tensor_reader
 from pretrain.run.job import Job, check_precision, prepare_job
 from pretrain.run.resume_point import find_checkpoint
 from pretrain.run.run import introduce_job
@@ -266,3 +267,53 @@ def _print_loss(
         f"perplexity {figures['held_out_perplexity']:.4g}{penalty}   "
         f"over {figures['held_out_tokens']:,} tokens"
     )
+
+
+# ── The end of a training ─────────────────────────────────────────────────────────────────────────
+
+
+def served_job(job: Job, accelerator: Accelerator) -> Job:
+    """Return the job that evaluates the model of `job` in the precision `evaluate.served`.
+
+    Raises InputError if the precision does not suit the model or the recipe.
+    """
+    settings = job.recipe.fp8_config.without_options().model_copy(
+        update={"scope": "linear", "on_unsupported": "emulate", "use_autocast_during_eval": True}
+    )
+    recipe = job.recipe.model_copy(
+        update={"precision": job.recipe.evaluate.served, "fp8_config": settings}
+    )
+    served = prepare_job(recipe, accelerator, (), lambda *_, **__: job.data)
+    return served.with_settings("batch", microbatch=served.plan.expected_microbatch)
+
+
+def served_loss(job: Job, accelerator: Accelerator) -> dict[str, object]:
+    """Evaluate the last checkpoints of a finished training in the precision of their server.
+
+    Return the line for metrics.jsonl. The model of the training computes only in the precisions of
+    the training, because a further precision would change its speed. So this function builds
+    another model, and the model of the training must have been freed.
+
+    job: the job that `served_job` returns.
+
+    All ranks must call this function. Raises InputError if the run has fewer checkpoints than
+    `evaluate.merge`.
+    """
+    assembly = assemble(job, accelerator)
+    merged = checkpoints_to_merge(newest_in(job.run_dir), job.recipe.evaluate.merge, job.recipe)
+    # Buffers are not loaded, because training does not change them.
+    read = tensor_reader(merged, assembly.hf, "bf16" if job.recipe.weights == "bf16" else "fp32")
+    set_weights(
+        assembly.hf,
+        {name: read(name) for name, _ in assembly.hf.named_parameters()},
+        assembly.optimizer,
+    )
+    # Quantize the loaded weights, and fill the histories of delayed scaling.
+    assembly.start_precision(assembly.precision.current.name, job, accelerator)
+    return {
+        "step": job.plan.steps,
+        "event": "served",
+        "served_loss": held_out_figures(job, assembly.model, accelerator)["held_out_loss"],
+        "served_precision": job.recipe.precision,
+        "merged": [checkpoint.name for checkpoint in merged],
+    }

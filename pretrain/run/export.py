@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
     facts: dict[str, str] = {}
     checkpoints = [checkpoint]
     if options.merge:
-        checkpoints = checkpoints_to_merge(checkpoint, options.merge)
+        checkpoints = checkpoints_to_merge(checkpoint, options.merge, recipe)
         steps = ", ".join(f"{step_of(folder):,}" for folder in checkpoints)
         facts["merged"] = (
             f"mean weights of the checkpoints of steps {steps}; the losses are those of the run"
@@ -238,14 +238,21 @@ def tensor_reader(
     return read
 
 
-def checkpoints_to_merge(checkpoint: Path, number: int) -> list[Path]:
+def checkpoints_to_merge(checkpoint: Path, number: int, recipe: Recipe) -> list[Path]:
     """Return `number` checkpoints of a run, the newest first, from `checkpoint` backwards.
+
+    All except `checkpoint` are of multiples of `checkpoint.every`. So the checkpoints that an
+    interrupted run saves in addition do not change the mean.
 
     Raises InputError if the run has fewer checkpoints, or if one of them is damaged.
     """
     # The path may be a link, or `.` in the folder of a checkpoint.
     checkpoint = checkpoint.resolve()
-    folders = step_folders(checkpoint.parent)
+    folders = [
+        folder
+        for folder in step_folders(checkpoint.parent)
+        if folder == checkpoint or step_of(folder) % (recipe.checkpoint.every or 1) == 0
+    ]
     merged = folders[folders.index(checkpoint) :][:number] if checkpoint in folders else []
     if len(merged) < number:
         raise InputError(

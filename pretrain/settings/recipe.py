@@ -14,7 +14,12 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from foundation.settings import Count, LocalPath, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings, split_revision
-from pretrain.precision.settings import LowPrecisionSettings, PrecisionSetting, Weights
+from pretrain.precision.settings import (
+    LowPrecisionSettings,
+    PrecisionName,
+    PrecisionSetting,
+    Weights,
+)
 
 # Upper limit of the optimizer's settings. The optimizer computes in FP32, in which the largest
 # finite number is 3.4e38.
@@ -363,6 +368,21 @@ class EvaluateSettings(Settings):
 
     The model continues each prompt at every evaluation, with at most 64 new tokens. The random seed
     of each prompt is different.
+    """
+
+    served: PrecisionName | None = None
+    """Precision in which the model will be served.
+
+    The run also evaluates its last checkpoint in this precision, with its default options, and logs
+    the loss as `served_loss`. The LM head, and the layers in `fp8_config.keep_bf16` and
+    `fp8_config.keep_bf16_layers`, are not quantized.
+    null: skip this evaluation.
+    """
+
+    merge: PositiveCount = 1
+    """Number of checkpoints whose mean weights are evaluated as `served_loss`.
+
+    These are the checkpoints of the last step and of the last multiples of `checkpoint.every`.
     """
 
 

@@ -154,6 +154,9 @@ def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
         "weights=bf16_exact",
         "train.steps=4",
         "parity=on",
+        "evaluate.served=current",
+        "evaluate.merge=2",
+        "checkpoint.every=2",
     )
     runs = []
     for name, start in (
@@ -171,5 +174,6 @@ def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
             if ".experts." in product["name"]
         } == {"current"}
     alone, shards = runs
-    for key in ("loss", "router_loss", "held_out_loss"):
+    for key in ("loss", "router_loss", "held_out_loss", "served_loss"):
         assert figures(shards, key) == pytest.approx(figures(alone, key), rel=2e-3), key
+    assert len(figures(alone, "served_loss")) == 1

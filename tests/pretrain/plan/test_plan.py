@@ -146,6 +146,7 @@ def test_a_run_that_decays_keeps_a_checkpoint_before_the_decay(
         assert checkpoints(**short, checkpoint=settings) == (0, written), (
             "the last step is saved only at the end"
         )
+    assert checkpoints(**short, checkpoint=settings, evaluate={"served": "nvfp4"}) == (0, 2)
 
 
 def test_the_rendered_plan_has_all_facts_in_100_columns(
