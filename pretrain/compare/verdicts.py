@@ -1,7 +1,7 @@
 """Compute the verdict, the gain at equal loss, and the advice for each candidate of `which`.
 
-A candidate is a precision that `which` compares with the baseline, which is also a precision. In
-each round, the baseline and the candidates are trained with one seed. The difference between a
+A candidate is a precision, or a set of settings, that `which` compares with the baseline. In each
+round, the baseline and the candidates are trained with one seed. The difference between a
 candidate's held-out loss and the baseline's held-out loss is compared with a margin that is fixed
 before the first round. The confidence intervals of the differences are valid after every round. A
 candidate needs no more rounds if its difference certainly lies within the margin, certainly lies
@@ -58,7 +58,8 @@ class Verdict:
 
     # Name of the candidate.
     name: str
-    # Held-out loss of the candidate minus the baseline's. The candidates are evaluated in BF16.
+    # Held-out loss of the candidate minus the baseline's. The candidates are evaluated in BF16, or
+    # in the precision `served` of the plan.
     held_out: LossDifference | None = None
     # Training loss at the end of the candidate's run, in the candidate's precision, minus the
     # baseline's training loss.
@@ -195,7 +196,7 @@ def verdict_of(plan: WhichPlan, rounds: Sequence[Round], name: str) -> Verdict:
     failures = [run.broke_off for _, run in pairs if run.broke_off]
     if failures:
         return Verdict(name, word=f"broke off: {failures[0]}")
-    held_out = _difference(pairs, "held_out_loss")
+    held_out = _difference(pairs, "served_loss" if plan.served else "held_out_loss")
     verdict = Verdict(name, held_out, _difference(pairs, LOSS_KEY))
     verdict.word = held_out.verdict(plan.margin, plan.error)
     if verdict.is_open:
@@ -236,8 +237,8 @@ def gain_interval(
     if losses is None or slopes is None or speedups is None:
         return None
     return [
-        max(0.0, speedups[0]) / tokens_for(plan, losses[1], slopes[1]),
-        speedups[1] / tokens_for(plan, losses[0], slopes[0]),
+        max(0.0, speedups[0]) / max(tokens_for(plan, losses[1], slope) for slope in slopes),
+        speedups[1] / min(tokens_for(plan, losses[0], slope) for slope in slopes),
     ]
 
 
@@ -249,11 +250,13 @@ def tokens_for(plan: WhichPlan, loss: float, slope: float) -> float:
 
     Args:
         plan: The plan, which has the number of steps.
-        loss: Loss of a candidate minus the baseline's loss, in nats per token. The factor is 1 if
-            `loss` is negative.
+        loss: Loss of a candidate minus the baseline's loss, in nats per token. If it is negative,
+            the factor is 1 for precisions, whose losses are lower only by chance. The factor is
+            below 1 for other candidates, and if the models are evaluated as served.
         slope: Slope of the baseline's loss, in nats per unit of ln(tokens). Must be negative.
     """
-    total_factor = math.exp(min(max(0.0, loss) / -slope, MOST_FOLD))
+    lowest = -MOST_FOLD if plan.served or plan.settings else 0.0
+    total_factor = math.exp(min(max(lowest, loss / -slope), MOST_FOLD))
     before = plan.trunk if plan.begin_with else 0
     return (total_factor * plan.steps - before) / (plan.steps - before)
 

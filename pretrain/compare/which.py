@@ -28,7 +28,8 @@ from typing import Any, cast
 
 from foundation.errors import InputError
 from foundation.files import write_json
-from foundation.reading import load_object
+from foundation.reading import load_object, load_yaml
+from foundation.settings import parse
 from foundation.units import duration
 from packing.arrow import Packs
 from packing.order import MixedPacks, Mixture
@@ -36,12 +37,13 @@ from packing.prepare import prepare
 from packing.store import open_packs
 from pretrain.compare.differences import error_of, fewest_seeds
 from pretrain.compare.fairness import in_words
-from pretrain.compare.matrix_file import Cell, Matrix
+from pretrain.compare.matrix_file import Cell, Matrix, MatrixSettings, Values, make_matrix
 from pretrain.compare.matrix_run import say, wait_for_earlier_start
 from pretrain.compare.verdicts import Rounds, Verdict
 from pretrain.compare.which_answer import VERDICT_FILE, write_answer
 from pretrain.compare.which_plan import MOST_SEEDS, RoundTimes, WhichPlan
 from pretrain.compare.which_trainings import (
+    DEFAULT_SETTINGS,
     HEAD,
     TRIAL_STEPS,
     WhichTrainings,
@@ -56,7 +58,7 @@ from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
-from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
+from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides, resolved
 from pretrain.settings.recipe import Recipe
 
 # Share of the steps after which candidates branch from the baseline.
@@ -77,7 +79,26 @@ RESERVED = {
     "train.tokens": "--steps",
     "train.epochs": "--steps",
     "train.begin_with": "--from",
+    "evaluate.served": "--served",
+    "evaluate.merge": "it in a file of --candidates",
 }
+# Beginnings of the keys that candidates may set. All candidates are trained on the same data, and
+# continue with the weights, the moments and the learning rate of the baseline.
+KEYS_OF_CANDIDATES = (
+    "precision",
+    "fp8_config.",
+    "optimizer.learning_rate",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.clip",
+    "schedule.kind",
+    "schedule.decay",
+    "schedule.min_lr_ratio",
+    "evaluate.merge",
+    "checkpoint.every",
+    "checkpoint.keep",
+)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -89,7 +110,13 @@ def main(options: argparse.Namespace) -> int:
     recipe = checked_recipe(options)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
     trainings = WhichTrainings(
-        recipe, options.recipe, tuple(options.overrides), accelerate, folder, options.gpus
+        recipe,
+        options.recipe,
+        tuple(options.overrides),
+        accelerate,
+        folder,
+        options.gpus,
+        read_candidates(options, accelerate) if options.candidates else {},
     )
     deadline = time.monotonic() + options.hours * 3600
     with RunFolder(folder):
@@ -115,7 +142,9 @@ def checked_recipe(options: argparse.Namespace) -> Recipe:
 
     Raises InputError if the recipe or an option is invalid. No check needs the packs or a GPU.
     """
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(
+        options.recipe, [*options.overrides, f"evaluate.served={options.served or 'null'}"]
+    )
     begin_with = options.begin_with or branch_checkpoint(recipe)
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
     names = options.precisions or list(PRECISIONS)
@@ -146,6 +175,50 @@ def checked_recipe(options: argparse.Namespace) -> Recipe:
     return recipe
 
 
+def read_candidates(options: argparse.Namespace, accelerate: Path) -> dict[str, Values]:
+    """Read the file --candidates. Return the settings of the baseline and each candidate by name.
+
+    Raises InputError if a setting is wrong, or not allowed for a candidate. `accelerate` is the
+    path of the Accelerate configuration.
+    """
+    served = {"evaluate.served": options.served} if options.served else {}
+    content = {
+        "name": "which",
+        "recipe": options.recipe,
+        "accelerate": accelerate,
+        "overrides": served | ({"train.steps": options.steps} if options.steps else {}),
+        "cells": load_yaml(options.candidates),
+    }
+    file = str(options.candidates)
+    matrix = make_matrix(file, parse(MatrixSettings, content, file), options.overrides)
+    of_recipe = {
+        key
+        for cell in matrix.cells
+        for key in cell.values
+        if key in DEFAULT_SETTINGS
+        or not key.startswith(KEYS_OF_CANDIDATES)
+        # With --served, all models are quantized alike.
+        or (options.served and key.startswith("fp8_config.keep_bf16"))
+    }
+    mistakes = {
+        "the candidates are named twice; remove --precisions": options.precisions,
+        "at least two candidates are needed, the baseline first": len(matrix.cells) < 2,
+        f"candidates cannot set `{', '.join(sorted(of_recipe))}`; set it in the recipe": of_recipe,
+        "`checkpoint.every` counts steps, so `evaluate.merge` needs --steps": (
+            not options.steps and any(cell.recipe.evaluate.merge > 1 for cell in matrix.cells)
+        ),
+        f"`evaluate.merge`: {matrix.baseline.name} cannot have it, because it is the baseline": (
+            matrix.baseline.recipe.evaluate.merge > 1
+        ),
+    }
+    if mistake := next((text for text, is_made in mistakes.items() if is_made), None):
+        raise InputError(f"{file}: {mistake}")
+    return {
+        cell.name: {"precision": resolved(cell.recipe)["precision"]} | cell.values | served
+        for cell in matrix.cells
+    }
+
+
 def has_gpu() -> bool:
     """Return True if torch can use a GPU."""
     # Import torch here, so that mistakes on the command line are reported at once. The import takes
@@ -173,8 +246,10 @@ def load_plan(trainings: WhichTrainings, options: argparse.Namespace) -> WhichPl
         "begin_with": options.begin_with,
         "margin": options.margin / 100,
         "seeds": options.seeds,
-        "precisions": options.precisions or plan.precisions,
+        "precisions": options.precisions or list(trainings.candidates) or plan.precisions,
         "steps": options.steps or plan.steps,
+        "served": options.served,
+        "settings": trainings.candidates,
     }
     differences: dict[str, tuple[Any, Any]] = {
         key: (value, getattr(plan, key))
@@ -202,7 +277,11 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
         options: The command line.
         deadline: Value of time.monotonic() at which --hours are over.
     """
-    names = options.precisions or default_candidates(trainings.recipe.weights)
+    names = (
+        options.precisions
+        or list(trainings.candidates)
+        or default_candidates(trainings.recipe.weights)
+    )
     check_seeds(options, names)
     matrix = trainings.trial(names)
     start, per_step = USUAL_ON_CPU if matrix.on_cpu else USUAL_ON_GPU
@@ -215,6 +294,8 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
         seeds=options.seeds,
         steps=0,
         trunk=0,
+        served=options.served,
+        settings=dict(trainings.candidates),
     )
     trials = math.ceil(len(matrix.cells) / matrix.at_once) * (start + TRIAL_STEPS * per_step)
     fit = partial(
@@ -226,7 +307,12 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
     )
     # Check before the trials that --hours is enough for runs whose steps take the usual time. If it
     # is not, `fit` raises InputError.
-    fit(plan, seconds_left=deadline - time.monotonic() - trials)
+    # Check the settings of the rounds too.
+    trainings.rounds(
+        fit(plan, seconds_left=deadline - time.monotonic() - trials),
+        [trainings.recipe.seed],
+        plan.candidates,
+    )
     say(
         f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
         f"{', '.join(plan.seconds)}"
@@ -237,7 +323,9 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
         if cell.differences:
             shutil.rmtree(cell.run_dir)
     train(matrix, may_fail=True)
-    runs = distinct_runs(runs_of(matrix.cells))
+    for cell in matrix.cells:
+        shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
+    runs = distinct_runs(runs_of(matrix.cells), plan)
     if len(runs) < 2:
         raise InputError(
             "there is nothing to compare: every other precision failed in its trial, or computed "
@@ -270,17 +358,18 @@ def check_seeds(options: argparse.Namespace, names: Sequence[str]) -> None:
         )
 
 
-def distinct_runs(trials: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
+def distinct_runs(trials: Mapping[str, RunRecord], plan: WhichPlan) -> dict[str, RunRecord]:
     """Return the finished runs among `trials`, which maps names to the runs of the trials.
 
-    A trial is omitted if an earlier trial has the same precision in every matrix product. For
-    example, "mxfp8+head" is omitted after "mxfp8" if the head stays in BF16 in both trials.
+    If the candidates are precisions, a trial is omitted if an earlier trial has the same precision
+    in every matrix product. For example, "mxfp8+head" is omitted after "mxfp8" if the head stays in
+    BF16 in both trials.
     """
     by_products: dict[str, tuple[str, RunRecord]] = {}
     for name, run in trials.items():
         if run.is_finished:
             products = str([(part["name"], part["effective"]) for part in run.audit["products"]])
-            by_products.setdefault(products, (name, run))
+            by_products.setdefault(name if plan.settings else products, (name, run))
     return dict(by_products.values())
 
 

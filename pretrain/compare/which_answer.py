@@ -55,7 +55,12 @@ def answer(trainings: WhichTrainings, plan: WhichPlan, verdicts: Sequence[Verdic
 
     If a precision is recommended, the last line is the command that trains with this precision.
     """
-    lines = [
+    lines = (
+        [f"Judged by the held-out loss of the model served in {plan.served}:"]
+        if plan.served
+        else []
+    )
+    lines += [
         f"{verdict.name}: {verdict.word}{interval_within(plan, verdict)}, {verdict.advice}."
         for verdict in verdicts
     ]
@@ -75,8 +80,8 @@ def answer(trainings: WhichTrainings, plan: WhichPlan, verdicts: Sequence[Verdic
     if best and best.gain_interval:
         low, high = best.gain_interval
         lines.append(
-            f"Train in {best.name}: {best.gain:.2f} times ({low:.2f} to {high:.2f}) "
-            f"{plan.base}'s speed at equal loss."
+            f"Train {'with' if plan.settings else 'in'} {best.name}: {best.gain:.2f} times "
+            f"({low:.2f} to {high:.2f}) {plan.base}'s speed at equal loss."
         )
         values = trainings.values_of(best.name)
         if plan.begin_with:
@@ -118,13 +123,20 @@ def table(rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
         gain_interval=None,
     )
     columns = [
-        Column("precision", "", lambda verdict: verdict.name, is_text=True),
+        Column(
+            "candidate" if plan.settings else "precision",
+            "",
+            lambda verdict: verdict.name,
+            is_text=True,
+        ),
         Column(
             "seeds", "", lambda verdict: len(verdict.held_out.by_seed) if verdict.held_out else 0
         ),
         Column(
-            # A baseline in FP32 is evaluated in FP32 instead of BF16.
-            "held out" if plan.base == "fp32" else "served in BF16",
+            # Without --served, a baseline in FP32 is evaluated in FP32 instead of BF16.
+            "held out"
+            if not plan.served and (plan.base == "fp32" or plan.settings)
+            else f"served in {plan.served or 'BF16'}",
             "",
             lambda verdict: _loss(plan, verdict, verdict.held_out),
         ),

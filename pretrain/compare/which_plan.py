@@ -34,6 +34,11 @@ class WhichPlan:
     steps: int
     # Number of the step after which candidates branch from the baseline.
     trunk: int
+    # Precision in which the trained models are evaluated, or None for the baseline's own.
+    served: str | None = None
+    # Settings of the baseline and each candidate, by dotted key (--candidates). It is empty if the
+    # candidates are precisions.
+    settings: dict[str, dict[str, object]] = field(default_factory=dict)
 
     @property
     def base(self) -> str:

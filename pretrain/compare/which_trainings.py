@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foundation.errors import InputError
@@ -21,7 +21,7 @@ from pretrain.compare.matrix_run import Outcome, report_stop, run_all, say
 from pretrain.compare.verdicts import WhichPlan
 from pretrain.metrics.run_folder import MATRIX_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import RunRecord
-from pretrain.precision.settings import PRECISIONS
+from pretrain.precision.settings import PRECISIONS, phases_of
 from pretrain.settings.recipe import Recipe
 
 # Largest amount of GPU memory, in GiB, that may be in use before a run. It is above 0 because the
@@ -56,7 +56,7 @@ class WhichTrainings:
     rounds as matrices.
     """
 
-    # The recipe, with the overrides applied.
+    # The recipe, with the overrides applied. Its `evaluate.served` is the option --served.
     recipe: Recipe
     # The file of the recipe.
     recipe_file: Path
@@ -69,13 +69,15 @@ class WhichTrainings:
     # Number of GPUs over which trainings are distributed. If it is None, the trainings run one
     # after another on the GPUs of the Accelerate configuration.
     gpus: int | None = None
+    # Settings of the baseline and each candidate, by dotted key (--candidates).
+    candidates: Mapping[str, Values] = field(default_factory=dict)
 
     def trial(self, names: Sequence[str]) -> Matrix:
         """Return the trials, which are short runs, as a matrix.
 
         `names` are the names of the baseline and the candidates, the baseline first. Candidates
         that the recipe does not allow are skipped with a message. Raises InputError if the recipe
-        does not allow the baseline.
+        does not allow the baseline, or a candidate of --candidates.
         """
         short: Values = {
             "train.steps": TRIAL_STEPS,
@@ -87,11 +89,17 @@ class WhichTrainings:
         }
         cells: dict[str, Values] = {}
         for name in names:
-            cell = {name: self.values_of(name)}
+            values = self.values_of(name)
+            # Twelve steps may be too few for all phases of a schedule, and for several checkpoints.
+            cell = {
+                name: values
+                | {"precision": phases_of(values["precision"])[-1][1]}
+                | {"evaluate.merge": 1, "checkpoint.every": None}
+            }
             try:
                 self._matrix("trial", short, cell)
             except InputError as error:
-                if not cells:
+                if not cells or self.candidates:
                     raise
                 say(f"skipped: {error}")
             else:
@@ -110,7 +118,7 @@ class WhichTrainings:
         trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{plan.trunk:08d}"
         branch: Values = {"train.begin_with": plan.begin_with or trunk}
         base_settings = branch if plan.begin_with else {"checkpoint.every": plan.trunk}
-        cells = {base: self.values_of(base) | base_settings}
+        cells: dict[str, Values] = {base: self.values_of(base) | base_settings}
         cells |= {name: self.values_of(name) | branch for name in candidates}
         schedule = self.recipe.schedule
         common: Values = {
@@ -118,30 +126,34 @@ class WhichTrainings:
             "schedule.warmup": min(schedule.warmup, max(1, plan.trunk // 2)),
             "evaluate.every": plan.steps,
             "checkpoint.every": None,
-            # Keep all checkpoints, so that the checkpoint from which the candidates branch is never
-            # deleted. An interrupted run saves additional checkpoints.
-            "checkpoint.keep": plan.steps,
             "log.fp8_statistics": None,
             # The trial has already run the parity check.
             "parity": False,
         }
-        if plan.begin_with:
+        for values in cells.values() if plan.begin_with else ():
             # `schedule.decay` is a share of all steps, but the runs only train the steps after the
-            # checkpoint. Reduce it, so that the recipe's value is the share of the trained steps.
-            common["schedule.decay"] = schedule.decay * (1 - plan.trunk / plan.steps)
+            # checkpoint. Reduce it, so that the requested value is the share of the trained steps.
+            values["schedule.decay"] = values.get("schedule.decay", schedule.decay) * (
+                1 - plan.trunk / plan.steps
+            )
         with_seeds: dict[str, Values] = {
-            f"{name}-seed={seed}": values | {"seed": seed}
+            # Keep all checkpoints, so that none is deleted from which candidates branch, or which
+            # `evaluate.merge` averages. An interrupted run saves additional checkpoints.
+            f"{name}-seed={seed}": values | {"seed": seed, "checkpoint.keep": plan.steps}
             for name, values in cells.items()
             for seed in seeds
         }
         return self._matrix("rounds", common, with_seeds)
 
     def values_of(self, name: str) -> Values:
-        """Return the settings of the precision `name`, such as "delayed" or "delayed+head".
+        """Return the settings of the candidate `name`, or of the baseline.
 
-        If the recipe sets options of `fp8_config` that this precision does not accept, they are
-        set to None.
+        Without --candidates, `name` is a precision such as "delayed" or "delayed+head". If the
+        recipe sets options of `fp8_config` that this precision does not accept, they are set to
+        None.
         """
+        if self.candidates:
+            return dict(self.candidates[name])
         precision = PRECISIONS[name.removesuffix(HEAD)]
         contradictions = self.recipe.fp8_config.contradictions(precision)
         return {
@@ -165,7 +177,13 @@ class WhichTrainings:
             # The matrix replaces the text `{cell}` by the name of each cell.
             run_dir=f"{self.folder}/{name}/{{cell}}",
             gpus=self.gpus,
-            cells={cell: DEFAULT_SETTINGS | common | values for cell, values in cells.items()},
+            cells={
+                cell: DEFAULT_SETTINGS
+                | {"evaluate.served": self.recipe.evaluate.served, "evaluate.merge": 1}
+                | common
+                | values
+                for cell, values in cells.items()
+            },
         )
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 

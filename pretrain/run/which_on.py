@@ -48,6 +48,11 @@ def main(options: argparse.Namespace) -> int:
     """
     if options.on is None:
         return which.main(options)
+    if options.served or options.candidates:
+        raise InputError(
+            "--on predicts answers about precisions that are evaluated in BF16; remove --served "
+            "and --candidates, or --on"
+        )
     # Import these modules here, because they import transformers, which takes seconds.
     from pretrain.plan.speed import predict
     from pretrain.plan.targets import obstacle

@@ -389,10 +389,10 @@ WHICH = Command(
     Then the command trains rounds. Each round has one seed. The baseline trains from the start.
     Each candidate branches from the baseline's checkpoint after a fifth of the steps, and
     trains on the same packs in the same order as the baseline. After each round, the held-out
-    losses are computed in BF16. The difference between a candidate's loss and the baseline's
-    loss is compared with a margin that is fixed before the first round. A candidate with a
-    final verdict is not trained any further. The remaining hours are used for candidates whose
-    verdict is still open.
+    losses are computed in BF16, or in the precision --served. The difference between a
+    candidate's loss and the baseline's loss is compared with a margin that is fixed before the
+    first round. A candidate with a final verdict is not trained any further. The remaining
+    hours are used for candidates whose verdict is still open.
 
     The main result is the gain at equal loss. It is the candidate's speedup, divided by the
     number of training tokens that the candidate needs for the baseline's loss, relative to the
@@ -435,6 +435,19 @@ WHICH = Command(
         help="precisions to compare, the baseline first; append +head to a precision to quantize "
         "the head too; default: BF16 and all quantized precisions that this machine supports; on "
         "a machine that supports none, one emulated precision",
+    ),
+    option(
+        "--served",
+        metavar="PRECISION",
+        help="judge the candidates by the held-out loss of the trained model in this precision; "
+        "default: in BF16",
+    ),
+    option(
+        "--candidates",
+        type=Path,
+        metavar="FILE",
+        help="YAML file with the name and the settings of each candidate, the baseline first, "
+        "instead of --precisions (docs/which.md)",
     ),
     option(
         "--seeds",

@@ -150,6 +150,7 @@ def test_a_mixture_is_compared_with_mixtures(which_on: RunWhich) -> None:
         (("--on", "H100", "--steps", "79"), "--steps 80 or more"),
         (("--on", "A100", "--precisions", "bf16,delayed"), "--on A100: delayed: the card cannot"),
         (("--on", "H100", "--precisions", "bf16,fp8"), "unknown: fp8"),
+        (("--on", "H100", "--served", "nvfp4"), "remove --served and --candidates, or --on"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
