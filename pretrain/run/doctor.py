@@ -1,6 +1,6 @@
-"""`python -m pretrain doctor`: print which precisions work on this machine, and their speed.
+"""`python -m pretrain doctor`: print which precisions work on this machine, and a GPU's rates.
 
-Before that, the rates of a GPU are measured, printed and stored (`pretrain.metrics.card_rates`).
+The rates of a GPU are measured first, and stored (`pretrain.metrics.card_rates`).
 
 A library may report that a device supports a precision although the products of this precision fail
 on the device. So the doctor trains a model of one layer for a few steps in each precision (a
@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import statistics
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +26,14 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from foundation.errors import InputError
 from foundation.gpus import link_between_gpus
 from foundation.signals import StopRequest
-from foundation.units import TERA, UNKNOWN, markdown, percent, three_digits
+from foundation.units import TERA, UNKNOWN, markdown, percent
 from packing.arrow import Pack, write_packs
 from pretrain.launch.launcher import Launch, find_configuration
-from pretrain.launch.processes import start_training
+from pretrain.launch.processes import Training, start_training
 from pretrain.metrics.card_rates import CardRates, rates_file, write_rates
 from pretrain.metrics.cards import card_of
 from pretrain.metrics.rate_measurement import measure_rates
 from pretrain.metrics.run_folder import version_of
-from pretrain.metrics.run_record import kind, read_metrics
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
@@ -64,19 +61,16 @@ SMALL = {
 # The vocabulary is small, because trials do not test the embedding and the LM head.
 VOCABULARY = 512
 # The number of steps in a trial.
-STEPS = 8
-# The number of steps at the end of a trial that are timed.
-TIMED = 5
+STEPS = 4
 # The time limit of a trial, in seconds.
 SECONDS = 300
-HEADER = ("precision", "computes on", "ms a step", "tokens/s")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a table of precisions. Return 1 if the trial of any precision fails, else 0.
+    """Print the engine of each precision. Return 1 if the trial of any precision fails, else 0.
 
-    If the hardware does not support a precision, its trial emulates the precision. Raises
-    InputError for an unknown name in --precisions.
+    If the hardware does not support a precision, its trial emulates the precision. A GPU tries
+    these precisions only if they are in --precisions. Raises InputError for an unknown name.
     """
     unknown = [name for name in options.precisions or () if name not in PRECISIONS]
     if unknown:
@@ -92,19 +86,28 @@ def main(options: argparse.Namespace) -> int:
     )
     if gpu:
         report_rates()
-    rows = []
+    # Map each precision to the reason why the hardware does not support it, or to None.
+    reasons = {
+        name: missing(precision) if isinstance(precision, QuantizedPrecision) else None
+        for name, precision in PRECISIONS.items()
+    }
+    names = list(dict.fromkeys(options.precisions or PRECISIONS))
+    tried = [name for name in names if options.precisions or not (gpu and reasons[name])]
+    # On a GPU, trials mostly compile kernels, so all of them run at the same time.
+    groups = [tried] if gpu else [[name] for name in tried]
+    errors: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(Path(folder), gpu=gpu)
-        for name in dict.fromkeys(options.precisions or PRECISIONS):
-            precision = PRECISIONS[name]
-            lacks = missing(precision) if isinstance(precision, QuantizedPrecision) else None
-            rows.append(row_of(name, lacks, recipe, Path(folder), gpu=gpu))
-            print(f"{name}: {rows[-1][1]}", file=sys.stderr, flush=True)
-    print(markdown(HEADER, [row[:-1] for row in rows], names=2))
-    for name, *_, reason in rows:
-        if reason:
-            print(f"{name}: {reason}")
-    return int(any(row[1] == "nothing" for row in rows))
+        for group in groups:
+            recipes = {name: {**recipe, **settings_of(name, reasons[name])} for name in group}
+            for name, error in run_trials(recipes, Path(folder), gpu=gpu):
+                if error:
+                    errors[name] = error
+                print(f"{name}: {error or engine_of(name, reasons[name])}", flush=True)
+    for name in names:
+        if name not in tried:
+            print(f"{name}: {engine_of(name, reasons[name])}; not tried")
+    return int(bool(errors))
 
 
 def report_rates() -> None:
@@ -167,7 +170,11 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     )
     return {
         "name": "doctor",
-        "model": {"config": config | {"num_hidden_layers": 1, "vocab_size": VOCABULARY}},
+        "model": {
+            "config": config | {"num_hidden_layers": 1, "vocab_size": VOCABULARY},
+            # torch.compile would take most of the time of a trial.
+            "compile": "none",
+        },
         "data": {"packs": str(folder / "packs"), "length": length},
         "batch": {"tokens": packs * length, "microbatch": packs},
         "optimizer": {"learning_rate": 1e-4},
@@ -177,63 +184,57 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     }
 
 
-def row_of(
-    name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path, *, gpu: bool
-) -> tuple[str, ...]:
-    """Run the trial of a precision, and return its row in the table and the reason below it.
+def engine_of(name: str, lacks: str | None) -> str:
+    """Return the engine of the GEMMs in a precision, with the reason for an emulation.
 
-    name: the name of the precision.
-    lacks: the reason why the hardware does not support the precision, or None. If there is a
-        reason, the trial emulates the precision.
-    recipe: the recipe that all trials share.
-    folder: the temporary folder of the trials.
-    gpu: True if the trial runs on a GPU.
+    lacks: the reason why the hardware does not support the precision, or None.
     """
-    settings: dict[str, Any] = {"precision": name, "run_dir": str(folder / name)}
-    engine = "torch"
-    if PRECISIONS[name].quantized:
-        engine = "emulation" if lacks else "transformer_engine"
-        settings["fp8_config"] = {"backend": "emulation" if lacks else "TE"}
     if lacks:
-        # Do not compile: it would take minutes, and the speed of emulation does not matter.
-        settings["model"] = recipe["model"] | {"compile": "none"}
-    try:
-        milliseconds, rate = try_training({**recipe, **settings}, folder, gpu=gpu)
-    except InputError as error:
-        return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(filter(None, (lacks, str(error))))
-    if gpu and lacks:
-        return name, engine, UNKNOWN, UNKNOWN, lacks
-    return name, engine, three_digits(milliseconds), f"{rate:,.0f}", lacks or ""
+        return f"emulation, because it {lacks}"
+    return "transformer_engine" if PRECISIONS[name].quantized else "torch"
 
 
-def try_training(recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple[float, float]:
-    """Train `recipe` in a new process. Return the milliseconds of a step and the tokens/s.
+def settings_of(name: str, lacks: str | None) -> dict[str, Any]:
+    """Return the settings of the trial of a precision. The arguments are those of `engine_of`."""
+    settings: dict[str, Any] = {"precision": name}
+    if PRECISIONS[name].quantized:
+        settings["fp8_config"] = {"backend": "emulation" if lacks else "TE"}
+    return settings
 
-    Both are medians of the last TIMED steps. Raises InputError if the training fails or takes
-    longer than SECONDS.
+
+def run_trials(
+    recipes: Mapping[str, Mapping[str, Any]], folder: Path, *, gpu: bool
+) -> Iterator[tuple[str, str | None]]:
+    """Train all recipes at the same time. Yield the name of each, and its error or None.
+
+    recipes: the recipes by name.
+    folder: the temporary folder of the trials.
+    gpu: True if the trials run on a GPU.
     """
-    file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(dict(recipe)))
-    log = Path(f"{recipe['run_dir']}.log")
-    launch = Launch(find_configuration("bf16" if gpu else "cpu"), (str(file),))
-    training = start_training(launch, os.environ, log, StopRequest())
+    trainings = {}
     try:
-        has_ended = training.wait(SECONDS)
+        for name, recipe in recipes.items():
+            file = folder / f"{name}.yaml"
+            file.write_text(yaml.safe_dump({**recipe, "run_dir": str(folder / name)}))
+            launch = Launch(find_configuration("bf16" if gpu else "cpu"), (str(file),))
+            log = folder / f"{name}.log"
+            trainings[name] = start_training(launch, os.environ, log, StopRequest()), log
+        for name, (training, log) in trainings.items():
+            yield name, error_of(training, log)
     finally:
-        # End a trial that is too long, and after Ctrl-C, which does not reach the process group of
-        # the trial. A trial that has ended receives no signal.
-        training.signal(signal.SIGKILL)
-        training.wait()
-    if not has_ended:
-        raise InputError(f"the trial took longer than {SECONDS} s")
+        # End trials that are too long, and all trials after Ctrl-C, which does not reach their
+        # process groups. A trial that has ended receives no signal.
+        for training, _ in trainings.values():
+            training.signal(signal.SIGKILL)
+            training.wait()
+
+
+def error_of(training: Training, log: Path) -> str | None:
+    """Wait until a trial ends, and return its error in one line, or None."""
+    if not training.wait(SECONDS):
+        return f"failed: the trial took longer than {SECONDS} s"
     if training.status:
         lines = [*filter(None, log.read_text(errors="replace").split("\n"))]
         errors = [line for line in lines if line.startswith(("error: ", "halted: "))]
-        raise InputError((errors or lines[-1:] or [f"status {training.status}"])[0])
-    timed = [line for line in read_metrics(Path(recipe["run_dir"])) if kind(line) == "step"][
-        -TIMED:
-    ]
-    return (
-        statistics.median(step["step_ms"] for step in timed),
-        statistics.median(step["tokens_per_second"] for step in timed),
-    )
+        return f"failed: {(errors or lines[-1:] or [f'status {training.status}'])[0]}"
+    return None

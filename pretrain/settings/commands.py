@@ -217,7 +217,7 @@ EVALUATE = Command(
 DOCTOR = Command(
     CommandParser,
     "pretrain.run.doctor:main",
-    """Test which precisions work on this machine, and how fast.
+    """Test which precisions work on this machine, and measure the rates of a GPU.
 
     First, the sustained rates of a GPU are measured and stored: GEMMs, memory, kernel launches, and
     NCCL between several GPUs. Then a model of one layer is trained in each precision for a few
@@ -227,7 +227,7 @@ DOCTOR = Command(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
-        help="precisions to test; default: all",
+        help="precisions to test; default: all, but on a GPU those that it supports",
     ),
 )
 

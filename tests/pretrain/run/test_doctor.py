@@ -17,17 +17,23 @@ from tests.pretrain.compare.made_runs import rows_of
 
 
 @pytest.mark.long
-def test_a_precision_has_a_row_with_speed_and_obstacle(
+def test_a_precision_has_a_line_with_its_engine_and_obstacle(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The trial is forked from a server that has imported the modules, as a user's is."""
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0
     output = capsys.readouterr().out
     assert "card rates" not in output
-    (row,) = rows_of(output)["nvfp4"]
-    assert row[0] == "emulation"
-    assert "\nnvfp4: needs a GPU of compute capability 10.0" in output
-    assert float(row[1]) > 0 and int(row[2].replace(",", "")) > 0
+    expected = "\nnvfp4: emulation, because it needs a GPU of compute capability 10.0"
+    assert expected in output
+
+
+def test_a_failed_trial_has_a_line_with_its_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "STEPS", 0)
+    assert commands.main(["doctor", "--precisions", "fp32"]) == 1
+    assert "\nfp32: failed: error: " in capsys.readouterr().out
 
 
 RATES = CardRates(
