@@ -212,13 +212,16 @@ def run_trials(
     gpu: True if the trials run on a GPU.
     """
     trainings = {}
+    # A GEMM algorithm that was chosen beside other trials may be slow, so it must not be cached for
+    # later runs.
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
     try:
         for name, recipe in recipes.items():
             file = folder / f"{name}.yaml"
             file.write_text(yaml.safe_dump({**recipe, "run_dir": str(folder / name)}))
             launch = Launch(find_configuration("bf16" if gpu else "cpu"), (str(file),))
             log = folder / f"{name}.log"
-            trainings[name] = start_training(launch, os.environ, log, StopRequest()), log
+            trainings[name] = start_training(launch, environment, log, StopRequest()), log
         for name, (training, log) in trainings.items():
             yield name, error_of(training, log)
     finally:
