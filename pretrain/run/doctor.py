@@ -190,7 +190,7 @@ def engine_of(name: str, lacks: str | None) -> str:
     lacks: the reason why the hardware does not support the precision, or None.
     """
     if lacks:
-        return f"emulation, because it {lacks}"
+        return f"emulation; it {lacks}"
     return "transformer_engine" if PRECISIONS[name].quantized else "torch"
 
 

@@ -24,7 +24,7 @@ def test_a_precision_has_a_line_with_its_engine_and_obstacle(
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0
     output = capsys.readouterr().out
     assert "card rates" not in output
-    expected = "\nnvfp4: emulation, because it needs a GPU of compute capability 10.0"
+    expected = "\nnvfp4: emulation; it needs a GPU of compute capability 10.0"
     assert expected in output
 
 
