@@ -77,7 +77,7 @@ SENT = {"ddp": 8, "zero": 6, "fsdp2": 8}
 # Half-widths of the error of a speed, as fractions: measured on another host, with measured rates
 # of the card, work of which few steps were measured, and weights gathered for each use.
 SAME = 0.04
-KNOWN_RATES = 0.10
+KNOWN_RATES = 0.15
 FEW = 0.15
 GATHERED_OFTEN = 0.35
 # Half-widths of the error of a gain: on cards with measured steps, and on others.
@@ -234,7 +234,8 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
     """Return the predicted speed of a run on the devices of its plan.
 
     rates: measured rates of the devices. By default, those that the doctor has stored. If there are
-        none, or if they lack a precision of the run, those of the data sheet are used.
+        none, or if they lack a precision of the run, those of the data sheet are used. They are not
+        used for a card with measured steps, whose data sheet predicts better.
     """
     card = card_of(plan.devices.name)
     rates = rates or read_rates(plan.devices.name)
@@ -244,7 +245,7 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
     spans = plan.schedule.spans
     # The head and the gain need the rate of BF16 in every precision.
     needed = {BF16.name, *(span.active.precision.name for span in spans)}
-    if rates and not needed <= rates.gemm.keys():
+    if rates and (card.error == MEASURED or not needed <= rates.gemm.keys()):
         rates = None
     parts: Counter[str] = Counter()
     in_bf16 = 0.0

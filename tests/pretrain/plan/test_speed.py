@@ -369,12 +369,12 @@ def test_phases_are_weighted_by_their_steps() -> None:
 
 
 def test_measured_rates_replace_those_of_the_data_sheet() -> None:
-    """A GH200 has no factor. With its rates, its speed is known to 10 %."""
+    """A GH200 has no factor. With its rates, its speed is known to 15 %."""
     sheet = rates_of(card_of("GH200"))
     gemm = sheet.gemm | {"delayed": sheet.gemm["delayed"] / 2}
     rates = replace(sheet, gemm=gemm, bandwidth=sheet.bandwidth / 2, launch=2 * sheet.launch)
     before, after = predict(plan(device="GH200")), predict(plan(device="GH200"), rates)
-    assert after.basis == "± 10 %, with the rates measured here" and after.tokens_per_second
+    assert after.basis == "± 15 %, with the rates measured here" and after.tokens_per_second
     ratios = {name: after.parts[name] / before.parts[name] for name in ("passes", "launches")}
     assert ratios == pytest.approx({"passes": 2, "launches": 2})
     assert before.parts["GEMMs"] < after.parts["GEMMs"] < 2 * before.parts["GEMMs"]
@@ -383,6 +383,11 @@ def test_measured_rates_replace_those_of_the_data_sheet() -> None:
         assert predict(plan(device="GH200"), replace(rates, gemm=gemm)) == before, (
             "rates without BF16 or the precision of the run are not used"
         )
+
+
+def test_a_card_with_measured_steps_needs_no_rates() -> None:
+    rates = replace(rates_of(card_of("H200")), bandwidth=1e12)
+    assert predict(plan(device="H200"), rates) == predict(plan(device="H200"))
 
 
 def test_the_fastest_all_gather_or_reduce_scatter_is_the_rate_of_the_link() -> None:

@@ -179,9 +179,9 @@ def test_rates_of_this_machine_give_a_new_card_a_speed(plan_llama: RunPlan) -> N
     write_rates(replace(rates, versions=versions_here(), date="2026-11-28"))
     after = plan_llama("--on", "GH200 144GB")[1]
     assert table(before, "1 x GH200 144GB")["bf16"]["tokens/s"] == "–"
-    assert table(after, "1 x GH200 144GB")["bf16"]["tokens/s"].endswith(" ± 10 %")
+    assert table(after, "1 x GH200 144GB")["bf16"]["tokens/s"].endswith(" ± 15 %")
     assert lines_on(after, "1 x GH200 144GB")[0].startswith(
-        "bf16, delayed, current, block, delayed+head: ± 10 %"
+        "bf16, delayed, current, block, delayed+head: ± 15 %"
     )
     assert "the rates measured here" not in before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.metrics import card_rates
-from pretrain.metrics.card_rates import CardRates, rates_file, versions_here
 from pretrain.model import attention
 from pretrain.model.attention import Choice
 from pretrain.plan.memory import Devices, layers_of
@@ -168,24 +167,6 @@ def test_the_precision_of_the_first_step_is_predicted(job: Job, empty_cache: Non
     assert low.gain > 1.1 and plain.gain == pytest.approx(1.0)
     whole_run = predict(job.plan)
     assert plain.tokens_per_second < whole_run.tokens_per_second < low.tokens_per_second
-
-
-def test_stored_rates_replace_those_of_the_data_sheet(job: Job, empty_cache: None) -> None:
-    rates = CardRates(
-        device="NVIDIA H200",
-        gemm={"bf16": 3e14, "delayed": 6e14},
-        bandwidth=2e12,
-        launch=5e-6,
-        nccl={},
-        versions=versions_here(),
-        date="2026-11-28",
-    )
-    rates_file(rates.device).parent.mkdir()
-    rates_file(rates.device).write_text(json.dumps(asdict(rates)))
-    measured = predict_phase(job, 1, "packed_varlen")
-    assert measured.basis == "± 10 %, with the rates measured here"
-    rates_file(rates.device).write_text("{")
-    assert predict_phase(job, 1, "packed_varlen").tokens_per_second > measured.tokens_per_second
 
 
 def test_a_missing_attention_package_is_named_with_the_speed_that_it_gives(
