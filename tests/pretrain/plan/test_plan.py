@@ -316,9 +316,16 @@ def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: 
         ({"model": {"fused": "off"}}, "fused layers"),
         ({"model": {"gradient_checkpointing": 2}}, "`model.gradient_checkpointing`"),
         ({"loss": {"kind": "cce"}}, "`loss.kind: cce`"),
-        ({"devices": Devices(count=2)}, None),
+        ({"devices": Devices(count=2)}, "`model.cuda_graphs: on` uses them"),
+        ({"devices": Devices(count=2), "model": {"cuda_graphs": "on"}}, None),
         ({"devices": Devices(count=2, sharded=True)}, "in each microbatch"),
-        ({"devices": Devices(count=2, sharded=True, gathered=True)}, None),
+        (
+            {
+                "devices": Devices(count=2, sharded=True, gathered=True),
+                "model": {"cuda_graphs": "on"},
+            },
+            None,
+        ),
         ({"config": {"embd_pdrop": 0.1}}, "dropout"),
     ],
 )
@@ -341,6 +348,6 @@ def test_the_plan_states_why_a_run_cannot_use_cuda_graphs(
     )
     status = cuda_graphs(run_plan, model, "cuda")
     if reason is None:
-        assert status == "auto"
+        assert status == settings.model.cuda_graphs
     else:
         assert status.startswith("off: ") and reason in status
