@@ -83,15 +83,29 @@ class Checkpoints:
         keep: Number of newest checkpoints to keep.
         before: Step at which the decay of the learning rate begins. The newest checkpoint that is
             not later than this step is also kept. With 0, no further checkpoint is kept.
+        merge: Number of checkpoints whose weights are averaged at the end of the run: the newest
+            one, and earlier ones of multiples of `every`. They are also kept. An interrupted run
+            saves other checkpoints in between.
+        every: Number of steps between two checkpoints.
 
     Attributes:
         damaged: Folders of the damaged checkpoints that `newest` has found.
     """
 
-    def __init__(self, folder: Path, keep: int, *, before: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        *,
+        before: int = 0,
+        merge: int = 1,
+        every: int = 1,
+    ) -> None:
         self.folder = folder
         self.keep = keep
         self.before = before
+        self.merge = merge
+        self.every = every
         is_distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if is_distributed else 0
         self.world_size = torch.distributed.get_world_size() if is_distributed else 1
@@ -290,10 +304,10 @@ class Checkpoints:
     def _prune(self, newest: Path, spared: int | None) -> None:
         """Delete old checkpoints after `newest` was saved. Called on the first rank only.
 
-        Keep the `keep` newest checkpoints, the checkpoint of step `spared`, and the newest
-        checkpoint that is not later than step `before`. Damaged checkpoints and checkpoints of
-        steps after `newest` are ignored: they are not deleted, and do not count as one of the
-        `keep` newest checkpoints.
+        Keep the `keep` newest checkpoints, the checkpoint of step `spared`, the newest checkpoint
+        that is not later than step `before`, and the checkpoints that are averaged (`merge`).
+        Damaged checkpoints and checkpoints of steps after `newest` are ignored: they are not
+        deleted, and do not count as one of the newest checkpoints.
         """
         candidates = [
             path
@@ -301,7 +315,8 @@ class Checkpoints:
             if step_of(path) <= step_of(newest) and path not in self.damaged
         ]
         early = [step_of(path) for path in candidates if step_of(path) <= self.before]
-        kept_steps = {spared, *early[:1]}
+        regular = [step_of(path) for path in candidates[1:] if step_of(path) % self.every == 0]
+        kept_steps = {spared, *early[:1], *regular[: self.merge - 1]}
         on_disk.remove(
             self.folder,
             [path for path in candidates[self.keep :] if step_of(path) not in kept_steps],

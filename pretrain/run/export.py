@@ -256,8 +256,9 @@ def checkpoints_to_merge(checkpoint: Path, number: int, recipe: Recipe) -> list[
     merged = folders[folders.index(checkpoint) :][:number] if checkpoint in folders else []
     if len(merged) < number:
         raise InputError(
-            f"--merge {number}: {checkpoint.parent} has {plural(len(merged), 'checkpoint')} up to "
-            f"{checkpoint.name}; either merge fewer, or train with a larger `checkpoint.keep`"
+            f"{checkpoint.parent}: there are {plural(len(merged), 'checkpoint')} to merge instead "
+            f"of {number}: {checkpoint.name}, and earlier ones of multiples of `checkpoint.every`; "
+            "either merge fewer, or train with a larger `checkpoint.keep`"
         )
     for folder in merged:
         Checkpoints(folder.parent, keep=1).read_state(folder)

@@ -123,7 +123,11 @@ def where_to_resume(
     after the checkpoint, or if the run would overwrite files of another training.
     """
     checkpoints = Checkpoints(
-        job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
+        job.run_dir / "checkpoints",
+        job.recipe.checkpoint.keep,
+        before=job.plan.before_decay,
+        merge=job.recipe.evaluate.merge,
+        every=job.recipe.checkpoint.every or 1,
     )
     source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
     if source is None or not source.in_run_folder:

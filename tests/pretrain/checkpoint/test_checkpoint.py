@@ -245,6 +245,15 @@ def test_the_last_checkpoint_before_the_decay_is_never_deleted(tmp_path):
     assert names(tmp_path) == ["step-00000020", "step-00000040"]
 
 
+def test_checkpoints_to_average_outlive_those_of_interruptions(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3, merge=3, every=10)
+    for step in (10, 20, 30, 33, 36, 40):
+        save(checkpoints, step)
+    assert names(tmp_path) == [f"step-000000{step}" for step in (20, 30, 33, 36, 40)]
+    save(checkpoints, 50)
+    assert names(tmp_path) == [f"step-000000{step}" for step in (30, 36, 40, 50)]
+
+
 def test_abandoned_checkpoints_stay_until_the_next_save(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=5)
     for step in (1, 2, 3):
