@@ -29,7 +29,7 @@ from typing import Any, cast
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_object, load_yaml
-from foundation.settings import parse
+from foundation.settings import last_steps, parse
 from foundation.units import duration
 from packing.arrow import Packs
 from packing.order import MixedPacks, Mixture
@@ -56,8 +56,9 @@ from pretrain.compare.which_trainings import (
 from pretrain.launch.launcher import find_configuration
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
+from pretrain.optimizer.schedule import learning_rate
 from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.settings import PRECISIONS
+from pretrain.precision.settings import PRECISIONS, phases_of
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides, resolved
 from pretrain.settings.recipe import Recipe
 
@@ -307,12 +308,9 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
     )
     # Check before the trials that --hours is enough for runs whose steps take the usual time. If it
     # is not, `fit` raises InputError.
+    usual = fit(plan, seconds_left=deadline - time.monotonic() - trials)
     # Check the settings of the rounds too.
-    trainings.rounds(
-        fit(plan, seconds_left=deadline - time.monotonic() - trials),
-        [trainings.recipe.seed],
-        plan.candidates,
-    )
+    check_branches(trainings.rounds(usual, [trainings.recipe.seed], plan.candidates), usual)
     say(
         f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
         f"{', '.join(plan.seconds)}"
@@ -356,6 +354,30 @@ def check_seeds(options: argparse.Namespace, names: Sequence[str]) -> None:
             f"--seeds {options.seeds}: a comparison of {len(names)} precisions needs at least "
             f"{minimum} seeds; set --seeds {minimum} or more"
         )
+
+
+def check_branches(rounds: Matrix, plan: WhichPlan) -> None:
+    """Check that the settings of candidates differ from the baseline's only after the branch.
+
+    Raises InputError if a candidate's schedule of the learning rate differs earlier, or if its
+    first phase of precision ends earlier.
+    """
+    # Compare with the baseline's peak, because a candidate may have another one.
+    rate = partial(
+        learning_rate,
+        plan.trunk - 1,
+        optimizer=rounds.baseline.recipe.optimizer,
+        total_steps=plan.steps,
+    )
+    for cell in rounds.cells[1:]:
+        untils = [until for until, _ in phases_of(cell.recipe.precision)]
+        if last_steps("precision", untils, plan.steps)[0] <= plan.trunk or rate(
+            cell.recipe.schedule
+        ) != rate(rounds.baseline.recipe.schedule):
+            raise InputError(
+                f"cell {cell.name}: candidates continue from step {plan.trunk:,} of the baseline; "
+                "let decays of the learning rate and phases of precision begin later"
+            )
 
 
 def distinct_runs(trials: Mapping[str, RunRecord], plan: WhichPlan) -> dict[str, RunRecord]:

@@ -162,6 +162,13 @@ def test_candidates_are_judged_as_served_and_resumed(
             (),
             "cell mean-seed=42: .*this run saves and keeps, which are 4",
         ),
+        ({"early": {"schedule.kind": "wsd", "schedule.decay": 0.9}}, (), "from step 16 .* later"),
+        ({"early": {"schedule.kind": "linear"}}, (), "cell early-seed=42: .* from step 16"),
+        (
+            {"early": {"precision": [{"until": 0.2, "use": "nvfp4"}, {"use": "bf16"}]}},
+            (),
+            "phases of precision begin later",
+        ),
         ({}, ("--precisions", "bf16,current"), "remove --precisions"),
         ({}, ("--served", "nvfp5"), "`evaluate.served`"),
     ],
