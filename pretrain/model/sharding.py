@@ -302,9 +302,10 @@ class Sharding:
         step anyway.
         """
         for group in self._groups:
-            freed = [set(group.quantized.get(engine, ())) for engine in self._context.engines]
             for param in group.fsdp.fsdp_params:
-                if not freed or param not in set.intersection(*freed):
+                if not self._context.engines or any(
+                    param not in group.quantized.get(engine, ()) for engine in self._context.engines
+                ):
                     param.free_unsharded_param = lambda: None
 
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:

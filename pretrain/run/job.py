@@ -454,6 +454,11 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
             plan.devices.sharded
             and len({active.precision.quantized for active in plan.schedule.precisions()}) > 1
         ),
+        "every microbatch of a step gathers weights or sums gradients over devices": (
+            plan.microbatch is not None
+            and -(-plan.packs_per_rank // plan.microbatch)
+            <= (2 if plan.devices.sharded else plan.devices.count > 1)
+        ),
         "they are not tested in every precision of this run": not all(
             active.precision.in_graphs for active in plan.precisions
         ),

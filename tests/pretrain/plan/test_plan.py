@@ -326,6 +326,11 @@ def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: 
             },
             None,
         ),
+        ({"packs": 1}, None),
+        ({"packs": 2, "devices": Devices(count=2)}, "every microbatch of a step"),
+        ({"packs": 6, "devices": Devices(count=3)}, "`model.cuda_graphs: on` uses them"),
+        ({"packs": 4, "devices": Devices(2, sharded=True, gathered=True)}, "every microbatch"),
+        ({"packs": 5, "devices": Devices(2, sharded=True, gathered=True)}, "on` uses them"),
         ({"config": {"embd_pdrop": 0.1}}, "dropout"),
     ],
 )
@@ -337,7 +342,9 @@ def test_the_plan_states_why_a_run_cannot_use_cuda_graphs(
     )
     model = on_meta(gpt2 | changes.get("config", {}))
     settings = recipe(
-        model={"source": "some/model", **changes.get("model", {})}, loss=changes.get("loss", {})
+        model={"source": "some/model", **changes.get("model", {})},
+        loss=changes.get("loss", {}),
+        batch={"tokens": changes.get("packs", 32) * 4096, "microbatch": 1},
     )
     active = active_in(changes.get("precision", "delayed"), "transformer_engine")
     layers = layers_of(model, flops_of(model), settings, active, "cuda", "packed_varlen")
