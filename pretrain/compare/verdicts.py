@@ -246,7 +246,8 @@ def tokens_for(plan: WhichPlan, loss: float, slope: float) -> float:
     """Return the growth factor of the training tokens that lowers the loss by `loss`.
 
     If all runs branch from the checkpoint of another run, only the tokens after that checkpoint are
-    multiplied by the factor. Otherwise all tokens are multiplied by it.
+    multiplied by the factor, which leaves at least one step. Otherwise all tokens are multiplied
+    by it.
 
     Args:
         plan: The plan, which has the number of steps.
@@ -258,7 +259,8 @@ def tokens_for(plan: WhichPlan, loss: float, slope: float) -> float:
     lowest = -MOST_FOLD if plan.served or plan.settings else 0.0
     total_factor = math.exp(min(max(lowest, loss / -slope), MOST_FOLD))
     before = plan.trunk if plan.begin_with else 0
-    return (total_factor * plan.steps - before) / (plan.steps - before)
+    # A model that is better than the checkpoint predicts no number of tokens below one step.
+    return max(1.0, total_factor * plan.steps - before) / (plan.steps - before)
 
 
 def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> LossDifference:

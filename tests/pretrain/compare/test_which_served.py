@@ -286,6 +286,18 @@ def test_a_lower_served_loss_is_a_gain() -> None:
     assert [low, high] == pytest.approx([min(ends), max(ends)]) and low > 1
 
 
+def test_a_gain_after_a_checkpoint_leaves_one_step() -> None:
+    """The loss falls by more than all steps after the checkpoint lower it."""
+    names = ["bf16", "tail"]
+    plan = WhichPlan("step", 0.003, names, dict.fromkeys(names, 1.0), 1.0, 3, 1000, 900, "nvfp4")
+    assert tokens_for(plan, -0.001, -0.2) == pytest.approx(1 - 10 * (1 - np.exp(-0.005)))
+    assert tokens_for(plan, -0.04, -0.2) == 1 / 100
+    loss = LossDifference({1: -0.040, 2: -0.041, 3: -0.039, 4: -0.040}, 2.0)
+    slope = Sample({1: -0.20, 2: -0.21, 3: -0.19, 4: -0.20})
+    low, high = gain_interval(plan, loss, slope, Sample(dict.fromkeys(range(1, 5), 1.0)))
+    assert 1 < low <= high
+
+
 def test_plans_of_earlier_versions_can_be_read() -> None:
     plan = WhichPlan(None, 0.003, ["a", "b"], {"a": 1.0, "b": 1.0}, 1.0, 3, 100, 20)
     earlier = {
