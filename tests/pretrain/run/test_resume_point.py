@@ -448,7 +448,8 @@ def test_a_checkpoint_of_an_earlier_version_is_refused() -> None:
 def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
     save(tmp_path, 4)
     job = job_of(seed=1, run_dir=tmp_path)
-    job.recipe.checkpoint = SimpleNamespace(keep=10)
+    job.recipe.checkpoint = SimpleNamespace(keep=10, every=4)
+    job.recipe.evaluate = SimpleNamespace(merge=1)
     job.recipe.loss = SimpleNamespace(chunk=64)
     job.plan.loss = SimpleNamespace(tokens_at_once=64)
     job.plan.before_decay = 0
