@@ -42,7 +42,8 @@ def run_on_server(arguments: list[str]) -> None:
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:  # The process does not have its group yet, or has ended.
-            os.kill(process.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     for number in SIGNALS - ignored:
         signal.signal(number, forward)
@@ -98,6 +99,10 @@ def run_command(
     except KeyboardInterrupt:
         traceback.print_exc()
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        # multiprocessing would print the traceback whatever hook the command has set.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
     finally:
         with suppress(Exception):
             threading._shutdown()

@@ -25,18 +25,13 @@ from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
 
 
-def start(
-    folder: Path, recipe: dict[str, Any], *arguments: str, forks: bool = True
-) -> subprocess.Popen[str]:
-    """Start `python -m pretrain train` on the CPU in the repository's root folder.
-
-    forks: fork the command and its ranks, see tests/forked_commands.py.
-    """
+def start(folder: Path, recipe: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
+    """Start `python -m pretrain train` on the CPU in the repository's root folder."""
     command = [sys.executable, "-m", "pretrain", "train", str(write_recipe(recipe, folder))]
     return subprocess.Popen(
         [*command, *arguments],
         cwd=ROOT,
-        env=(forking() if forks else dict(os.environ)) | {"ACCELERATE_USE_CPU": "true"},
+        env=forking() | {"ACCELERATE_USE_CPU": "true"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -113,13 +108,18 @@ def test_a_signal_lets_the_training_save_and_is_the_exit_status(
 @pytest.mark.multi
 def test_a_killed_rank_is_one_message(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe = small_recipe | {"train": {"steps": 10**6}, "evaluate": {}, "log": {"every": 1}}
-    process = start(tmp_path, recipe, "--config=ddp", "--processes=2", forks=False)
+    process = start(tmp_path, recipe, "--config=ddp", "--processes=2")
     metrics = Path(recipe["run_dir"]) / "metrics.jsonl"
     while not metrics.exists() or not metrics.read_text():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    children = psutil.Process(process.pid).children()
-    next(child for child in children if child.environ().get("RANK") == "1").kill()
+    # The launcher has started this process. The rank forked for it ends with it.
+    next(
+        rank
+        for rank in psutil.process_iter(["cmdline", "environ"])
+        if str(tmp_path / "recipe.yaml") in (rank.info["cmdline"] or ())
+        and (rank.info["environ"] or {}).get("RANK") == "1"
+    ).kill()
     _, err = process.communicate()
     assert process.returncode == 128 + signal.SIGKILL
     # torchrun sends SIGTERM to rank 0, which announces it unless the lost connection came first.
