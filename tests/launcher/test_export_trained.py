@@ -7,7 +7,6 @@ block FP8. compressed-tensors reads the other layouts, if it is installed with t
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from pretrain.precision.emulation import EmulatedGemm
 from pretrain.run import export as export_module
 from pretrain.settings.recipe import LossSettings
 from tests.conftest import BLOCK_LENGTH, VOCABULARY
+from tests.forked_commands import forking
 
 # The first tests of the suite run in one worker, so that they share the trained models.
 pytestmark = pytest.mark.long
@@ -433,9 +433,11 @@ def test_compressed_tensors_decompresses_our_weights_and_logits(
     names = [precision for precision in PRECISIONS if not precision.startswith("block")]
     outputs = {str(exported(name).folder): str(tmp_path / f"{name}.pt") for name in names}
     torch.save(documents(), tmp_path / "documents.pt")
+    script = tmp_path / "read.py"
+    script.write_text(READ)
     done = subprocess.run(
-        [sys.executable, "-c", READ, json.dumps(outputs), str(tmp_path / "documents.pt")],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        [sys.executable, str(script), json.dumps(outputs), str(tmp_path / "documents.pt")],
+        env=forking() | {"FORKED_SCRIPTS": script.name},
         capture_output=True,
         text=True,
     )

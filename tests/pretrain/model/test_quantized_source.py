@@ -7,7 +7,6 @@ again. They share no code with our reader.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from pretrain.model.huggingface import build, load_config
 from pretrain.precision.layouts import LAYOUTS, StoredWeight, equal_codes, layout_of
 from pretrain.precision.quantizers import E4M3, blocks, tensor
 from pretrain.settings.recipe import ModelSettings
+from tests.forked_commands import forking
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -363,9 +363,11 @@ def compressed(references: Path, tmp_path_factory: Any) -> dict[str, Path]:
         write_model(folder, config, number)
         rewrite(folder, quantization_of(name, group), lambda tensors: tensors)
     kept = ["embed_tokens", "lm_head", "mlp.gate."]
+    script = site / "compress.py"
+    script.write_text(COMPRESS)
     done = subprocess.run(
-        [sys.executable, "-c", COMPRESS, json.dumps({str(f): kept for f in folders.values()})],
-        env=os.environ | {"PYTHONPATH": str(site)},
+        [sys.executable, str(script), json.dumps({str(f): kept for f in folders.values()})],
+        env=forking() | {"FORKED_SCRIPTS": script.name},
         capture_output=True,
         text=True,
     )
