@@ -151,7 +151,7 @@ def recipe_of(recipe_for: Callable, packs: Path, run_dir: Path, **changes: Any) 
     return recipe | {
         "model": {"config": recipe["model"]["config"] | sizes},
         "data": {"packs": str(packs), "length": BLOCK_LENGTH},
-        "batch": {"tokens": 4 * BLOCK_LENGTH, "microbatch": 2},
+        "batch": {"tokens": 2 * BLOCK_LENGTH, "microbatch": 2},
         "train": {"steps": 3},
         "evaluate": {},
         "fp8_config": {"on_unsupported": "emulate"},
