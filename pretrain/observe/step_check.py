@@ -187,7 +187,8 @@ class StepCheck(Observer):
         All ranks must call this method. Raises TrainingHalted on all processes if any process has
         found a fault in the step or in the update.
         """
-        arguments = (self._recipe, learning_rate, updates)
+        clipping = expected_clipping(self._packed.hf, self._recipe.optimizer.clip)
+        arguments = (self._recipe, learning_rate, updates, clipping)
         by_torch: list[TorchUpdate | TorchMuonUpdate] = [
             TorchUpdate(self._packed.hf, self._optimizer, *arguments)
         ]
@@ -320,12 +321,14 @@ class TorchUpdate:
         recipe: Recipe,
         learning_rate: float,
         updates: int,
+        clipping: Tensor | float,
     ) -> None:
         """Compute the expected values before the optimizer's step.
 
         optimizer: the run's optimizer, whose update is checked.
         learning_rate: the learning rate that the schedule gives this step.
         updates: the number of updates that the run has made before this step.
+        clipping: the factor of `expected_clipping`.
 
         If gradients are sharded, all ranks must call this method.
         """
@@ -351,7 +354,7 @@ class TorchUpdate:
         self._parameter_of = torch.arange(len(picked), device=self._device).repeat_interleave(
             self._sizes
         )
-        gradient = torch.cat(picked).float() * expected_clipping(model, recipe.optimizer.clip)
+        gradient = torch.cat(picked).float() * clipping
         self._before = self._values()
         self._expected = self._updated_by_torch(gradient, learning_rate)
 
@@ -486,6 +489,7 @@ class TorchMuonUpdate:
         recipe: Recipe,
         learning_rate: float,
         updates: int,
+        clipping: Tensor | float,
     ) -> None:
         """Compute the expected values before the optimizer's step, as `TorchUpdate` does.
 
@@ -511,7 +515,7 @@ class TorchMuonUpdate:
         before, momentum_before = self._values()
         weight = nn.Parameter(before.clone())
         gradient = self._matrix(cast(Tensor, gradient_of(item.parameter))).float()
-        weight.grad = gradient * expected_clipping(model, settings.clip)
+        weight.grad = gradient * clipping
         momentum = momentum_before.clone()
         reference = torch.optim.Muon([weight], **options)
         reference.state[weight] = {"momentum_buffer": momentum}
