@@ -224,7 +224,7 @@ def errors_of_rounded_sums(accelerator: Accelerator) -> list[str]:
 
     errors = []
     for fault in (reduce, rounding_before, rounding_after):
-        run = build_run(accelerator, **RUNS["tied"])
+        run = build_run(accelerator, **RUNS["tied"], layers=1)
         with overridden(_fsdp_param_group, foreach_reduce=fault):
             try:
                 run.audit()
