@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_commands import forking
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.is_file())
 
@@ -33,7 +35,8 @@ def run(path: Path, folder: Path) -> str:
     """Run an example as it says, and return its output.
 
     A script runs in the repository's root folder, with the command of its docstring. A notebook
-    runs as a script where this project is installed.
+    runs as a script where this project is installed. Its commands are forked, see
+    tests/forked_commands.py.
     """
     code = code_of(path)
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
@@ -41,7 +44,8 @@ def run(path: Path, folder: Path) -> str:
         command = re.findall(r"\n\n    (.*python .*)\n\n", ast.get_docstring(ast.parse(code)))[0]
     else:
         (folder / "example.py").write_text(code, encoding="utf-8")
-        environment["PYTHONPATH"] = str(ROOT)
+        forked = forking(ROOT)
+        environment |= {key: forked[key] for key in ("PYTHONPATH", "FORKED_COMMANDS")}
         command = f"python {folder / 'example.py'}"
     search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
