@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import io
 import json
@@ -239,8 +240,14 @@ def transformers4() -> Path:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Server]:
-    """S3 server in this process."""
-    with running_server() as server:
+    """S3 server in this process, whose clients share the description of S3 that botocore reads.
+
+    Each test has a new client. Reading the description takes most of its time.
+    """
+    with pytest.MonkeyPatch.context() as patch, running_server() as server:
+        from botocore import session
+
+        patch.setattr(session, "create_loader", functools.cache(session.create_loader))
         yield server
 
 
