@@ -41,6 +41,7 @@ from pretrain.checkpoint import format as on_disk
 from pretrain.checkpoint.format import (
     Manifest,
     TensorEntry,
+    averaged,
     read_manifest,
     step_folder,
     step_folders,
@@ -314,12 +315,15 @@ class Checkpoints:
             for path in step_folders(self.folder)
             if step_of(path) <= step_of(newest) and path not in self.damaged
         ]
-        early = [step_of(path) for path in candidates if step_of(path) <= self.before]
-        regular = [step_of(path) for path in candidates[1:] if step_of(path) % self.every == 0]
-        kept_steps = {spared, *early[:1], *regular[: self.merge - 1]}
+        early = [path for path in candidates if step_of(path) <= self.before]
+        kept = {*early[:1], *averaged(candidates, self.merge, self.every)}
         on_disk.remove(
             self.folder,
-            [path for path in candidates[self.keep :] if step_of(path) not in kept_steps],
+            [
+                path
+                for path in candidates[self.keep :]
+                if step_of(path) != spared and path not in kept
+            ],
         )
 
     def abandon_newer(self, step: int) -> None:

@@ -43,7 +43,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -106,6 +106,18 @@ def step_folders(parent: Path) -> list[Path]:
     """Return the folders of complete checkpoints in `parent`, the newest first."""
     folders = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(folders, key=step_of, reverse=True)
+
+
+def averaged(folders: Sequence[Path], number: int, every: int) -> list[Path]:
+    """Return the checkpoints whose weights are averaged: at most `number`, the newest first.
+
+    These are the newest of `folders`, and earlier ones whose steps are multiples of `every`. So the
+    checkpoints that an interrupted run saves in addition do not change the mean.
+
+    folders: complete checkpoints of a run, the newest first.
+    """
+    regular = [path for path in folders[1:] if step_of(path) % every == 0]
+    return [*folders[:1], *regular[: number - 1]]
 
 
 def newest_in(source: Path) -> Path:

@@ -34,6 +34,7 @@ from pretrain.checkpoint.format import (
     DTYPES,
     Manifest,
     TensorEntry,
+    averaged,
     load_tensors,
     newest_in,
     read_manifest,
@@ -239,21 +240,17 @@ def tensor_reader(
 
 
 def checkpoints_to_merge(checkpoint: Path, number: int, recipe: Recipe) -> list[Path]:
-    """Return `number` checkpoints of a run, the newest first, from `checkpoint` backwards.
+    """Return `checkpoint` and the earlier checkpoints whose weights are averaged with it.
 
-    All except `checkpoint` are of multiples of `checkpoint.every`. So the checkpoints that an
-    interrupted run saves in addition do not change the mean.
+    There are `number` checkpoints, the newest first. See `averaged`.
 
     Raises InputError if the run has fewer checkpoints, or if one of them is damaged.
     """
     # The path may be a link, or `.` in the folder of a checkpoint.
     checkpoint = checkpoint.resolve()
-    folders = [
-        folder
-        for folder in step_folders(checkpoint.parent)
-        if folder == checkpoint or step_of(folder) % (recipe.checkpoint.every or 1) == 0
-    ]
-    merged = folders[folders.index(checkpoint) :][:number] if checkpoint in folders else []
+    folders = step_folders(checkpoint.parent)
+    candidates = folders[folders.index(checkpoint) :] if checkpoint in folders else []
+    merged = averaged(candidates, number, recipe.checkpoint.every or 1)
     if len(merged) < number:
         raise InputError(
             f"{checkpoint.parent}: there are {plural(len(merged), 'checkpoint')} to merge instead "
