@@ -233,19 +233,19 @@ def _sent(work: Work, microbatches: float) -> float:
 def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
     """Return the predicted speed of a run on the devices of its plan.
 
-    rates: measured rates of the devices. By default, those that the doctor has stored. If there are
-        none, or if they lack a precision of the run, those of the data sheet are used. They are not
-        used for a card with measured steps, whose data sheet predicts better.
+    rates: measured rates of the devices. By default, the rates that the doctor has stored. The
+        rates of the data sheet are used instead if there are none, if they lack a precision of the
+        run, or if steps of the card were measured, because measured steps predict better.
     """
     card = card_of(plan.devices.name)
-    rates = rates or read_rates(plan.devices.name)
     tokens = plan.tokens_per_step
     if card is None:
         return Prediction({}, tokens, None, f"{plan.devices.name} is not in the table of GPUs")
+    rates = None if card.error == MEASURED else rates or read_rates(plan.devices.name)
     spans = plan.schedule.spans
     # The head and the gain need the rate of BF16 in every precision.
     needed = {BF16.name, *(span.active.precision.name for span in spans)}
-    if rates and (card.error == MEASURED or not needed <= rates.gemm.keys()):
+    if rates and not needed <= rates.gemm.keys():
         rates = None
     parts: Counter[str] = Counter()
     in_bf16 = 0.0
