@@ -258,9 +258,9 @@ def _require_forward_of_model(module: LowPrecisionLinear, args: Any) -> None:
 class PackedDataset(Dataset[Pack]):
     """Map-style dataset of packs in the order of a training. :func:`open_packs` creates it.
 
-    `dataset[place]` is the pack at a place in the endless stream of packs, in which each epoch has
-    another order. The order is a pure function of the place. So a training resumes at the number of
-    packs that all ranks have trained on. `len(dataset)` is the number of packs in an epoch, so a
+    `dataset[place]` is the pack at a place in the endless stream of packs. Each epoch has another
+    order. The order is a pure function of the place. So a training resumes at the number of packs
+    that all ranks have trained. `len(dataset)` is the number of packs in an epoch, so a
     DataLoader without a sampler reads the first epoch, in its shuffled order. Use :meth:`places`
     for more epochs.
     """

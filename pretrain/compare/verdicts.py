@@ -252,8 +252,8 @@ def tokens_for(plan: WhichPlan, loss: float, slope: float) -> float:
     Args:
         plan: The plan, which has the number of steps.
         loss: Loss of a candidate minus the baseline's loss, in nats per token. If it is negative,
-            the factor is 1 for precisions, whose losses are lower only by chance. The factor is
-            below 1 for other candidates, and if the models are evaluated as served.
+            the factor is 1 for a precision, which is assumed not to lower the true loss. The factor
+            is below 1 for other candidates, and if the models are evaluated as served.
         slope: Slope of the baseline's loss, in nats per unit of ln(tokens). Must be negative.
     """
     lowest = -MOST_FOLD if plan.served or plan.settings else 0.0

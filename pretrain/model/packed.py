@@ -221,8 +221,8 @@ def forward_backward(
         model: The model, with cleared gradients.
         batches: The microbatches of this rank.
         accelerator: The run's Accelerator.
-        around_first: Context manager that observes the first microbatch, in which weights are
-            quantized.
+        around_first: Context manager that observes the first microbatch. Only this microbatch
+            quantizes weights.
         first_apart: True to exchange no gradients while `around_first` is entered, even if the step
             has only one microbatch.
         compute: Function with the arguments and the result of `compute_microbatch`. It computes the

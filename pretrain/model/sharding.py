@@ -296,10 +296,9 @@ class Sharding:
                 group.module.set_reshard_after_forward(False, recurse=False)
 
     def _keep_memory(self) -> None:
-        """Never free gathered parameters, except for weights of which all engines keep codes.
+        """Never free gathered parameters, unless every engine of the run keeps their codes.
 
-        CUDA graphs read the other parameters at fixed addresses. Their memory is needed in each
-        step anyway.
+        CUDA graphs read gathered parameters at fixed addresses. Each step needs this memory anyway.
         """
         for group in self._groups:
             for param in group.fsdp.fsdp_params:

@@ -91,7 +91,7 @@ def audit(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor]) -> 
             that computes the loss with `model`.
 
     Returns:
-        The products, in the order in which they ran.
+        The products, in the order of execution.
     """
     observer = _ModelObserver(model)
     with torch.compiler.set_stance("force_eager"), observer.observing():

@@ -182,7 +182,7 @@ class StepCheck(Observer):
     def update(
         self, step: Step, learning_rate: float, updates: int, losses: Mapping[str, float]
     ) -> Iterator[None]:
-        """Compare the update with torch's, and `losses` with those of the microbatches.
+        """Compare the update with torch's, and `losses` with the losses of the microbatches.
 
         All ranks must call this method. Raises TrainingHalted on all processes if any process has
         found a fault in the step or in the update.
@@ -293,7 +293,7 @@ class CachedWeights(Probe):
 
 @torch.no_grad()
 def expected_clipping(model: nn.Module, limit: float | None) -> Tensor | float:
-    """Return the factor by which clipping to `limit` multiplies the gradients of `model`.
+    """Return the factor of the gradients of `model` that clips their norm to `limit`.
 
     The clipping function of training is not called, because this check covers that function. If
     gradients are sharded, all ranks must call this function.
@@ -450,7 +450,7 @@ class TorchUpdate:
     def _is_off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
         """Return a bool tensor, as `_is_outside`.
 
-        before: the values before the update, from which the tolerance is computed.
+        before: the values before the update. They determine the tolerance.
         """
         change = (expected - before).abs()
         mean_square = self._by_parameter(change.square()) / self._sizes.clamp(min=1)
@@ -466,9 +466,9 @@ class TorchUpdate:
 
 
 def one_of_each_shape(hidden: Sequence[Hidden], updates: int) -> list[Hidden]:
-    """Return a random parameter of each shape, which is equal on all ranks.
+    """Return a random parameter of each shape. All ranks choose the same parameters.
 
-    updates: the number of past updates, from which the choice follows.
+    updates: the number of past updates. It is the seed of the choice.
     """
     shuffled = Random(updates).sample(hidden, len(hidden))
     return list({item.shape: item for item in shuffled}.values())

@@ -11,8 +11,8 @@ matrix that is close to its momentum. A step computes, in FP32 unless noted:
 These are the operations of torch.optim.Muon in the same order. Weights are stored as by
 `ExactAdamW`, so BF16 weights with remainders follow the trajectory of FP32 weights.
 
-A stacked parameter has several matrices: those of the experts, gate and up, or queries, keys and
-values. Each of them is orthogonalized separately. Several processes share the work: one of them
+A stacked parameter has several matrices: one for each expert, gate and up, or queries, keys and
+values. Each matrix is orthogonalized separately. Several processes share the work: one of them
 orthogonalizes a parameter and sends the update to all others. If parameters are sharded, all
 processes gather the direction first.
 """
@@ -346,11 +346,11 @@ def build_muon(model: PackedLanguageModel, settings: OptimizerSettings, *, exact
     """
     hidden = hidden_parameters(model.hf)
     by_muon = dict.fromkeys(item.parameter for item in hidden)
-    others = groups_of(p for p in model.parameters() if p not in by_muon)
+    by_adamw = groups_of(p for p in model.parameters() if p not in by_muon)
     group = {
         "params": list(by_muon),
         "lr_ratio": settings.muon_lr_ratio,
         "adjust_lr_fn": settings.muon.adjust_lr_fn,
         MOMENTUM: settings.muon.momentum,
     }
-    return Muon([*others, group], hidden, **options_of(settings, exact=exact))
+    return Muon([*by_adamw, group], hidden, **options_of(settings, exact=exact))

@@ -323,7 +323,7 @@ def _take_quantized(slices: dict[str, Any], layout: Layout) -> dict[str, StoredW
 
 
 def equal_codes(source: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """Return a text with the share of codes in `weights` that are equal to those of a source.
+    """Return a text with the share of codes in `weights` that equal the codes of a source.
 
     Both map names of parameters to values. Values that are no `StoredWeight` are not compared.
 

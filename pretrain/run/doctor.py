@@ -195,7 +195,7 @@ def engine_of(name: str, lacks: str | None) -> str:
 
 
 def settings_of(name: str, lacks: str | None) -> dict[str, Any]:
-    """Return the settings of the trial of a precision. The arguments are those of `engine_of`."""
+    """Return the settings of the trial of a precision. See `engine_of` for the arguments."""
     settings: dict[str, Any] = {"precision": name}
     if PRECISIONS[name].quantized:
         settings["fp8_config"] = {"backend": "emulation" if lacks else "TE"}

@@ -246,7 +246,7 @@ def plan_elsewhere(
     Every precision counts as supported. `pretrain.plan.targets.obstacle` checks the devices.
 
     Returns two values: the plan without its `layers`, which `plan_on` assesses for each device, and
-    the model on the meta device. The other arguments and the errors are those of `prepare_job`.
+    the model on the meta device. See `prepare_job` for the other arguments and the errors.
     """
     checked = check_recipe(recipe, overrides, accelerator, None, lambda precision: None)
     model = check_model(checked, data, needs_tokenizer=False)

@@ -72,7 +72,7 @@ class Command:
         function: The function that runs the command with the parsed options, as "module:name". Its
             module is imported after the options have been parsed.
         description: Text that --help prints. The list of commands has its first line.
-        options: The options, which are added to those of the parser.
+        options: Options in addition to the options of the parser.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Command:
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """Return the arguments with which `add_argument` of argparse adds an option."""
+    """Return the arguments of argparse's `add_argument` for an option."""
     return names, settings
 
 
