@@ -32,6 +32,8 @@ def before_imports() -> None:
     # took 67.9 GiB in addition to the 67.2 GiB in use.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # NCCL cannot register buffers in such segments for the collectives of a CUDA graph.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # Hide torchao. This project does not use it, but transformers imports it if it is installed.
     # The import takes a second and uses CUDA, so that CUDA would not work in a fork.
     sys.modules["torchao"] = None  # type: ignore[assignment]

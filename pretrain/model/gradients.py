@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 # Main gradients start at multiples of this number of values. This is an alignment of at least 256
@@ -290,39 +290,45 @@ class RankSums:
         memory = in_order[0].main_grad._base
         self._group = dist.new_group()
         self._buckets: list[Tensor] = []  # slices of `memory`
-        self._parameter_counts: list[int] = []  # number of parameters in each bucket
         # For each bucket, the number of parameters that the last backward of the step has not
-        # finished yet. The list is empty during any other backward.
+        # finished yet. The list is empty outside of `starting_early`.
         self._unfinished: list[int] = []
         self._started = 0  # number of buckets whose all-reduce has started
         # All-reduces that are running: handle, FP32 values, and bucket of each.
         self._running: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
-        # References to the autograd nodes of the parameters. Without them, the nodes and their
-        # hooks would be freed with each graph.
-        self._gradient_nodes: list[Node] = []
-        for bucket, members in enumerate(_cut(in_order)):
+        # The parameters of each bucket.
+        self._members = list(_cut(in_order))
+        for members in self._members:
             start = members[0].main_grad.storage_offset()
             last = members[-1].main_grad
             self._buckets.append(memory[start : last.storage_offset() + last.numel()])
-            self._parameter_counts.append(len(members))
-            for parameter in members:
-                # This hook runs when a backward has finished all operations that use the parameter.
-                # It runs even if these operations return no gradient to autograd and add to the
-                # main gradient directly. `_add_to_main` runs before this hook, so the main gradient
-                # contains `.grad` too.
-                node = get_gradient_edge(parameter).node
-                node.register_hook(partial(self._count, bucket))
-                self._gradient_nodes.append(node)
 
     @contextmanager
     def starting_early(self) -> Iterator[None]:
-        """Context manager that starts all-reduces while the last backward of a step is running."""
+        """Context manager that starts all-reduces while the last backward of a step is running.
+
+        Enter it before the forward pass.
+        """
         self._started = 0
-        self._unfinished = list(self._parameter_counts)
+        self._unfinished = list(map(len, self._members))
         self._running.clear()  # removes the all-reduces of an interrupted step
+        # This hook runs when a backward has finished all operations that use the parameter. It runs
+        # even if these operations return no gradient to autograd and add to the main gradient
+        # directly. `_add_to_main` runs before this hook, so the main gradient contains `.grad` too.
+        # The nodes live as long as the list of them. It is dropped afterwards, because a node runs
+        # on the stream on which it was created, and CUDA graphs are captured on another stream.
+        nodes = []
+        hooks = []
+        for bucket, members in enumerate(self._members):
+            for parameter in members:
+                node = get_gradient_edge(parameter).node
+                nodes.append(node)
+                hooks.append(node.register_hook(partial(self._count, bucket)))
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             self._unfinished = []
 
     def finish(self) -> None:
@@ -340,10 +346,9 @@ class RankSums:
 
     def _count(self, bucket: int, *_: object) -> None:
         """Hook that counts a finished parameter of `bucket` and starts the ready all-reduces."""
-        if self._unfinished:
-            self._unfinished[bucket] -= 1
-            while self._started < len(self._buckets) and self._unfinished[self._started] == 0:
-                self._start()
+        self._unfinished[bucket] -= 1
+        while self._started < len(self._buckets) and self._unfinished[self._started] == 0:
+            self._start()
 
     def _start(self) -> None:
         """Start the all-reduce of the next bucket."""

@@ -229,7 +229,11 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
     has_copies = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
     cast_to = job.compute_dtype if has_copies else None
     wrap_layers(model, settings, cast_to=cast_to, compile_layers=compiles)
-    return Converted(model, precision, describe_surroundings(job, model, text, compiles=compiles))
+    return Converted(
+        model,
+        precision,
+        describe_surroundings(job, model, text, device.type, compiles=compiles),
+    )
 
 
 def _fuse(
@@ -403,11 +407,12 @@ def first_tokens(batch: Microbatch, tokens: int) -> Microbatch:
 
 
 def describe_surroundings(
-    job: Job, packed: PackedLanguageModel, fused: str, *, compiles: bool
+    job: Job, packed: PackedLanguageModel, fused: str, device_type: str, *, compiles: bool
 ) -> dict[str, Any]:
     """Return the part of audit.json that is the same in all precisions.
 
     fused: a text about the fused layers, or the reason why no layers are fused.
+    device_type: the type of the device that trains. Before FSDP2 shards a model, it is on the CPU.
     compiles: True if torch.compile compiles the layers that are not fused.
     """
     compiled = "each layer"
@@ -421,6 +426,6 @@ def describe_surroundings(
         "compiled": compiled,
         "weights": job.recipe.weights,
         "gradients": job.recipe.gradients_kept_in,
-        "cuda_graphs": cuda_graphs(job.plan, job.shapes, packed.hf.device.type),
+        "cuda_graphs": cuda_graphs(job.plan, job.shapes, device_type),
         "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }
