@@ -26,8 +26,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from benchmarks.machine import measured_on
+from foundation.errors import one_line
 from foundation.files import write_json
-from foundation.reading import load_object, one_line
+from foundation.reading import load_object
 from foundation.units import markdown
 from pretrain.model import attention
 

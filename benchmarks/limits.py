@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from foundation.errors import InputError
-from foundation.reading import one_line
+from foundation.errors import InputError, one_line
 from foundation.units import TERA
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config

@@ -1,7 +1,9 @@
-"""The exception for mistakes in a user's input."""
+"""The exception for mistakes in a user's input, and functions that raise it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 
@@ -30,3 +32,38 @@ def require_package(name: str, extra: str, feature: str) -> None:
             f"{feature} needs the package {name}, which is not installed; run `pip install "
             f"{name}`, or install this project with its extra `{extra}`"
         )
+
+
+def one_line(error: BaseException, *, named: bool = False) -> str:
+    """Return an error's message on one line, cut to 300 characters.
+
+    If the message is empty, return the name of the error's type. With `named`, put the name of the
+    type before the message.
+    """
+    kind = type(error).__name__
+    text = " ".join(str(error).split())[:300]
+    if not text:
+        return kind
+    return f"{kind}: {text}" if named else text
+
+
+@contextmanager
+def as_input_error(
+    kinds: tuple[type[Exception], ...], what: str, remedy: str = ""
+) -> Iterator[None]:
+    """Re-raise exceptions of `kinds` in the caller's `with` statement as InputError.
+
+    The message is `what`, then the original error on one line, then `remedy` if it is not empty.
+    """
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, OSError) and error.filename and str(error.filename) in what:
+            # `what` already names the file, so use the message without the file's name.
+            reason = error.strerror
+        else:
+            # Messages of these types are unclear without the name of the type. The message of a
+            # KeyError, for example, is only the key.
+            unclear = isinstance(error, (LookupError, AttributeError, AssertionError))
+            reason = one_line(error, named=unclear).rstrip(". ")
+        raise InputError(f"{what}: {reason}{remedy and f'; {remedy}'}") from None

@@ -21,8 +21,7 @@ from typing import Any
 
 import xxhash
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error
+from foundation.errors import InputError, as_input_error
 
 # Error numbers that a file system returns for a call that it does not implement.
 NOT_IMPLEMENTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)

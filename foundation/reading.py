@@ -1,18 +1,16 @@
-"""Read YAML and JSON files, and re-raise errors of other libraries as InputError."""
+"""Read YAML and JSON files."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 
 
 # Use the loader with libyaml, because a report reads many YAML files. libyaml is faster than
@@ -128,38 +126,3 @@ def load_object(path: Path, remedy: str) -> dict[str, Any]:
             f"{remedy}"
         )
     return value
-
-
-def one_line(error: BaseException, *, named: bool = False) -> str:
-    """Return an error's message on one line, cut to 300 characters.
-
-    If the message is empty, return the name of the error's type. With `named`, put the name of the
-    type before the message.
-    """
-    kind = type(error).__name__
-    text = " ".join(str(error).split())[:300]
-    if not text:
-        return kind
-    return f"{kind}: {text}" if named else text
-
-
-@contextmanager
-def as_input_error(
-    kinds: tuple[type[Exception], ...], what: str, remedy: str = ""
-) -> Iterator[None]:
-    """Re-raise exceptions of `kinds` in the caller's `with` statement as InputError.
-
-    The message is `what`, then the original error on one line, then `remedy` if it is not empty.
-    """
-    try:
-        yield
-    except kinds as error:
-        if isinstance(error, OSError) and error.filename and str(error.filename) in what:
-            # `what` already names the file, so use the message without the file's name.
-            reason = error.strerror
-        else:
-            # Messages of these types are unclear without the name of the type. The message of a
-            # KeyError, for example, is only the key.
-            unclear = isinstance(error, (LookupError, AttributeError, AssertionError))
-            reason = one_line(error, named=unclear).rstrip(". ")
-        raise InputError(f"{what}: {reason}{remedy and f'; {remedy}'}") from None

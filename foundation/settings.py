@@ -26,8 +26,8 @@ from pydantic import (
     field_validator,
 )
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error, parse_yaml
+from foundation.errors import InputError, as_input_error
+from foundation.reading import parse_yaml
 from foundation.storage import address_of, is_address, path_for
 
 

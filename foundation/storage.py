@@ -26,10 +26,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError
+from foundation.errors import InputError, one_line
 from foundation.files import CACHE, hash_of, locked, new_folder
 from foundation.progress import say
-from foundation.reading import one_line
 from foundation.units import plural
 
 # Folder of copied data. The copy of s3://bucket/name is COPIES/s3/bucket/name.

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error
+from foundation.errors import InputError, as_input_error
 from foundation.units import plural
 from packing.records import UNTRAINED, Records
 from packing.settings import DataSettings

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.files import FileRecord, check_files, hash_of
 from foundation.progress import say
-from foundation.reading import as_input_error, load_object
+from foundation.reading import load_object
 from packing.arrow import JoinedPacks, Pack, Packs, checked_index
 from packing.token_columns import (
     BOUNDARIES,

@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error
+from foundation.errors import InputError, as_input_error
 from packing.arrow import Split, write_packs
 from packing.chunks import Chunk, Tokens, tokenize
 from packing.pack import Arranged

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.files import fsync_tree, locked, write_json
 from foundation.progress import Progress, say
-from foundation.reading import as_input_error, load_object
+from foundation.reading import load_object
 from foundation.storage import is_address
 from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Counts, Offset, Tokens, require_documents

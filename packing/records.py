@@ -22,8 +22,8 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error, load_object, one_line
+from foundation.errors import InputError, as_input_error, one_line
+from foundation.reading import load_object
 from packing.encoding import encode_texts
 from packing.settings import DataSettings, SourceSettings
 from packing.token_columns import (

@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 
-from foundation.errors import InputError, require_package
+from foundation.errors import InputError, as_input_error, one_line, require_package
 from foundation.files import hash_of
 from foundation.progress import say
-from foundation.reading import as_input_error, one_line, parse_yaml
+from foundation.reading import parse_yaml
 from foundation.storage import fetch, is_address
 from foundation.units import plural
 from packing.chunks import (

@@ -28,9 +28,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.files import ALWAYS_HASHED_BYTES, hash_file, hash_of
-from foundation.reading import as_input_error
 from packing.arrow import JoinedPacks, Pack, Packs, checked_index
 from packing.tokenizer import load_tokenizer
 

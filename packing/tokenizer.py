@@ -17,9 +17,9 @@ from typing import Any
 
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error, one_line
 from foundation.files import CACHE, new_folder, replace_file
-from foundation.reading import as_input_error, load_object, one_line
+from foundation.reading import load_object
 from packing.settings import HUB_NAME, refuse_near_name, split_revision
 
 REMEDY = "fetch the tokenizer again, or choose another tokenizer"

@@ -33,9 +33,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from foundation.errors import InputError
+from foundation.errors import InputError, one_line
 from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes
-from foundation.reading import load_object, one_line
+from foundation.reading import load_object
 from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
 from pretrain.checkpoint.format import (

@@ -56,9 +56,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.files import FileRecord, by_umask, fsync, hash_file, hash_of, write_file
-from foundation.reading import as_input_error, load_object
+from foundation.reading import load_object
 from pretrain.model.gradients import local_part
 
 FORMAT = 1

@@ -27,10 +27,10 @@ from typing import Any
 
 import psutil
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.gpus import visible_gpus
 from foundation.overrides import overridden
-from foundation.reading import as_input_error, load_yaml
+from foundation.reading import load_yaml
 from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
 from foundation.units import plural
 from pretrain.launch.environment import is_true

@@ -18,7 +18,7 @@ import torch
 from torch import distributed, multiprocessing
 from torch.utils.benchmark import Timer
 
-from foundation.reading import one_line
+from foundation.errors import one_line
 from pretrain.metrics.card_rates import CardRates, versions_here
 from pretrain.precision.gemm import TorchGemm
 from pretrain.precision.product import PrecisionContext

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error, load_object, load_yaml
+from foundation.errors import InputError, as_input_error
+from foundation.reading import load_object, load_yaml
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder

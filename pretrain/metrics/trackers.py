@@ -23,9 +23,8 @@ from typing import Any, TextIO
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.files import replace_file, write_json
-from foundation.reading import as_input_error
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings

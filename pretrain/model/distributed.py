@@ -18,8 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error
+from foundation.errors import InputError, as_input_error
 from pretrain.launch.environment import is_true, with_topology
 from pretrain.settings.recipe import Recipe
 

@@ -33,8 +33,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from foundation import units
-from foundation.errors import InputError
-from foundation.reading import one_line
+from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
 from pretrain.model.packed import (
     TENSORS,

@@ -38,11 +38,10 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.files import by_umask, new_folder
 from foundation.overrides import overridden
 from foundation.progress import advance
-from foundation.reading import as_input_error
 from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss

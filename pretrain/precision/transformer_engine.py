@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundation.errors import InputError
-from foundation.reading import one_line
+from foundation.errors import InputError, one_line
 from pretrain.precision import grouped, searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import QuantizedPrecision, Role

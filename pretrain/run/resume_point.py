@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error, load_object
+from foundation.errors import InputError, as_input_error
+from foundation.reading import load_object
 from foundation.settings import parse
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import MANIFEST, STATE, newest_in, step_folders

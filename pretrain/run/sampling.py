@@ -16,9 +16,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.overrides import overridden
-from foundation.reading import as_input_error
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.huggingface import load_config

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from foundation.errors import InputError
-from foundation.reading import one_line
+from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
 from pretrain.metrics.recorder import gradient_statistics
 from pretrain.metrics.run_folder import STATISTICS_FILE

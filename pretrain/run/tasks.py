@@ -18,9 +18,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 from torch import Tensor
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.overrides import overridden
-from foundation.reading import as_input_error
 from pretrain.metrics.console import Console
 from pretrain.metrics.run_folder import METRICS_FILE, RunFolder, version_of
 from pretrain.metrics.trackers import JsonlTracker

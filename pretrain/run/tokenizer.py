@@ -22,8 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from foundation.errors import InputError
-from foundation.reading import as_input_error
+from foundation.errors import InputError, as_input_error
 from packing.records import CHAT_TEMPLATE, chat_columns, chat_template
 from packing.settings import DataSettings, SourceSettings, split_revision
 from packing.store import folder_of, training_parts
