@@ -53,7 +53,7 @@ from pretrain.compare.which_trainings import (
     seconds_of,
     train,
 )
-from pretrain.launch.launcher import find_configuration
+from pretrain.launch.launcher import count_gpus, find_configuration
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
 from pretrain.optimizer.schedule import learning_rate
@@ -107,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
 
     Raises InputError for a mistake in the arguments.
     """
-    accelerate = find_configuration(options.config or ("bf16" if has_gpu() else "cpu"))
+    accelerate = find_configuration(options.config or ("bf16" if count_gpus() else "cpu"))
     recipe = checked_recipe(options)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
     trainings = WhichTrainings(
@@ -218,15 +218,6 @@ def read_candidates(options: argparse.Namespace, accelerate: Path) -> dict[str, 
         cell.name: {"precision": resolved(cell.recipe)["precision"]} | cell.values | served
         for cell in matrix.cells
     }
-
-
-def has_gpu() -> bool:
-    """Return True if torch can use a GPU."""
-    # Import torch here, so that mistakes on the command line are reported at once. The import takes
-    # seconds.
-    import torch
-
-    return torch.cuda.is_available()
 
 
 # ── The plan ──────────────────────────────────────────────────────────────────────────────────────
@@ -406,7 +397,7 @@ def default_candidates(weights: str) -> list[str]:
     recipe's setting, is "fp32", and BF16 otherwise.
     """
     emulated = next(name for name, precision in PRECISIONS.items() if precision.quantized)
-    if not has_gpu():
+    if not count_gpus():
         return ["fp32" if weights == "fp32" else "bf16", emulated]
     # Use a child process. It allocates GPU memory, which is released when the process ends.
     with ProcessPoolExecutor(1, get_context("spawn")) as child:
