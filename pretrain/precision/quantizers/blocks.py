@@ -132,15 +132,6 @@ class BlockQuantized(Quantized):
     # One scale for each block, broadcastable to `split_codes`.
     split_scale: Tensor
 
-    @property
-    def scales(self) -> Tensor:
-        """A view of the scales of a matrix, one for each block.
-
-        It is [rows, blocks], or [rows / size, blocks] if blocks are squares.
-        """
-        block_scales = self.split_scale.squeeze(self.blocks.within)
-        return block_scales.mT if self.blocks.transposed else block_scales
-
     def operand_in(self, dtype: torch.dtype) -> Tensor:
         """Return `operand` in `dtype`. The cast comes before the blocks are joined.
 
