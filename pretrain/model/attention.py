@@ -122,6 +122,7 @@ def choose(
     head_dim: int,
     dtype: torch.dtype,
     mean_length: float,
+    capability: tuple[int, int] | None = None,
 ) -> Choice:
     """Return the attention backend for a device, a head size, a compute dtype and documents.
 
@@ -130,6 +131,8 @@ def choose(
     backend.
 
     mean_length: mean over all tokens of the length of the token's document.
+    capability: the CUDA compute capability of a GPU that this machine does not have. It is assumed
+        that the machine of this GPU has all packages of requirements-cuda.txt.
     """
     if requested != "auto":
         return Choice(f"packed_{_kind_of(requested)}", "requested")
@@ -140,12 +143,12 @@ def choose(
         device_type == "cuda"
         and head_dim == 64
         and mean_length <= SHORT
-        and torch.cuda.get_device_capability()[0] == 9
+        and (capability or torch.cuda.get_device_capability())[0] == 9
     ):
         kinds = ("triton", *FASTEST_FIRST)
         reasons = ["fastest that runs here for short documents"]
     for kind in kinds:
-        obstacle = _obstacle(kind, device_type, head_dim, dtype)
+        obstacle = _obstacle(kind, device_type, head_dim, dtype, capability)
         if obstacle is None:
             break
         reasons.append(f"{'flash_attn' if kind == 'fa4' else kind} {obstacle}")
@@ -157,11 +160,17 @@ def _kind_of(requested: Attention) -> str:
     return "fa4" if requested == "flash_attn" else requested
 
 
-def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
+def _obstacle(
+    kind: str,
+    device_type: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
     """Return the reason why a backend cannot run, with a remedy if there is one.
 
     Example: "needs a CPU, and the device is cuda". The caller puts the name of the backend before
-    this text. Return None if the backend can run.
+    this text. Return None if the backend can run. See `choose` for `capability`.
     """
     if kind == "sdpa":
         return None
@@ -169,9 +178,10 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
         return None if device_type == "cpu" else f"needs a CPU, and the device is {device_type}"
     if device_type != "cuda":
         return f"needs a CUDA device, and the device is {device_type}"
-    generation = torch.cuda.get_device_capability()[0]
+    generation, minor = capability or torch.cuda.get_device_capability()
+    gpu = f"the GPU is sm_{generation}{minor}"
     if generation < 8:
-        return f"needs an Ampere GPU or newer, and the GPU is {torch.cuda.get_device_name()}"
+        return f"needs an Ampere GPU (sm_80) or newer, and {gpu}"
     if dtype not in (torch.bfloat16, torch.float16):
         computed = str(dtype).removeprefix("torch.")
         return f"needs BF16, and the run computes in {computed} (set precision: bf16)"
@@ -187,14 +197,15 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
     if kind == "varlen":
         return None
     if generation not in FLASH_GENERATIONS:
-        return f"needs an sm_90 or sm_100 GPU, and the GPU is {torch.cuda.get_device_name()}"
+        return f"needs an sm_90 or sm_100 GPU, and {gpu}"
     if kind == "cudnn":
         return _obstacle_of_cudnn(head_dim)
     if head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256):
         return f"has no kernel that was measured on this GPU for a head dimension of {head_dim}"
     try:
         # This check is the last one, because the import takes seconds.
-        _flash()
+        if capability is None:
+            _flash()
     except (ImportError, OSError, AttributeError) as error:
         return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
     return None

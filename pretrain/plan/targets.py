@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import torch
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.metrics.cards import CARDS, Card, card_of
-from pretrain.model.attention import FA4_HEAD_DIMS, FLASH_GENERATIONS, SHORT
+from pretrain.model.attention import choose
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
-from pretrain.precision.formats.definition import HOPPER, QuantizedPrecision
+from pretrain.precision.formats.definition import QuantizedPrecision
 
 
 def devices_called(text: str) -> Devices:
@@ -51,11 +52,14 @@ def plan_on(
     topology: "ddp", "zero" or "fsdp2", which a single device ignores. By default, the first of them
         that fits into the memory of several devices.
     """
-    attention = _attention(plan, devices)
     # It is assumed that the devices have all packages of requirements-cuda.txt.
     recipe = plan.recipe
-    computes_in_bf16 = plan.precisions[0].precision.compute_dtype == "bfloat16"
-    if recipe.model.fused == "auto" and computes_in_bf16:
+    dtype = getattr(torch, plan.precisions[0].precision.compute_dtype)
+    head_dim = plan.flops.shape.head_dim
+    attention = choose(
+        recipe.model.attention, "cuda", head_dim, dtype, plan.mean_squared, devices.capability
+    ).name
+    if recipe.model.fused == "auto" and dtype == torch.bfloat16:
         fused = recipe.model.model_copy(update={"fused": "on"})
         recipe = recipe.model_copy(update={"model": fused})
     layers = {
@@ -73,23 +77,6 @@ def plan_on(
     is_gathered = topology == "zero" or fits_gathered(sharded)
     gathered = replace(sharded.devices, gathered=is_gathered)
     return spend_spare_memory(replace(sharded, devices=gathered))
-
-
-def _attention(plan: Plan, devices: Devices) -> str:
-    """Return the name of the packed attention that a run would use on `devices`.
-
-    It is assumed that the devices have all packages of requirements-cuda.txt.
-    """
-    requested = plan.recipe.model.attention
-    if requested not in ("auto", "flash_attn"):
-        return f"packed_{requested}"
-    generation, _ = devices.capability or (0, 0)
-    head_dim = plan.flops.shape.head_dim
-    is_short = generation == HOPPER[0] and head_dim == 64 and plan.mean_squared <= SHORT
-    if requested == "auto" and is_short:
-        return "packed_triton"
-    has_flash = generation in FLASH_GENERATIONS and head_dim in FA4_HEAD_DIMS
-    return "packed_fa4" if has_flash else "packed_varlen"
 
 
 def obstacle(plan: Plan) -> str | None:

@@ -223,7 +223,6 @@ def test_auto_takes_packed_documents_on_a_cpu() -> None:
 def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Make the process see an H200 with Transformer Engine and FlashAttention-4."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(transformer_engine, "missing", lambda: None)
     monkeypatch.setattr(attention, "_flash", lambda: None)
     return monkeypatch

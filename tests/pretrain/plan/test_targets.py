@@ -155,6 +155,7 @@ def test_a_topology_replaces_the_first_that_fits(
         ("B200", "auto", 64, 745, "fa4"),
         ("RTX 4090", "auto", 64, 745, "varlen"),
         ("RTX 5090", "auto", 128, 745, "varlen"),
+        ("H100", "auto", 512, 745, "sdpa"),
         ("H100", "sdpa", 128, 745, "sdpa"),
     ],
 )
