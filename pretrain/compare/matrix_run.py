@@ -17,8 +17,9 @@ from pathlib import Path
 
 from foundation.errors import InputError
 from foundation.files import write_json
+from foundation.gpus import visible_gpus
 from foundation.signals import StopRequest
-from foundation.units import duration
+from foundation.units import duration, plural
 from packing.prepare import check_sources
 from pretrain.compare.matrix_file import Cell, Matrix
 from pretrain.launch.launcher import Launch
@@ -28,8 +29,6 @@ from pretrain.settings.config import branch_checkpoint
 
 # Number of log lines that are printed if a cell has failed.
 SHOWN_LOG_LINES = 12
-# Environment variable that lists the GPUs that a process can use.
-DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -85,9 +84,9 @@ def run_all(
     """Run the cells that are not finished, until all cells have ended or a signal arrives.
 
     Cells are started in order, and at most `matrix.at_once` of them run at the same time. Raise
-    InputError before any cell is started if the data of a cell is missing, or if the folder of a
-    cell is not writable, contains files that no run has written, or contains a finished run with
-    other settings.
+    InputError before any cell is started if there are fewer GPUs than `gpus`, if the data of a cell
+    is missing, or if the folder of a cell is not writable, contains files that no run has written,
+    or contains a finished run with other settings.
 
     Return the result of each cell in `cells`, in the same order.
 
@@ -105,6 +104,12 @@ def run_all(
     waiting = [cell for cell in cells if not outcomes[cell.name].is_finished]
     running: list[StartedCell] = []
     at_once = min(matrix.at_once, len(waiting))
+    if waiting and (matrix.settings.gpus or 0) > len(visible_gpus()):
+        raise InputError(
+            f"`gpus: {matrix.settings.gpus}`: only {plural(len(visible_gpus()), 'GPU')} can be "
+            "used; either set `gpus` (--gpus) to a smaller number, or list more GPUs in "
+            "CUDA_VISIBLE_DEVICES"
+        )
     for cell in waiting:
         check_sources(cell.recipe.data)
         check_ours(cell.run_dir)
@@ -261,20 +266,12 @@ def environment_of(matrix: Matrix) -> dict[str, str]:
 def devices_of(matrix: Matrix, slot: int | None) -> dict[str, str]:
     """Return the environment variable that makes only one group of GPUs visible to a cell.
 
-    `slot` is the index of the group. If it is None, return {}. Raises InputError if fewer GPUs are
-    visible than the setting `gpus` of the matrix.
+    `slot` is the index of the group. If it is None, return {}.
     """
     if slot is None:
         return {}
-    visible = [name for name in os.environ.get(DEVICES, "").split(",") if name]
-    numbers = range(slot * matrix.processes, (slot + 1) * matrix.processes)
-    if visible and numbers.stop > len(visible):
-        raise InputError(
-            f"`gpus`: {DEVICES} lists only {len(visible)} GPUs; set `gpus` to {len(visible)}, "
-            "or list more GPUs"
-        )
-    names = [visible[number] if visible else str(number) for number in numbers]
-    return {DEVICES: ",".join(names)}
+    first = slot * matrix.processes
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + matrix.processes])}
 
 
 def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:

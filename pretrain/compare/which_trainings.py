@@ -254,20 +254,10 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
 def check_gpu_is_free(matrix: Matrix) -> None:
     """Raise InputError if other processes use a GPU of the matrix, because speeds would be wrong.
 
-    Also raise InputError if the machine has fewer GPUs than the matrix. Do nothing if the
-    matrix is trained on a CPU, or if the used memory is not known.
+    Do nothing if the matrix is trained on a CPU, or if the used memory is not known.
     """
-    if matrix.on_cpu:
-        return
-    used = used_memory()
-    if not used:
-        return
-    gpus = matrix.settings.gpus
-    if gpus and gpus > len(used):
-        raise InputError(
-            f"--gpus {gpus}: only {len(used)} GPUs are visible; set --gpus {len(used)} or fewer"
-        )
-    most_used = max(used[: gpus or matrix.processes])
+    used = [] if matrix.on_cpu else used_memory()
+    most_used = max(used[: matrix.settings.gpus or matrix.processes], default=0.0)
     if most_used > GPU_IS_FREE:
         raise InputError(
             f"other processes use {memory(most_used)} of a GPU, so the measured speeds would "

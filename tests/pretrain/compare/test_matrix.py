@@ -12,7 +12,15 @@ from foundation.signals import StopRequest
 from pretrain.__main__ import main
 from pretrain.compare import matrix_run
 from pretrain.compare.matrix import write_report
-from pretrain.compare.matrix_run import StartedCell, devices_of, launch_of, mark, next_of, start
+from pretrain.compare.matrix_run import (
+    StartedCell,
+    devices_of,
+    launch_of,
+    mark,
+    next_of,
+    run_all,
+    start,
+)
 from pretrain.launch.launcher import CONFIGURATIONS
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
@@ -30,15 +38,15 @@ def test_a_cell_sees_the_visible_gpus_of_its_slot(matrix, monkeypatch: pytest.Mo
     loaded = matrix(
         axes={"weights": ["fp32"]}, accelerate=str(CONFIGURATIONS / "bf16.yaml"), gpus=3
     )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: ["3", "5"])
     devices = [devices_of(loaded, slot) for slot in (None, 0, 1)]
     assert devices == [{}, {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
-    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES lists only 2"):
-        devices_of(loaded, 2)
+    with pytest.raises(InputError, match="`gpus: 3`: only 2 GPUs can be used"):
+        run_all(loaded, loaded.cells, StopRequest())
 
 
 def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: [*"01234567"])
     loaded = matrix(
         axes={"weights": ["fp32", "bf16"]},
         accelerate=str(ROOT / "accelerate_configs" / "ddp.yaml"),
@@ -55,6 +63,7 @@ def test_a_cell_gets_one_gpu_per_process(matrix, monkeypatch: pytest.MonkeyPatch
 
 def test_each_seed_begins_with_another_gpu(matrix, monkeypatch: pytest.MonkeyPatch):
     gpus = []
+    monkeypatch.setattr(matrix_run, "visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(
         matrix_run,
         "start_training",
