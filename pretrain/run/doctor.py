@@ -99,7 +99,14 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(Path(folder), gpu=gpu)
         for group in groups:
-            recipes = {name: {**recipe, **settings_of(name, reasons[name])} for name in group}
+            recipes = {
+                name: {
+                    **recipe,
+                    "precision": name,
+                    "fp8_config": {"backend": "emulation" if reasons[name] else "TE"},
+                }
+                for name in group
+            }
             for name, error in run_trials(recipes, Path(folder), gpu=gpu):
                 if error:
                     errors[name] = error
@@ -192,14 +199,6 @@ def engine_of(name: str, lacks: str | None) -> str:
     if lacks:
         return f"emulation; it {lacks}"
     return "transformer_engine" if PRECISIONS[name].quantized else "torch"
-
-
-def settings_of(name: str, lacks: str | None) -> dict[str, Any]:
-    """Return the settings of the trial of a precision. See `engine_of` for the arguments."""
-    settings: dict[str, Any] = {"precision": name}
-    if PRECISIONS[name].quantized:
-        settings["fp8_config"] = {"backend": "emulation" if lacks else "TE"}
-    return settings
 
 
 def run_trials(
