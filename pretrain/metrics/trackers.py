@@ -25,7 +25,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 
 from foundation.errors import InputError, as_input_error
 from foundation.files import replace_file, write_json
-from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
+from pretrain.metrics.run_folder import METRICS_FILE, STATISTICS_FILE, TRACKERS_FILE
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
 
@@ -107,13 +107,15 @@ class JsonlTracker:
 
 
 class Trackers:
-    """The `metrics.jsonl` of a run, and the trackers that the setting `log.trackers` lists.
+    """The files of a run with a line per step, and the trackers that `log.trackers` lists.
 
     Only the main process calls `start`. On other processes the other methods do nothing.
     """
 
     def __init__(self, log: LogSettings, run_dir: Path, resumed_step: int = 0) -> None:
         self.file = JsonlTracker(run_dir / METRICS_FILE, resumed_step)
+        # The statistics of operands. `OperandWatch` needs this file, so its maker starts it.
+        self.statistics = JsonlTracker(run_dir / STATISTICS_FILE, resumed_step)
         # Map names to trackers that have started and have not failed.
         self.services: dict[str, GeneralTracker] = {}
         self._log = log
@@ -223,8 +225,9 @@ class Trackers:
             )
 
     def finish(self) -> None:
-        """Close `metrics.jsonl` and finish all trackers."""
+        """Close the files and finish all trackers."""
         self.file.finish()
+        self.statistics.finish()
         for name in list(self.services):
             self._call(name, "finish")
 

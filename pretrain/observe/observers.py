@@ -106,9 +106,6 @@ class Observer:
         """
         yield
 
-    def finish(self) -> None:
-        """Close the files of this observer at the end of the run."""
-
 
 @dataclass(eq=False)
 class PeriodicFigures(Observer):
@@ -212,11 +209,6 @@ class Observers:
         due = [observer for observer in self.observers if observer.due(step)]
         with _all_of(observer.whole_step(step) for observer in due):
             yield StepWatch(step, due)
-
-    def finish(self) -> None:
-        """Close the files of all observers."""
-        for observer in self.observers:
-            observer.finish()
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class OperandWatch(Observer):
     """
 
     precision: ModelPrecision
-    # The file fp8_statistics.jsonl, opened by the caller.
+    # The file fp8_statistics.jsonl, which the caller starts and finishes.
     file: JsonlTracker
     console: Console
     # The keys of LOSSES about which this observer has already warned.
@@ -100,10 +100,6 @@ class OperandWatch(Observer):
         if warning is not None:
             self.console.warning(warning)
         return summary(records)
-
-    def finish(self) -> None:
-        """Close the file."""
-        self.file.finish()
 
 
 def warning_of(

@@ -88,13 +88,12 @@ class Run:
         return self.best is not None and self.best["step"] == self.state.step
 
     def close(self) -> None:
-        """Free the CUDA graphs, finish the trackers, and close the files of the observers.
+        """Free the CUDA graphs, and finish the trackers.
 
         NCCL cannot end its communicators while graphs with their collectives exist.
         """
         self.graphs.drop()
         self.trackers.finish()
-        self.observers.finish()
 
     def write_audit(self) -> None:
         """Write audit.json if this is the main process."""

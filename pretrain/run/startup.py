@@ -19,8 +19,6 @@ from accelerate import Accelerator
 from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
 from pretrain.metrics.recorder import gradient_statistics
-from pretrain.metrics.run_folder import STATISTICS_FILE
-from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.huggingface import decoder_layers
@@ -78,10 +76,9 @@ def make_observers(run: Run) -> Observers:
     if model.routing.routers:
         observers.append(PeriodicFigures(every, partial(_expert_loads, model.routing)))
     if every and model.context.engines:
-        file = JsonlTracker(run.folder.path / STATISTICS_FILE, run.state.step)
         if accelerator.is_main_process:
-            file.start()
-        observers.append(OperandWatch(run.precision, file, run.console))
+            run.trackers.statistics.start()
+        observers.append(OperandWatch(run.precision, run.trackers.statistics, run.console))
     return Observers(observers, run.precision, run.state.step, every)
 
 
