@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -38,7 +39,21 @@ def end_on_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-class StopRequest:
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Context manager in which `handler` handles SIGNALS and IF_NOT_IGNORED."""
+    not_ignored = [
+        number for number in IF_NOT_IGNORED if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    previous = {number: signal.signal(number, handler) for number in (*SIGNALS, *not_ignored)}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
+
+
+class StopRequest(ExitStack):
     """Context manager that catches SIGNALS and IF_NOT_IGNORED and records them.
 
     Enter it in the main thread. The first signal is announced on stderr. A second Ctrl-C ends the
@@ -55,6 +70,7 @@ class StopRequest:
     """
 
     def __init__(self, *, passed_on: bool = False, announced: bool = True) -> None:
+        super().__init__()
         self.requested: signal.Signals | None = None
         self.received: list[signal.Signals] = []
         self._passed_on = passed_on
@@ -62,17 +78,8 @@ class StopRequest:
         self._interrupted_at: float | None = None
 
     def __enter__(self) -> StopRequest:
-        not_ignored = [
-            number for number in IF_NOT_IGNORED if signal.getsignal(number) != signal.SIG_IGN
-        ]
-        self._previous = {
-            number: signal.signal(number, self._receive) for number in (*SIGNALS, *not_ignored)
-        }
+        self.enter_context(handling(self._receive))
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal.

@@ -9,7 +9,6 @@ so that torch and accelerate are imported only once.
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import runpy
@@ -17,8 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,8 +29,9 @@ from foundation.errors import InputError, as_input_error
 from foundation.gpus import visible_gpus
 from foundation.overrides import overridden
 from foundation.reading import load_yaml
-from foundation.signals import IF_NOT_IGNORED, SIGNALS, end_on_ctrl_c
+from foundation.signals import handling
 from foundation.units import plural
+from pretrain.launch import script
 from pretrain.launch.environment import is_true
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -42,8 +41,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATIONS = _ROOT / "accelerate_configs"
 # Script that trains, in the folder of the checkout or of the installed packages.
 SCRIPT = _ROOT / "train_accelerate.py"
-# Signals that are passed on to the training processes.
-PASSED_ON = (*SIGNALS, *IF_NOT_IGNORED)
 # Beginnings of log lines that are not printed: accelerate's list of default values, and the lines
 # that torchrun logs before its error.
 _OMITTED = ("The following values were not passed", "failed (", "Sending process")
@@ -203,16 +200,13 @@ def run(launch: Launch) -> int:
     failure. If torchrun's record of a failure has no traceback, only the message in the record is
     printed. Raises InputError if accelerate does not accept the configuration.
     """
-    end_on_ctrl_c()
-    # Turn off garbage collection during the imports. Imports create no garbage, but garbage
-    # collection took a fifth of the time of the imports.
-    gc.disable()
+    script.before_imports()
     from accelerate.commands import launch as accelerate_launch
     from accelerate.utils import launch as launch_environment
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    gc.enable()
+    script.after_imports()
     for name in ("accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.api"):
         logging.getLogger(name).addFilter(lambda line: not str(line.msg).startswith(_OMITTED))
     # If accelerate wants to start a single process, its options are stored here. The training then
@@ -220,7 +214,7 @@ def run(launch: Launch) -> int:
     single: list[argparse.Namespace] = []
     try:
         with (
-            _passing_on_signals(),
+            handling(_pass_on),
             # A missing FP8 library is reported later, with the precision, and not for --plan.
             overridden(launch_environment, is_fp8_available=lambda: True),
             overridden(accelerate_launch, simple_launcher=single.append),
@@ -260,21 +254,6 @@ def _train_here(command: Sequence[str], environment: dict[str, str]) -> None:
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = list(command[command.index(sys.executable) + 1 :])
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-@contextmanager
-def _passing_on_signals() -> Iterator[None]:
-    """Pass on signals to the training processes while the caller's `with` block runs."""
-    before = {
-        number: signal.signal(number, _pass_on)
-        for number in PASSED_ON
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from foundation.signals import IF_NOT_IGNORED, SIGNALS
 from pretrain import __version__
 from pretrain.__main__ import main
 from pretrain.launch import launcher
@@ -274,7 +275,7 @@ def test_a_configuration_that_accelerate_refuses_is_one_message(
     ddp = (ROOT / "accelerate_configs/ddp.yaml").read_text()
     (tmp_path / "two.yaml").write_text(ddp.replace("num_machines: 1", "num_machines: 2"))
     (tmp_path / "yes.yaml").write_text("distributed_type: 'NO'\nmixed_precision: yes\n")
-    handlers = {number: signal.getsignal(number) for number in launcher.PASSED_ON}
+    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)}
     for config, words in {
         "nowhere": "one of these",
         str(tmp_path / "own.yaml"): "`distributed_type` must be specified",
@@ -301,7 +302,7 @@ def test_mixed_precision_no_needs_no_quotation_marks(
         lambda command, environment: started.append(environment["ACCELERATE_MIXED_PRECISION"]),
     )
     recipe = str(write_recipe(small_recipe, tmp_path))
-    handlers = {number: signal.getsignal(number) for number in launcher.PASSED_ON}
+    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)}
     for value in ("no", "'no'", "bf16"):
         text = f"distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: {value}\n"
         (tmp_path / "own.yaml").write_text(text)
