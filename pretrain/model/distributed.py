@@ -112,7 +112,7 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1) -> None:
             "configuration and ACCELERATE_USE_CPU=true in the environment"
         )
     state = accelerator.state
-    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    wants_fsdp = is_true(os.environ, "ACCELERATE_USE_FSDP")
     if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
         # Accelerate has chosen DDP, as it always does for processes on CPUs.
         with _explaining_accelerate():
