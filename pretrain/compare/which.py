@@ -57,6 +57,7 @@ from pretrain.launch.launcher import count_gpus, find_configuration
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
 from pretrain.optimizer.schedule import learning_rate
+from pretrain.plan.checks import steps_of
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS, phases_of
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides, resolved
@@ -459,11 +460,13 @@ def fit_steps(
                 f"set --steps {in_an_epoch} or fewer"
             )
         return with_steps(options.steps)
-    in_recipe = recipe.train.steps
-    if not in_recipe and recipe.train.tokens:
-        in_recipe = math.ceil(recipe.train.tokens / recipe.batch.tokens)
+    in_recipe = (
+        math.inf
+        if recipe.train.epochs
+        else steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
+    )
     # A stream has no epoch, so it needs another upper limit.
-    longest = int(min(in_an_epoch, in_recipe or in_an_epoch, 10**9))
+    longest = int(min(in_an_epoch, in_recipe, 10**9))
     minimum = least_steps(trunk)
     if longest < minimum:
         raise InputError(
