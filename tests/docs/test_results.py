@@ -77,7 +77,7 @@ def test_the_speeds_of_a_row_are_in_the_files_that_it_links_to(page: str):
         files = re.findall(r"results/(\S+\.json)\)", row)
         contents = [json.loads((RESULTS / name).read_text("utf-8")) for name in files]
         recorded = {f"{number:,.0f}" for number in numbers(contents)}
-        speeds = set(re.findall(r"\d+,\d{3}", row)) - sizes
+        speeds = set(re.findall(r"\d+(?:,\d{3})+", row)) - sizes
         # The speed of DDP on four H200s is in the output of the run.
         if files != ["speed/h200_x4_ddp.json"]:
             assert speeds <= recorded, row
@@ -137,12 +137,21 @@ def test_speeds_of_several_gpus_are_those_of_the_result_files():
         return json.loads((RESULTS / f"speed/{name}.json").read_text(encoding="utf-8"))
 
     def shares(name: str, gpus: int) -> dict[str, float]:
+        """Return the share of each run in the speeds of its GPUs alone, in percent."""
         runs = read(name)["runs"]
-        one = runs.pop("one")["tokens_per_second"]
-        return {key: 100 * run["tokens_per_second"] / one / gpus for key, run in runs.items()}
+        shares = {}
+        for key, run in runs.items():
+            _, comma, model = key.partition(", ")
+            one = runs.get(f"one{comma}{model}", {})
+            if "tokens_per_second" in run and one and run is not one:
+                alone = one.get("tokens_per_second_of_gpus", [one["tokens_per_second"]] * gpus)
+                shares[key] = 100 * run["tokens_per_second"] / sum(alone)
+        return shares
 
     percent = shares("h100_x4_scaling", 4)
     on_two = shares("h200_x2_scaling", 2)
+    assert sorted(on_two) == ["ddp", "ddp, gpt2", "fsdp2", "zero"]
+    in_each = shares("h200_x2_zero3", 2)["fsdp2"]
     # A time limit ended this run. Its output has the speeds of steps 1 to 5, in thousands.
     (output,) = (result["output"] for result in read("h200_x4_ddp")["results"])
     speed = 1000 * statistics.median(map(float, re.findall(r"([\d.]+)k tok/s", output)[2:]))
@@ -154,11 +163,15 @@ def test_speeds_of_several_gpus_are_those_of_the_result_files():
     reached.append(25 * zero["summary"]["tokens_per_second"] / 77_197)
     share = f"{min(reached):.0f} to {max(reached):.0f} %"
     page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
-    assert f"reach {share}" in page and f"`fsdp2` reaches {on_two['fsdp2']:.0f} %" in page
+    assert f"reach {share}" in page
+    assert f"`fsdp2` reaches {on_two['fsdp2']:.0f} %, and {in_each:.0f} % if" in page
     table = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     assert all(
-        f"{value:.1f} %" in table for value in [*percent.values(), *on_two.values(), *reached]
+        f"{value:.1f} %" in table
+        for value in [*percent.values(), *on_two.values(), in_each, *reached]
     )
+    llama = read("h200_x2_scaling")["runs"]["zero, llama"]
+    assert f"{llama['tokens_per_second'] / 2:,.0f} tokens/s per GPU" in table
 
 
 def test_the_table_of_gpt2_is_that_of_its_result_file():
