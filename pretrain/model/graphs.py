@@ -14,9 +14,10 @@ weight of the previous step (`Gemm.overwrites`). A graph is captured when a micr
 it. Each engine has one graph for each length of `cu_seqlens`. The first microbatch of a step needs
 separate graphs, because it quantizes the weights.
 
-With several processes, the last microbatch of a step runs without a graph, because it exchanges
-gradients. With FSDP2, the first microbatch, which gathers weights, runs without one too. Graphs of
-delayed scaling contain the exchange of amaxes.
+With several processes, graphs contain the exchange of amaxes of delayed scaling. With DDP, the last
+microbatch of a step has separate graphs, which contain the sums of gradients over ranks. With
+FSDP2, the first microbatch, which gathers weights, and the last one, which reduces gradients, run
+without graphs.
 
 Steps with `StepWatch.observes_passes` run without graphs, because observers are called between
 kernels.
@@ -35,6 +36,7 @@ from torch import Tensor
 from foundation import units
 from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
+from pretrain.model.gradients import RankSums
 from pretrain.model.packed import (
     TENSORS,
     PackedLanguageModel,
@@ -97,7 +99,12 @@ class MicrobatchGraphs:
     overwriting: Sequence[Gemm] = ()
 
     def compute(
-        self, model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float
+        self,
+        model: PackedLanguageModel,
+        accelerator: Accelerator,
+        batch: Microbatch,
+        scale: float,
+        rank_sums: RankSums | None = None,
     ) -> Tensor:
         """Return the result of `compute_microbatch`, computed by a graph if graphs are on.
 
@@ -109,14 +116,14 @@ class MicrobatchGraphs:
             try:
                 if not self.captured:
                     self._check_memory()
-                return self._replay(model, accelerator, batch, scale)
+                return self._replay(model, accelerator, batch, scale, rank_sums)
             except RuntimeError as error:
                 if self.status == "on":
                     raise impossible(one_line(error)) from error
                 self.drop()
                 self.status = f"off: {one_line(error)}"
                 self.report(self.status)
-        return compute_microbatch(model, accelerator, batch, scale)
+        return compute_microbatch(model, accelerator, batch, scale, rank_sums)
 
     def drop(self) -> None:
         """Drop all graphs, and free their memory and the weights that they read.
@@ -152,10 +159,16 @@ class MicrobatchGraphs:
             self.report(self.status)
 
     def _replay(
-        self, model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float
+        self,
+        model: PackedLanguageModel,
+        accelerator: Accelerator,
+        batch: Microbatch,
+        scale: float,
+        rank_sums: RankSums | None,
     ) -> Tensor:
         """Run the graph of a microbatch. Capture it first if it does not exist."""
-        key = (model.context.engine, model.context.first_microbatch, batch.cu_seqlens.shape)
+        context = model.context
+        key = (context.engine, context.first_microbatch, batch.cu_seqlens.shape, rank_sums)
         if key not in self.captured:
             self.overwriting = model.gemms
             for gemm in self.overwriting:
@@ -163,7 +176,7 @@ class MicrobatchGraphs:
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
             factor = torch.empty((), device=accelerator.device)
             recorded = capture(
-                lambda: compute_microbatch(model, accelerator, fixed, factor),
+                lambda: compute_microbatch(model, accelerator, fixed, factor, rank_sums),
                 next((graph.pool() for graph, *_ in self.captured.values()), None),
             )
             self.captured[key] = (*recorded, fixed, factor)

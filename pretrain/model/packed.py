@@ -190,14 +190,29 @@ def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
 
 
 def compute_microbatch(
-    model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch, scale: float | Tensor
+    model: PackedLanguageModel,
+    accelerator: Accelerator,
+    batch: Microbatch,
+    scale: float | Tensor,
+    rank_sums: RankSums | None = None,
 ) -> Tensor:
     """Run forward and backward of a microbatch. Return its summed loss, an FP32 scalar.
 
-    scale: Factor of the loss in backward, a float or an FP32 scalar on the model's device.
+    Args:
+        model: The model.
+        accelerator: The run's Accelerator.
+        batch: The microbatch.
+        scale: Factor of the loss in backward, a float or an FP32 scalar on the model's device.
+        rank_sums: The sums over ranks, in the last microbatch of a step. The gradients are summed
+            when this function returns.
     """
-    loss_sum = model(**inputs_of(batch, accelerator.device))
-    accelerator.backward(loss_sum * scale)
+    with ExitStack() as contexts:
+        if rank_sums:
+            contexts.enter_context(rank_sums.starting_early())
+        loss_sum = model(**inputs_of(batch, accelerator.device))
+        accelerator.backward(loss_sum * scale)
+    if rank_sums:
+        rank_sums.finish()
     return loss_sum.detach()
 
 
@@ -226,7 +241,7 @@ def forward_backward(
         first_apart: True to exchange no gradients while `around_first` is entered, even if the step
             has only one microbatch.
         compute: Function with the arguments and the result of `compute_microbatch`. It computes the
-            microbatches that neither gather weights nor sum gradients over ranks.
+            microbatches in which FSDP2 neither gathers weights nor reduces gradients.
     """
     context = model.context
     rank_sums = model.rank_sums
@@ -234,24 +249,23 @@ def forward_backward(
     tokens = max(batches.valid_tokens, 1)
     total = torch.zeros((), device=accelerator.device)
     last = len(batches.microbatches) - 1
-    # The microbatches that gather weights or sum gradients over ranks.
-    exchanging = {0, last} if model.sharding else {last} if rank_sums else set()
+    sums = None
     for index, microbatch in enumerate(batches.microbatches):
         # In the first microbatch, weights are cast or quantized again.
         context.first_microbatch = index == 0
         with ExitStack() as contexts:
             if around_first is not None and index == 0:
                 contexts.enter_context(around_first)
-            if index == last:
-                if rank_sums and not (first_apart and index == 0):
-                    contexts.enter_context(rank_sums.starting_early())
-            elif model.sharding:
+            if model.sharding and index < last:
                 contexts.enter_context(model.sharding.accumulating())
-            run = compute_microbatch if index in exchanging else compute
-            total += run(model, accelerator, microbatch, 1 / tokens)
+            if index == last and not (first_apart and index == 0):
+                sums = rank_sums
+            exchanges = model.sharding and index in (0, last)
+            run = compute_microbatch if exchanges else compute
+            total += run(model, accelerator, microbatch, 1 / tokens, sums)
     # A forward between this step and the next one must cast or quantize the weights again.
     context.first_microbatch = True
-    if rank_sums:
+    if rank_sums and not sums:
         rank_sums.finish()
     return accelerator.reduce(total, reduction="sum") / tokens
 

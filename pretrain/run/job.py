@@ -454,10 +454,10 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
             plan.devices.sharded
             and len({active.precision.quantized for active in plan.schedule.precisions()}) > 1
         ),
-        "every microbatch of a step gathers weights or sums gradients over devices": (
-            plan.microbatch is not None
-            and -(-plan.packs_per_rank // plan.microbatch)
-            <= (2 if plan.devices.sharded else plan.devices.count > 1)
+        "every microbatch of a step gathers weights or reduces gradients": (
+            plan.devices.sharded
+            and plan.microbatch is not None
+            and plan.packs_per_rank <= 2 * plan.microbatch
         ),
         "they are not tested in every precision of this run": not all(
             active.precision.in_graphs for active in plan.precisions
@@ -476,7 +476,7 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
             attention.longest_rotated(shapes.config) is not None
         ),
         # The last reason, because it is no obstacle.
-        "they have not run on several GPUs yet; `model.cuda_graphs: on` uses them": (
+        "they have not run on several GPUs yet": (
             model.cuda_graphs == "auto" and (plan.devices.count > 1 or plan.devices.sharded)
         ),
     }

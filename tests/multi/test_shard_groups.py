@@ -205,8 +205,8 @@ def train_with_graphs(accelerator: Accelerator) -> None:
                     run.model.eval()(**inputs_of(step.microbatches[0], accelerator.device))
                 run.model.train()
     assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
-    # DDP exchanges gradients in the last of five microbatches. FSDP2 gathers weights in the first.
-    assert sum(graph.runs for graph in recorded) == 3 * (3 if accelerator.is_fsdp2 else 4)
+    # FSDP2 gathers weights in the first of five microbatches, and reduces gradients in the last.
+    assert sum(graph.runs for graph in recorded) == 3 * (3 if accelerator.is_fsdp2 else 5)
     if accelerator.is_fsdp2:
         # Gathered parameters keep their memory, which a graph on a GPU reads at fixed addresses.
         assert gathered_bytes(run) == sum(2 * weight.numel() for weight in run.model.parameters())
@@ -305,7 +305,7 @@ def test_fused_layers_read_no_freed_weight(references: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("topology", ["ddp", "zero"])
-def test_microbatches_without_exchanges_run_as_graphs(topology: str, tmp_path: Path) -> None:
+def test_microbatches_run_as_graphs(topology: str, tmp_path: Path) -> None:
     launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
     status, out, err = start_ranks([], launch, tmp_path, main=main_graphs)
     assert status == 0, out + err

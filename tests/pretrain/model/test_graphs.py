@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,6 +70,8 @@ class Recorded(TorchDispatchMode):
         self.runs += 1
         for operation, args, kwargs, result in self.operations:
             again = operation(*args, **kwargs)
+            if operation is torch.ops.c10d.allreduce_.default:
+                dist.Work.unbox(again[1]).wait()
             for before, after in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if isinstance(before, Tensor) and before.data_ptr() != after.data_ptr():
                     before.copy_(after)
