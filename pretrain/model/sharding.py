@@ -215,7 +215,11 @@ class Sharding:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Context manager for the backward of a microbatch that is not the last of its step."""
+        """Context manager for a microbatch that is not the last of its step."""
+        if torch.cuda.is_available():
+            # By default, the streams that gather weights wait for the stream that calls the model.
+            # They would become a part of a CUDA graph that is captured on this stream.
+            self._model.set_post_optim_event(torch.cuda.current_stream().record_event())
         for group in self._groups:
             # Sums that share no memory are reduced in the last microbatch of a step. Replicas of
             # the shards exchange all gradients only then.
