@@ -75,13 +75,13 @@ def caught_by_ranks(run: SmallRun, fault: Fault | None) -> list[str]:
     return objecting
 
 
-def find_faults() -> None:
+def find_faults(layers: int = 2) -> None:
     """Print the checks that catch each fault, by fault and precision, and also without a fault."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     found: dict[str, dict[str, list[str]]] = {}
     for precision in sys.argv[1:]:
         for fault in (None, *FAULTS):
-            run = build_run(accelerator, precision, weights="bf16_exact")
+            run = build_run(accelerator, precision, layers=layers, weights="bf16_exact")
             if fault is None or fault.applies(run):
                 what = fault.what if fault else "nothing"
                 found.setdefault(what, {})[precision] = caught_by_ranks(run, fault)
