@@ -15,6 +15,8 @@ import pytest
 from tests.forked_commands import forking
 
 ROOT = Path(__file__).parents[1]
+# Script that starts a new Python, as a user does.
+STARTED = "minimal.py"
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.is_file())
 
 
@@ -35,17 +37,21 @@ def run(path: Path, folder: Path) -> str:
     """Run an example as it says, and return its output.
 
     A script runs in the repository's root folder, with the command of its docstring. A notebook
-    runs as a script where this project is installed. Its commands are forked, see
-    tests/forked_commands.py.
+    runs as a script where this project is installed. The commands of notebooks and all scripts but
+    `STARTED` are forked, see tests/forked_commands.py.
     """
     code = code_of(path)
+    forked = forking(ROOT)
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    environment |= {key: forked[key] for key in ("PYTHONPATH", "FORKED_COMMANDS")}
     if path.suffix == ".py":
         command = re.findall(r"\n\n    (.*python .*)\n\n", ast.get_docstring(ast.parse(code)))[0]
+        if path.name != STARTED:
+            environment["FORKED_SCRIPTS"] = path.name
+            assert command.startswith("PYTHONPATH=. ")
+            command = command.removeprefix("PYTHONPATH=. ")
     else:
         (folder / "example.py").write_text(code, encoding="utf-8")
-        forked = forking(ROOT)
-        environment |= {key: forked[key] for key in ("PYTHONPATH", "FORKED_COMMANDS")}
         command = f"python {folder / 'example.py'}"
     search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
