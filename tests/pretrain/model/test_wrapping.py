@@ -12,6 +12,7 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import convert, fuse, wrappers_of
 from pretrain.settings.recipe import ModelSettings
+from tests.pretrain.model.test_routing import KINDS, MIXTURE
 
 BF16 = torch.bfloat16
 UNITS = {"embed_tokens": "embedding", "layers.0": "layer", "norm": "norm"}
@@ -43,7 +44,7 @@ def test_a_graph_contains_the_casts_of_a_layer_but_not_of_a_norm(build_model: Ca
 
 
 def test_casts_of_a_layer_with_graph_breaks_are_not_compiled(build_model: Callable) -> None:
-    packed = build_model("qwen3_moe", num_experts=2, num_experts_per_tok=1)
+    packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"])
     convert(packed.hf, {}, packed.context)
     assert names_of(packed, recompute="full")["layer"] == [
         "compiled",
