@@ -73,6 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     cache_configurations()
+    seed_only_existing_devices()
     gc.freeze()
     gc.enable()
 
@@ -96,6 +97,17 @@ def cache_configurations() -> None:
         return made[key]
 
     huggingface.config_values = config_values
+
+
+def seed_only_existing_devices() -> None:
+    """Do not seed accelerators on a machine without one.
+
+    torch would format a stack trace for each seed and each kind of accelerator.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.accelerator.is_available():
+        for kind in (torch.cuda, torch.xpu):
+            kind.manual_seed_all = lambda seed: None
 
 
 @pytest.hookimpl(tryfirst=True)
