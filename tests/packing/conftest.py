@@ -18,7 +18,7 @@ def documents() -> list[str]:
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))[:60]]
-    return [text[:20_000] for text in texts if text.strip()] + [
+    return [text[:5_000] for text in texts if text.strip()] + [
         "Selamat pagi, 世界 🌏",
         "naïve\r\ncafé\t\n",
         "x",
