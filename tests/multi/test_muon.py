@@ -75,14 +75,17 @@ def test_two_ranks_have_the_parameters_and_momentum_of_one(
 def start(
     start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path_factory: Any
 ) -> Callable[..., Finished]:
-    """Function that trains 8 steps with Muon, in one process or as `topology` launches them."""
+    """Function that trains 8 steps with Muon, in one process or as `topology` launches them.
+
+    The update is checked in every second step.
+    """
     folder = tmp_path_factory.mktemp("muon")
 
     def started(name: str, *settings: str, topology: str | None = None) -> Finished:
         recipe = recipe_for(folder / name) | {"train": {"steps": 8}}
         recipe["model"]["config"]["num_hidden_layers"] = 2
         recipe["optimizer"] = {"name": "muon", "learning_rate": 0.01}
-        arguments = (recipe, folder, "log.fp8_statistics=1", *settings)
+        arguments = (recipe, folder, "log.fp8_statistics=2", *settings)
         if topology is None:
             finished = start_here(*arguments)
         else:
@@ -110,7 +113,8 @@ def test_two_processes_train_as_one(
 
 
 def test_shards_that_keep_codes_train_as_one_process(start: Callable[..., Finished]) -> None:
-    settings = ("precision=current", "weights=bf16_exact", "fp8_config.on_unsupported=emulate")
+    low = ("precision=current", "weights=bf16_exact", "fp8_config.on_unsupported=emulate")
+    settings = (*low, "train.steps=4")
     one = start("one_low", *settings)
     two = start("fsdp2_low", *settings, topology="fsdp2")
     assert figures(two, "loss") == pytest.approx(figures(one, "loss"), rel=1e-3)
