@@ -19,6 +19,7 @@ from tests.pretrain.verify.sharding_faults import FAULTS, find_faults
 of_one_layer = partial(find_faults, layers=1)
 
 
+@pytest.mark.long
 @pytest.mark.multi
 def test_faults_of_gathers_and_reductions_are_found() -> None:
     begin, end = MARKS["cpu"]
