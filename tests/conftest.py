@@ -97,6 +97,8 @@ def cache_configurations() -> None:
         return made[key]
 
     huggingface.config_values = config_values
+    # transformers formats each configuration for a log message that is not shown.
+    huggingface.PretrainedConfig.__repr__ = object.__repr__
 
 
 def seed_only_existing_devices() -> None:
