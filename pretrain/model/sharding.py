@@ -216,7 +216,7 @@ class Sharding:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Context manager for a microbatch that is not the last of its step."""
-        if torch.cuda.is_available():
+        if self._groups[0].fsdp.device.type == "cuda":
             # By default, the streams that gather weights wait for the stream that calls the model.
             # They would become a part of a CUDA graph that is captured on this stream.
             self._model.set_post_optim_event(torch.cuda.current_stream().record_event())
