@@ -107,13 +107,30 @@ class Choice(NamedTuple):
 
 def require(requested: Attention, device_type: str, head_dim: int, dtype: torch.dtype) -> None:
     """Raise InputError if the requested attention backend cannot run. "auto" can always run."""
+    if refusal := refusal_of(requested, device_type, head_dim, dtype):
+        raise InputError(refusal)
+
+
+def refusal_of(
+    requested: Attention,
+    device_type: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Return the message for a requested backend that cannot run, or None if it can run.
+
+    See `choose` for `capability`.
+    """
     if requested == "auto":
-        return
-    if obstacle := _obstacle(_kind_of(requested), device_type, head_dim, dtype):
-        raise InputError(
-            f"model.attention: {requested} cannot be used here: {requested} {obstacle}; "
-            "set model.attention: auto"
-        )
+        return None
+    obstacle = _obstacle(_kind_of(requested), device_type, head_dim, dtype, capability)
+    if obstacle is None:
+        return None
+    return (
+        f"model.attention: {requested} cannot be used here: {requested} {obstacle}; "
+        "set model.attention: auto"
+    )
 
 
 def choose(
@@ -199,7 +216,7 @@ def _obstacle(
     if generation not in FLASH_GENERATIONS:
         return f"needs an sm_90 or sm_100 GPU, and {gpu}"
     if kind == "cudnn":
-        return _obstacle_of_cudnn(head_dim)
+        return _obstacle_of_cudnn(head_dim, capability)
     if head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256):
         return f"has no kernel that was measured on this GPU for a head dimension of {head_dim}"
     try:
@@ -211,14 +228,14 @@ def _obstacle(
     return None
 
 
-def _obstacle_of_cudnn(head_dim: int) -> str | None:
+def _obstacle_of_cudnn(head_dim: int, capability: tuple[int, int] | None) -> str | None:
     """Return the reason why cuDNN cannot run on a GPU of FLASH_GENERATIONS, as `_obstacle`."""
     if head_dim not in CUDNN_HEAD_DIMS:
         return f"needs heads of 64 or 128 values, and the model's heads have {head_dim}"
     if torch.are_deterministic_algorithms_enabled():
         # On Hopper, the workspace of the deterministic backward grows with the square of T.
         return "has no deterministic backward (set deterministic: false)"
-    missing = transformer_engine.missing()
+    missing = transformer_engine.missing() if capability is None else None
     return f"needs Transformer Engine: {missing}" if missing else None
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.metrics.cards import CARDS, Card, card_of
-from pretrain.model.attention import choose
+from pretrain.model.attention import choose, refusal_of
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -82,6 +82,15 @@ def plan_on(
 def obstacle(plan: Plan) -> str | None:
     """Return the reason why its devices cannot run `plan`, or None if they can."""
     devices = plan.devices
+    refusal = refusal_of(
+        plan.recipe.model.attention,
+        "cuda",
+        plan.flops.shape.head_dim,
+        getattr(torch, plan.precisions[0].precision.compute_dtype),
+        devices.capability,
+    )
+    if refusal:
+        return refusal
     for active in plan.precisions:
         if isinstance(active.precision, QuantizedPrecision):
             missing = active.precision.hardware.missing(devices.capability)

@@ -17,6 +17,8 @@ from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
 
+FLASH = {"config": QWEN3, "attention": "flash_attn"}
+
 
 @pytest.fixture(scope="module")
 def shapes() -> PreTrainedModel:
@@ -38,7 +40,8 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
         settings = LowPrecisionSettings(**changes.get("fp8_config", {}))
         active = select_precision(precision, settings, lambda precision: None)
         resolved = recipe(
-            precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes)
+            precision=precision,
+            **({"weights": "bf16_exact", "train": {"tokens": 10**9}} | changes),
         )
         plan = Plan(
             resolved,
@@ -60,9 +63,13 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
         ("B200", "block", {}, None),
         ("A100", "current", {}, "needs a GPU of compute capability 8.9"),
         ("8xB200", "bf16", {"batch": {"tokens": 4 * 4096}}, "set `batch.tokens` to at least 32768"),
+        ("RTX 4090", "bf16", {"model": FLASH}, "flash_attn needs an sm_90 or sm_100 GPU"),
+        ("H200", "fp32", {"model": FLASH, "weights": "fp32"}, "flash_attn needs BF16"),
+        ("H200", "bf16", {"model": FLASH}, None),
+        ("H200", "bf16", {"model": FLASH | {"attention": "cudnn"}}, None),
     ],
 )
-def test_a_device_without_the_precision_is_named(
+def test_an_obstacle_on_a_device_is_named(
     target: str, precision: str, changes: dict, message: str | None, plan_on: Callable
 ) -> None:
     reason = obstacle(plan_on(target, precision, **changes))
