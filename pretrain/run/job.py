@@ -476,7 +476,7 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
             attention.longest_rotated(shapes.config) is not None
         ),
         # The last reason, because it is no obstacle.
-        "they have not run on several GPUs yet": (
+        "they are not tested on several GPUs": (
             model.cuda_graphs == "auto" and (plan.devices.count > 1 or plan.devices.sharded)
         ),
     }

@@ -316,7 +316,7 @@ def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: 
         ({"model": {"fused": "off"}}, "fused layers"),
         ({"model": {"gradient_checkpointing": 2}}, "`model.gradient_checkpointing`"),
         ({"loss": {"kind": "cce"}}, "`loss.kind: cce`"),
-        ({"devices": Devices(count=2)}, "not run on several GPUs"),
+        ({"devices": Devices(count=2)}, "not tested on several GPUs"),
         ({"devices": Devices(count=2), "model": {"cuda_graphs": "on"}}, None),
         ({"devices": Devices(count=2, sharded=True)}, "in each microbatch"),
         (
@@ -327,10 +327,10 @@ def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: 
             None,
         ),
         ({"packs": 1}, None),
-        ({"packs": 2, "devices": Devices(count=2)}, "not run on several GPUs"),
-        ({"packs": 6, "devices": Devices(count=3)}, "not run on several GPUs"),
+        ({"packs": 2, "devices": Devices(count=2)}, "not tested on several GPUs"),
+        ({"packs": 6, "devices": Devices(count=3)}, "not tested on several GPUs"),
         ({"packs": 4, "devices": Devices(2, sharded=True, gathered=True)}, "every microbatch"),
-        ({"packs": 5, "devices": Devices(2, sharded=True, gathered=True)}, "not run on several"),
+        ({"packs": 5, "devices": Devices(2, sharded=True, gathered=True)}, "not tested on several"),
         ({"config": {"embd_pdrop": 0.1}}, "dropout"),
     ],
 )
