@@ -188,7 +188,8 @@ def test_rates_of_this_machine_give_a_new_card_a_speed(plan_llama: RunPlan) -> N
 
 @pytest.mark.parametrize("attention", ["flash_attn", "triton"])
 def test_a_plan_may_request_an_attention_that_needs_a_gpu(plan: RunPlan, attention: str) -> None:
-    status, out, err = plan(f"model.attention={attention}", "--on", "H100")
+    heads = ("model.config.hidden_size=128", "model.config.head_dim=64")
+    status, out, err = plan(f"model.attention={attention}", *heads, "--on", "H100")
     assert (status, err) == (0, "") and table(out, "1 x H100")["bf16"]["needs"]
 
 
