@@ -150,8 +150,6 @@ PositiveCount = Annotated[int, Field(ge=1)]
 # Tensors, files and other libraries store a seed as a signed integer of 64 bits.
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-# A part of the name of a folder.
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 # A path, or a name such as the name of a Hugging Face dataset. The value is a path if this path
 # exists.
 PathText = Annotated[str, BeforeValidator(at_home)]

@@ -21,7 +21,6 @@ from foundation.errors import InputError
 from foundation.reading import load_yaml
 from foundation.settings import (
     FilePath,
-    FolderName,
     LocalPath,
     PositiveCount,
     Settings,
@@ -66,7 +65,7 @@ class MatrixSettings(Settings):
     """Content of a matrix file."""
 
     # Name of the experiment, for paths and reports.
-    name: FolderName
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     # The base recipe.
     recipe: FilePath
     # Accelerate configuration of all runs. If a cell sets `precision`, the precision of this
