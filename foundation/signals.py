@@ -41,7 +41,7 @@ def end_on_ctrl_c() -> None:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context manager in which `handler` handles SIGNALS and IF_NOT_IGNORED."""
+    """Temporarily handle SIGNALS by `handler`, and IF_NOT_IGNORED unless they are ignored."""
     not_ignored = [
         number for number in IF_NOT_IGNORED if signal.getsignal(number) != signal.SIG_IGN
     ]

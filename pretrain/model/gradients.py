@@ -312,17 +312,18 @@ class RankSums:
         self._started = 0
         self._unfinished = list(map(len, self._members))
         self._running.clear()  # removes the all-reduces of an interrupted step
-        # This hook runs when a backward has finished all operations that use the parameter. It runs
-        # even if these operations return no gradient to autograd and add to the main gradient
-        # directly. `_add_to_main` runs before this hook, so the main gradient contains `.grad` too.
-        # The nodes live as long as the list of them. It is dropped afterwards, because a node runs
-        # on the stream on which it was created, and CUDA graphs are captured on another stream.
+        # `nodes` keeps the autograd nodes of the parameters, and so their hooks, until the
+        # microbatch ends. A node runs on the stream on which it was created. Nodes that live longer
+        # would not run on the stream on which a CUDA graph is captured.
         nodes = []
         hooks = []
         for bucket, members in enumerate(self._members):
             for parameter in members:
                 node = get_gradient_edge(parameter).node
                 nodes.append(node)
+                # This hook runs when the backward has finished all operations that use the
+                # parameter, even if they add to the main gradient directly. `_add_to_main` runs
+                # before this hook, so the main gradient contains `.grad` too.
                 hooks.append(node.register_hook(partial(self._count, bucket)))
         try:
             yield

@@ -168,7 +168,8 @@ class MicrobatchGraphs:
     ) -> Tensor:
         """Run the graph of a microbatch. Capture it first if it does not exist."""
         context = model.context
-        key = (context.engine, context.first_microbatch, batch.cu_seqlens.shape, rank_sums)
+        sums = rank_sums is not None
+        key = (context.engine, context.first_microbatch, batch.cu_seqlens.shape, sums)
         if key not in self.captured:
             self.overwriting = model.gemms
             for gemm in self.overwriting:

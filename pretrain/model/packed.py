@@ -241,7 +241,7 @@ def forward_backward(
         first_apart: True to exchange no gradients while `around_first` is entered, even if the step
             has only one microbatch.
         compute: Function with the arguments and the result of `compute_microbatch`. It computes the
-            microbatches in which FSDP2 neither gathers weights nor reduces gradients.
+            microbatches, except those of FSDP2 that gather weights or reduce gradients.
     """
     context = model.context
     rank_sums = model.rank_sums
@@ -249,6 +249,7 @@ def forward_backward(
     tokens = max(batches.valid_tokens, 1)
     total = torch.zeros((), device=accelerator.device)
     last = len(batches.microbatches) - 1
+    # The sums over ranks, as soon as a microbatch computes them.
     sums = None
     for index, microbatch in enumerate(batches.microbatches):
         # In the first microbatch, weights are cast or quantized again.

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
+
 from foundation import units
 from packing.order import Mixture
 from pretrain.metrics.flops import TRAINED, ModelFlops
@@ -73,6 +75,11 @@ class Plan:
         return settings
 
     # ── Precisions ──
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype of activations, which is the same in all precisions of a run."""
+        return getattr(torch, self.schedule.at(1).precision.compute_dtype)
 
     @property
     def precisions(self) -> list[ActivePrecision]:

@@ -54,12 +54,15 @@ def plan_on(
     """
     # It is assumed that the devices have all packages of requirements-cuda.txt.
     recipe = plan.recipe
-    dtype = getattr(torch, plan.precisions[0].precision.compute_dtype)
-    head_dim = plan.flops.shape.head_dim
     attention = choose(
-        recipe.model.attention, "cuda", head_dim, dtype, plan.mean_squared, devices.capability
+        recipe.model.attention,
+        "cuda",
+        plan.flops.shape.head_dim,
+        plan.compute_dtype,
+        plan.mean_squared,
+        devices.capability,
     ).name
-    if recipe.model.fused == "auto" and dtype == torch.bfloat16:
+    if recipe.model.fused == "auto" and plan.compute_dtype == torch.bfloat16:
         fused = recipe.model.model_copy(update={"fused": "on"})
         recipe = recipe.model_copy(update={"model": fused})
     layers = {
@@ -86,7 +89,7 @@ def obstacle(plan: Plan) -> str | None:
         plan.recipe.model.attention,
         "cuda",
         plan.flops.shape.head_dim,
-        getattr(torch, plan.precisions[0].precision.compute_dtype),
+        plan.compute_dtype,
         devices.capability,
     )
     if refusal:

@@ -121,8 +121,8 @@ class Job:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of activations, which is the same in all precisions of a run."""
-        return getattr(torch, self.plan.schedule.at(1).precision.compute_dtype)
+        """Return the dtype of activations."""
+        return self.plan.compute_dtype
 
     @property
     def weight_dtype(self) -> torch.dtype:
