@@ -104,11 +104,12 @@ def run_all(
     waiting = [cell for cell in cells if not outcomes[cell.name].is_finished]
     running: list[StartedCell] = []
     at_once = min(matrix.at_once, len(waiting))
-    if waiting and (matrix.settings.gpus or 0) > len(visible_gpus()):
+    gpus = matrix.settings.gpus or 0
+    usable = len(visible_gpus())
+    if waiting and gpus > usable:
         raise InputError(
-            f"`gpus: {matrix.settings.gpus}`: only {plural(len(visible_gpus()), 'GPU')} can be "
-            "used; either set `gpus` (--gpus) to a smaller number, or list more GPUs in "
-            "CUDA_VISIBLE_DEVICES"
+            f"`gpus: {gpus}`: only {plural(usable, 'GPU')} can be used; either set `gpus` (--gpus) "
+            "to a smaller number, or list more GPUs in CUDA_VISIBLE_DEVICES"
         )
     for cell in waiting:
         check_sources(cell.recipe.data)

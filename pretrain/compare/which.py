@@ -460,11 +460,9 @@ def fit_steps(
                 f"set --steps {in_an_epoch} or fewer"
             )
         return with_steps(options.steps)
-    in_recipe = (
-        math.inf
-        if recipe.train.epochs
-        else steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
-    )
+    in_recipe = math.inf
+    if not recipe.train.epochs:
+        in_recipe = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
     # A stream has no epoch, so it needs another upper limit.
     longest = int(min(in_an_epoch, in_recipe, 10**9))
     minimum = least_steps(trunk)

@@ -55,11 +55,9 @@ def answer(trainings: WhichTrainings, plan: WhichPlan, verdicts: Sequence[Verdic
 
     If a precision is recommended, the last line is the command that trains with this precision.
     """
-    lines = (
-        [f"Judged by the held-out loss of the model served in {plan.served}:"]
-        if plan.served
-        else []
-    )
+    lines = []
+    if plan.served:
+        lines.append(f"Judged by the held-out loss of the model served in {plan.served}:")
     lines += [
         f"{verdict.name}: {verdict.word}{interval_within(plan, verdict)}, {verdict.advice}."
         for verdict in verdicts
@@ -122,6 +120,10 @@ def table(rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
         tokens=1.0,
         gain_interval=None,
     )
+    evaluated = f"served in {plan.served or 'BF16'}"
+    # Without --served, a baseline in FP32 is evaluated in FP32 instead of BF16.
+    if not plan.served and (plan.base == "fp32" or plan.settings):
+        evaluated = "held out"
     columns = [
         Column(
             "candidate" if plan.settings else "precision",
@@ -132,14 +134,7 @@ def table(rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
         Column(
             "seeds", "", lambda verdict: len(verdict.held_out.by_seed) if verdict.held_out else 0
         ),
-        Column(
-            # Without --served, a baseline in FP32 is evaluated in FP32 instead of BF16.
-            "held out"
-            if not plan.served and (plan.base == "fp32" or plan.settings)
-            else f"served in {plan.served or 'BF16'}",
-            "",
-            lambda verdict: _loss(plan, verdict, verdict.held_out),
-        ),
+        Column(evaluated, "", lambda verdict: _loss(plan, verdict, verdict.held_out)),
         Column("training loss", "", lambda verdict: _loss(plan, verdict, verdict.trained)),
         Column("tokens/s", "", lambda verdict: verdict.tokens_per_second, "{:,.0f}".format),
         Column("speed", "", lambda verdict: verdict.speedup, "{:.2f} ×".format),

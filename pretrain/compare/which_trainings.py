@@ -130,12 +130,12 @@ class WhichTrainings:
             # The trial has already run the parity check.
             "parity": False,
         }
-        for values in cells.values() if plan.begin_with else ():
+        if plan.begin_with:
             # `schedule.decay` is a share of all steps, but the runs only train the steps after the
             # checkpoint. Reduce it, so that the requested value is the share of the trained steps.
-            values["schedule.decay"] = values.get("schedule.decay", schedule.decay) * (
-                1 - plan.trunk / plan.steps
-            )
+            for values in cells.values():
+                decay = values.get("schedule.decay", schedule.decay)
+                values["schedule.decay"] = decay * (1 - plan.trunk / plan.steps)
         with_seeds: dict[str, Values] = {
             # Keep all checkpoints, so that none is deleted from which candidates branch, or which
             # `evaluate.merge` averages. An interrupted run saves additional checkpoints.
