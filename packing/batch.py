@@ -47,6 +47,7 @@ class Microbatch:
     # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE.
     labels: Tensor
     # [n] int32: 0, the end of each document, and then T until n is a multiple of OFFSETS_MULTIPLE.
+    # In a step, n is the same in the microbatches that the ranks compute together.
     cu_seqlens: Tensor
     # Length of a pack, the upper bound of a document's length. It is the same in every microbatch,
     # because torch.compile would recompile for another value.
@@ -80,25 +81,30 @@ class StepBatches:
     places: range = range(0)
 
 
+def sizes_of(pack: Pack) -> np.ndarray:
+    """Return the lengths of the documents of a pack, and then of its padding if it has any.
+
+    For attention, the padding is a separate document, so that documents cover a microbatch without
+    a gap.
+    """
+    padding = len(pack.input_ids) - int(pack.lengths.sum())
+    return np.append(pack.lengths, padding) if padding else pack.lengths
+
+
 def build_microbatch(
-    packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False
+    packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False, documents: int = 0
 ) -> Microbatch:
     """Return the microbatch of packs of equal length, laid end to end.
 
     The last token of a pack has no label. With `mask_boundaries`, the last token of each document
     has no label either. Otherwise, the last token of a document predicts the first token of the
-    next document. Padding and tokens without a loss (`Pack.trained`) are not used as labels. For
-    attention, the padding at the end of a pack is a separate document.
+    next document. Padding and tokens without a loss (`Pack.trained`) are not used as labels.
+
+    documents: number of documents, with paddings, for which `cu_seqlens` has at least room.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
-    # Treat the padding of a pack as a document, so that documents cover the microbatch without a
-    # gap.
-    paddings = [length - int(pack.lengths.sum()) for pack in packs]
-    parts = [
-        np.append(pack.lengths, padding) if padding else pack.lengths
-        for pack, padding in zip(packs, paddings, strict=True)
-    ]
+    parts = [sizes_of(pack) for pack in packs]
     sizes = np.concatenate(parts, dtype=np.int64)
     ends = np.cumsum(sizes)
     first_positions = np.zeros_like(sizes)
@@ -109,15 +115,16 @@ def build_microbatch(
     labels = np.empty(total, dtype=np.int64)
     labels[:-1] = input_ids[1:]
     labels[(ends if mask_boundaries else np.arange(length, total + 1, length)) - 1] = IGNORE
-    for row, pack, padding in zip(labels.reshape(-1, length), packs, paddings, strict=True):
+    for row, pack in zip(labels.reshape(-1, length), packs, strict=True):
         if pack.trained is not None:
             row[:-1][~pack.trained[1:]] = IGNORE
         # The token before padding has no label either, because it would have to predict padding.
-        if padding:
+        if padding := length - int(pack.lengths.sum()):
             row[-min(padding + 1, length) :] = IGNORE
 
-    unfilled = -(len(ends) + 1) % OFFSETS_MULTIPLE
-    offsets = np.concatenate([[0], ends, np.full(unfilled, total)], dtype=np.int32)
+    count = max(len(ends), documents) + 1
+    offsets = np.full(count + -count % OFFSETS_MULTIPLE, total, dtype=np.int32)
+    offsets[: len(ends) + 1] = [0, *ends]
     return Microbatch(
         input_ids=_tensor(input_ids[None], pin_memory),
         position_ids=_tensor(position_ids[None], pin_memory),
@@ -252,16 +259,20 @@ class Batching:
     # between packs reaches a later position. None disables the check.
     positions: int | None = None
 
-    def build(self, packs: Packs, indices: Sequence[int]) -> Microbatch:
+    def build(self, packs: Packs, indices: Sequence[int], documents: int = 0) -> Microbatch:
         """Return the microbatch of the packs at `indices`.
 
         If there are fewer than `microbatch` packs, blank packs without documents are added.
+        `documents` is described at `build_microbatch`.
         """
         chosen = [read_pack(packs, index, self.vocab_size, self.positions) for index in indices]
         blank = Pack(np.zeros(packs.length, np.uint32), np.zeros(0, np.int32))
         chosen += [blank] * (self.microbatch - len(chosen))
         return build_microbatch(
-            chosen, mask_boundaries=self.mask_boundaries, pin_memory=self.pin_memory
+            chosen,
+            mask_boundaries=self.mask_boundaries,
+            pin_memory=self.pin_memory,
+            documents=documents,
         )
 
     def evaluation(self, packs: Packs, limit: int | None = None) -> Prefetch[Microbatch]:
@@ -306,11 +317,18 @@ class BatchStream(Batching):
         blanks = self.world_size * microbatches * self.microbatch - len(indices)
         # Blank packs have no cost. So `spread` assigns them last, and to the cheapest microbatches.
         # A microbatch that has only blank packs is the last microbatch of its rank.
-        assigned = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
+        assigned = spread([*squares, *[0] * blanks], self.world_size, microbatches)
+        # The ranks can only replay the same CUDA graph if `cu_seqlens` has the same length in the
+        # microbatches that they compute together. The padding of a blank pack is a document.
+        documents = [*(len(sizes_of(pack)) for pack in packs), *[1] * blanks]
+        most_documents = [
+            max(sum(documents[i] for i in members) for members in together)
+            for together in zip(*assigned, strict=True)
+        ]
         return StepBatches(
             microbatches=[
-                self.build(self.packs, [indices[i] for i in members if i < len(indices)])
-                for members in assigned
+                self.build(self.packs, [indices[i] for i in members if i < len(indices)], most)
+                for members, most in zip(assigned[self.rank], most_documents, strict=True)
             ],
             tokens=len(indices) * self.packs.length,
             valid_tokens=sum(

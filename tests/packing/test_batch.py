@@ -235,6 +235,22 @@ def test_any_number_of_ranks_trains_on_the_same_packs(per_step, mask_boundaries)
                 assert step.places == places
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, LENGTH), min_size=6, max_size=6), st.integers(1, 3), st.integers(1, 2)
+)
+def test_offsets_of_ranks_have_the_least_common_length(documents, world_size, microbatch):
+    """A document has one token, and the rest of a pack is padding."""
+    packs = PacksInMemory(
+        [Pack(np.ones(LENGTH, np.uint32), np.ones(count, np.int32)) for count in documents]
+    )
+    options = {"per_step": 6, "microbatch": microbatch, "world_size": world_size}
+    steps = [stream(packs, rank=rank, **options).step(0) for rank in range(world_size)]
+    for together in zip(*(step.microbatches for step in steps), strict=True):
+        most = max(len(part.cu_seqlens.unique()) for part in together)
+        assert {len(part.cu_seqlens) for part in together} == {-(-most // 16) * 16}
+
+
 def test_prefetched_and_resumed_steps_have_identical_tensors():
     batches = stream(packs_of_text(), rank=1, world_size=2)
     with batches.steps(0, 9) as steps:
