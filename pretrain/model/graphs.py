@@ -5,7 +5,7 @@ launches them by one call. The kernels, their order and their operands are the s
 graphs, so the results are the same bit for bit.
 
 Graphs need memory for the activations of a second microbatch, because the memory of steps without
-graphs stays reserved. With one GPU, `model.cuda_graphs: auto` uses graphs if this memory is free
+graphs stays reserved. `model.cuda_graphs: auto` uses graphs if this memory is free on every GPU
 (`SPARE`).
 
 A graph reads and writes fixed addresses. A microbatch is copied to the buffers of its graph.
@@ -17,7 +17,9 @@ separate graphs, because it quantizes the weights.
 With several processes, graphs contain the exchange of amaxes of delayed scaling. With DDP, the last
 microbatch of a step has separate graphs, which contain the sums of gradients over ranks. With
 FSDP2, the first microbatch, which gathers weights, and the last one, which reduces gradients, run
-without graphs.
+without graphs. NCCL requires that all processes capture a collective together, and that all of them
+replay it. So they decide together whether to use graphs, and their microbatches have `cu_seqlens`
+of the same length (`BatchStream.step`).
 
 Steps with `StepWatch.observes_passes` run without graphs, because observers are called between
 kernels.
@@ -36,6 +38,7 @@ from torch import Tensor
 from foundation import units
 from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
+from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import RankSums
 from pretrain.model.packed import (
     TENSORS,
@@ -115,7 +118,7 @@ class MicrobatchGraphs:
         if not self.status.startswith("off"):
             try:
                 if not self.captured:
-                    self._check_memory()
+                    self._check_memory(accelerator)
                 return self._replay(model, accelerator, batch, scale, rank_sums)
             except RuntimeError as error:
                 if self.status == "on":
@@ -140,19 +143,23 @@ class MicrobatchGraphs:
             self.overwriting = ()
             torch.cuda.empty_cache()
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, accelerator: Accelerator) -> None:
         """Raise OutOfMemoryError if graphs do not fit into memory. If they fit, turn `auto` on.
 
-        The activations of a microbatch are the peak of earlier steps minus the present memory.
+        The activations of a microbatch are the peak of earlier steps minus the present memory. If
+        ranks differ, the least available memory and the largest activations decide.
         """
         free, total = torch.cuda.mem_get_info()
-        activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         reserve = 0 if self.status == "on" else int(SPARE * total) + self.later_bytes
+        available = -largest_over_ranks(accelerator, reserve - free)
+        activations = largest_over_ranks(
+            accelerator, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        )
         figures = (
-            f"{units.memory(max(free - reserve, 0) / units.GIB)} are available, and the "
+            f"{units.memory(max(available, 0) / units.GIB)} are available, and the "
             f"activations of a second microbatch take {units.memory(activations / units.GIB)}"
         )
-        if free - reserve < activations:
+        if available < activations:
             raise torch.OutOfMemoryError(figures)
         if self.status != "on":
             self.status = f"on: {figures}"
@@ -166,7 +173,10 @@ class MicrobatchGraphs:
         scale: float,
         rank_sums: RankSums | None,
     ) -> Tensor:
-        """Run the graph of a microbatch. Capture it first if it does not exist."""
+        """Run the graph of a microbatch. Capture it first if it does not exist.
+
+        If the capture fails on some rank, raise RuntimeError on all ranks.
+        """
         context = model.context
         sums = rank_sums is not None
         key = (context.engine, context.first_microbatch, batch.cu_seqlens.shape, sums)
@@ -176,11 +186,17 @@ class MicrobatchGraphs:
                 gemm.overwrites = True
             fixed = replace(batch, **inputs_of(batch, accelerator.device))
             factor = torch.empty((), device=accelerator.device)
-            recorded = capture(
-                lambda: compute_microbatch(model, accelerator, fixed, factor, rank_sums),
-                next((graph.pool() for graph, *_ in self.captured.values()), None),
-            )
-            self.captured[key] = (*recorded, fixed, factor)
+            failure = None
+            try:
+                recorded = capture(
+                    lambda: compute_microbatch(model, accelerator, fixed, factor, rank_sums),
+                    next((graph.pool() for graph, *_ in self.captured.values()), None),
+                )
+                self.captured[key] = (*recorded, fixed, factor)
+            except RuntimeError as error:
+                failure = error
+            if largest_over_ranks(accelerator, int(failure is not None)):
+                raise failure or RuntimeError("another process could not capture its graph")
         graph, loss, fixed, factor = self.captured[key]
         for name in TENSORS:
             getattr(fixed, name).copy_(getattr(batch, name), non_blocking=True)

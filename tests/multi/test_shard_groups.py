@@ -212,6 +212,32 @@ def train_with_graphs(accelerator: Accelerator) -> None:
         assert gathered_bytes(run) == sum(2 * weight.numel() for weight in run.model.parameters())
 
 
+def turn_graphs_off(accelerator: Accelerator) -> None:
+    """Check that a rank without memory, or whose capture fails, turns graphs off on all ranks."""
+
+    def capture(function: Callable[[], Tensor], _: Any) -> tuple[Recorded, Tensor]:
+        if accelerator.process_index == 1:
+            raise RuntimeError("refused")
+        recorded = Recorded(function)
+        return recorded, recorded.loss
+
+    run = build_run(accelerator, fused=True, weights="bf16_exact")
+    ranks = accelerator.num_processes
+    step = step_of(random_packs(5 * ranks), 1, accelerator.process_index, ranks)
+    statuses = []
+    for free in (80, 80 - 79 * accelerator.process_index):
+        decisions = MicrobatchGraphs("auto", print)
+        memory = overridden(torch.cuda, mem_get_info=lambda free=free: (free * GIB, 80 * GIB))
+        with memory, overridden(graphs, capture=capture):
+            forward_backward(run.model, step, accelerator, compute=decisions.compute)
+        adamw.clear_gradients(run.optimizer, run.packed)
+        assert not decisions.captured
+        statuses.append(decisions.status)
+    failure = "refused" if accelerator.process_index == 1 else "another process could not capture"
+    assert statuses[0].startswith(f"off: {failure}")
+    assert statuses[1].startswith("off: 0 MiB are available")
+
+
 def errors_of_rounded_sums(accelerator: Accelerator) -> list[str]:
     """Return the errors of the audit: without a fault, and with gradients that FSDP2 rounds."""
     reduce = _fsdp_param_group.foreach_reduce
@@ -253,6 +279,7 @@ def main() -> None:
 def main_graphs() -> None:
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     train_with_graphs(accelerator)
+    turn_graphs_off(accelerator)
     accelerator.end_training()
 
 
