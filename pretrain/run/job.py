@@ -475,10 +475,6 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
         "they do not support rotations that depend on the longest document": (
             attention.longest_rotated(shapes.config) is not None
         ),
-        # The last reason, because it is no obstacle.
-        "they are not tested on several GPUs": (
-            model.cuda_graphs == "auto" and (plan.devices.count > 1 or plan.devices.sharded)
-        ),
     }
     obstacle = next((reason for reason, applies in reasons.items() if applies), None)
     if obstacle and model.cuda_graphs == "on":
