@@ -110,7 +110,8 @@ class Model:
     # Shape that replaces the recipe's model and microbatch.
     shape: Shape | None = None
     topologies: tuple[str, ...] = TOPOLOGIES
-    steps: int = 8
+    # Most CUDA graphs are captured in the first eight steps.
+    steps: int = 16
     whole_documents: bool = False
 
 
@@ -118,7 +119,6 @@ HEAD = "fp8_config.scope=linear+head"
 QWEN3 = "benchmarks/qwen3_1_7b_80gb.yaml"
 MODELS = {
     "qwen3": Model(QWEN3, 131_072, (HEAD,)),
-    # Most CUDA graphs of one GPU are captured in the first eight steps.
     "gpt2": Model(QWEN3, 65_536, (HEAD,), SHAPES["GPT-2 124M"], steps=28),
     "llama": Model(
         "benchmarks/llama_3_1_8b.yaml",
@@ -492,7 +492,7 @@ def parse_arguments() -> argparse.Namespace:
         "--topologies", nargs="+", choices=TOPOLOGIES, help="default: all that suit the model"
     )
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, help="steps of a run; default: 8, with gpt2 28")
+    parser.add_argument("--steps", type=int, help="steps of a run; default: 16, with gpt2 28")
     parser.add_argument("--timeout", type=float, default=420, help="maximum seconds of a run")
     parser.add_argument(
         "--traces",
