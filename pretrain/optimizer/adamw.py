@@ -240,9 +240,9 @@ class ExactAdamW(torch.optim.Optimizer):
             update_all = prepare_updates(updates, clip_coefficient)
 
         def update() -> None:
+            lost = update_all()
             for step in steps:
                 step.add_(1)
-            lost = update_all()
             count = sum(tensors.weight.numel() for tensors, _ in updates)
             self.frozen_counts = torch.stack([lost, torch.full_like(lost, count)])
 
