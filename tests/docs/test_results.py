@@ -133,31 +133,34 @@ def test_predicted_speeds_of_the_readme_are_those_of_the_page_of_gpus():
     assert gains["A100"] == []
 
 
+def read_speeds(name: str) -> Any:
+    """Return the content of a result file in speed/."""
+    return json.loads((RESULTS / f"speed/{name}.json").read_text(encoding="utf-8"))
+
+
+def shares_of(name: str, gpus: int) -> dict[str, float]:
+    """Return the share of each run in the speeds of its GPUs alone, in percent."""
+    runs = read_speeds(name)["runs"]
+    shares = {}
+    for key, run in runs.items():
+        _, comma, model = key.partition(", ")
+        one = runs.get(f"one{comma}{model}", {})
+        if "tokens_per_second" in run and one and run is not one:
+            alone = one.get("tokens_per_second_of_gpus", [one["tokens_per_second"]] * gpus)
+            shares[key] = 100 * run["tokens_per_second"] / sum(alone)
+    return shares
+
+
 def test_speeds_of_several_gpus_are_those_of_the_result_files():
-    def read(name: str) -> Any:
-        return json.loads((RESULTS / f"speed/{name}.json").read_text(encoding="utf-8"))
-
-    def shares(name: str, gpus: int) -> dict[str, float]:
-        """Return the share of each run in the speeds of its GPUs alone, in percent."""
-        runs = read(name)["runs"]
-        shares = {}
-        for key, run in runs.items():
-            _, comma, model = key.partition(", ")
-            one = runs.get(f"one{comma}{model}", {})
-            if "tokens_per_second" in run and one and run is not one:
-                alone = one.get("tokens_per_second_of_gpus", [one["tokens_per_second"]] * gpus)
-                shares[key] = 100 * run["tokens_per_second"] / sum(alone)
-        return shares
-
-    percent = shares("h100_x4_scaling", 4)
-    on_two = shares("h200_x2_scaling", 2)
+    percent = shares_of("h100_x4_scaling", 4)
+    on_two = shares_of("h200_x2_scaling", 2)
     assert sorted(on_two) == ["ddp", "ddp, gpt2", "fsdp2", "zero"]
-    in_each = shares("h200_x2_zero3", 2)["fsdp2"]
+    in_each = shares_of("h200_x2_zero3", 2)["fsdp2"]
     # A time limit ended this run. Its output has the speeds of steps 1 to 5, in thousands.
-    (output,) = (result["output"] for result in read("h200_x4_ddp")["results"])
+    (output,) = (result["output"] for result in read_speeds("h200_x4_ddp")["results"])
     speed = 1000 * statistics.median(map(float, re.findall(r"([\d.]+)k tok/s", output)[2:]))
-    (one_gpu,) = read("h200_x4_one_gpu")["results"]
-    (zero,) = read("h200_x4_zero_524288")["results"]
+    (one_gpu,) = read_speeds("h200_x4_one_gpu")["results"]
+    (zero,) = read_speeds("h200_x4_zero_524288")["results"]
     reached = [percent["ddp"], percent["zero"], on_two["ddp"], on_two["zero"]]
     reached.append(25 * speed / one_gpu["summary"]["tokens_per_second"])
     # One GPU of another host: benchmarks/results/kernels/h200_attention_in_steps.json.
@@ -171,8 +174,24 @@ def test_speeds_of_several_gpus_are_those_of_the_result_files():
         f"{value:.1f} %" in table
         for value in [*percent.values(), *on_two.values(), in_each, *reached]
     )
-    llama = read("h200_x2_scaling")["runs"]["zero, llama"]
+    llama = read_speeds("h200_x2_scaling")["runs"]["zero, llama"]
     assert f"{llama['tokens_per_second'] / 2:,.0f} tokens/s per GPU" in table
+
+
+def test_speeds_with_cuda_graphs_on_two_gpus_are_those_of_their_file():
+    table = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    shares = shares_of("h200_x2_graphs", 2)
+    (row,) = (line for line in table.splitlines() if "GPT-2 124M | `ddp.yaml`" in line)
+    assert f"| {shares['ddp, gpt2, model.cuda_graphs=on']:.1f} % |" in row
+    assert f"| {shares['zero, batch.microbatch=8']:.1f} % |" in table
+    runs = read_speeds("h200_x2_graphs")["runs"]
+    names = [f"{name}, model.cuda_graphs=on" for name in ("one", "ddp", "zero")]
+    one, ddp, zero = (runs[name]["traced_step_ms"] for name in names)
+    sentences = " ".join(table.split())
+    assert f"(DDP {shares[names[1]]:.1f} %, `zero.yaml` {shares[names[2]]:.1f} %)" in sentences
+    assert f"took {ddp:,.0f} and {zero:,.0f} ms" in sentences
+    of_two = f"{50 * one / ddp:.1f} % and {50 * one / zero:.1f} %"
+    assert f"{of_two} of twice the first GPU's speed ({one:,.0f} ms)" in sentences
 
 
 def test_the_table_of_gpt2_is_that_of_its_result_file():
