@@ -62,7 +62,8 @@ TAIL = """\
 
 **Blackwell.** Nothing in this project has run on a B200 or another Blackwell GPU. MXFP8 and NVFP4
 were emulated, after Transformer Engine's source code. If you have such a GPU, please [make a
-card](../CONTRIBUTING.md#make-a-card-of-your-gpu): a JSON file with measurements, in 15 minutes.
+card](../CONTRIBUTING.md#make-a-card-of-your-gpu), like [our
+H200's](../benchmarks/results/cards/h200.json): a JSON file with measurements, in 15 minutes.
 """
 
 

@@ -7,11 +7,13 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks import card as gpu_card
 from benchmarks.machine import with_tables
 from benchmarks.readers import table
 from pretrain.compare.differences import (
@@ -192,6 +194,20 @@ def test_speeds_with_cuda_graphs_on_two_gpus_are_those_of_their_file():
     assert f"took {ddp:,.0f} and {zero:,.0f} ms" in sentences
     of_two = f"{50 * one / ddp:.1f} % and {50 * one / zero:.1f} %"
     assert f"{of_two} of twice the first GPU's speed ({one:,.0f} ms)" in sentences
+
+
+def test_the_table_of_a_card_is_that_of_its_file():
+    made = gpu_card.read(RESULTS / "cards/h200.json")
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"| {' | '.join(gpu_card.HEADER)} |" in page
+    for name in made["ways"]:
+        assert gpu_card.failures(name, made) == []
+        assert f"| {' | '.join(gpu_card.row(name, made))} |" in page
+
+
+@pytest.mark.parametrize("path", [*RESULTS.glob("cards/*.json")], ids=lambda path: path.stem)
+def test_a_published_card_is_complete_and_unchanged(path: Path):
+    assert {"ways", "losses", "bits", "left_out", "code"} <= gpu_card.read(path).keys()
 
 
 def test_the_table_of_gpt2_is_that_of_its_result_file():
