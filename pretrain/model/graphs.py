@@ -184,10 +184,10 @@ class MicrobatchGraphs:
             self.overwriting = model.gemms
             for gemm in self.overwriting:
                 gemm.overwrites = True
-            fixed = replace(batch, **inputs_of(batch, accelerator.device))
-            factor = torch.empty((), device=accelerator.device)
             failure = None
             try:
+                fixed = replace(batch, **inputs_of(batch, accelerator.device))
+                factor = torch.empty((), device=accelerator.device)
                 recorded = capture(
                     lambda: compute_microbatch(model, accelerator, fixed, factor, rank_sums),
                     next((graph.pool() for graph, *_ in self.captured.values()), None),
