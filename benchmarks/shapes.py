@@ -7,7 +7,8 @@
 Each model is built from its shape with random weights, which do not affect the speed, and trains on
 the packs of `benchmarks.throughput_packs`. Microbatches have 32,768 tokens. Everything except the
 model and the tokens per step is as in `benchmarks.throughput`. Llama-3.1-8B uses one document of
-8,192 tokens at a time, with moments in BF16. Mixtures of experts have the number of layers that
+8,192 tokens at a time, with moments in BF16. The shapes of long contexts, 32k and 128k, use one
+document of 32,768 or 131,072 tokens at a time. Mixtures of experts have the number of layers that
 fits into memory with exact weights. On Hopper, their experts are in FP8 with gradients in E4M3 too.
 
 Starting takes most of a training's time here, and only seconds are timed. So ways share compiled
@@ -59,6 +60,8 @@ class Shape:
     recipe: str
     # Configuration of the model, if the recipe names published weights.
     config: Mapping[str, Any] | None = None
+    # Tokens of a pack, if it is not the length of the recipe.
+    length: int | None = None
     # Tokens of a microbatch.
     microbatch: int = 32_768
     # Overrides of all ways.
@@ -83,7 +86,7 @@ class Shape:
     def settings(self, tokens: int) -> list[str]:
         """Return overrides of `benchmarks.throughput`'s recipe, for steps with `tokens` tokens."""
         recipe = load_recipe(Path(self.recipe))
-        length = recipe.data.length
+        length = self.length or recipe.data.length
         config = self.config or recipe.model.config
         batch = [f"batch.tokens={tokens}", f"batch.microbatch={max(1, self.microbatch // length)}"]
         return [f"model.config={json.dumps(config)}", f"data.length={length}", *batch, *self.more]
@@ -137,7 +140,24 @@ def qwen2_5(
     return Shape("benchmarks/qwen2_5.yaml", config, whole_documents=True, **more)
 
 
+def long_context(recipe: str, length: int, *more: str) -> Shape:
+    """Return a shape with one document of `length` tokens per microbatch.
+
+    The shape is that of `recipe`, whose packs are shorter. `more` are overrides of all ways.
+    """
+    return Shape(
+        recipe,
+        length=length,
+        microbatch=length,
+        more=("model.config.max_position_embeddings=131072", *more),
+        whole_documents=True,
+        warm_up=2 if length < 131_072 else 1,
+        steps=2,
+    )
+
+
 E4M3 = "fp8_config.fp8_format=E4M3"
+RECOMPUTED = "model.gradient_checkpointing=full"
 # Fields of the shapes that need AdamW's moments in host memory, and gradient sums in BF16.
 LARGE = {
     "microbatch": 4096,
@@ -198,6 +218,16 @@ SHAPES = {
         *(5120, 13824, 48, 40, 8),
         tied=False,
         **(LARGE | {"more": (*LARGE["more"], "optimizer.moments=bf16"), "warm_up": 1}),
+    ),
+    # These shapes need 141 GB. Use `--tokens 131072` with the documents of 131,072 tokens. The last
+    # shape needs 75 GiB of host memory for the state of the optimizer.
+    "Qwen3-1.7B 32k": long_context("benchmarks/qwen3_1_7b.yaml", 32_768),
+    "Qwen3-1.7B 128k": long_context("benchmarks/qwen3_1_7b.yaml", 131_072, RECOMPUTED),
+    "Llama-3.1-8B 32k": long_context(
+        "benchmarks/llama_3_1_8b.yaml", 32_768, RECOMPUTED, "optimizer.moments=bf16"
+    ),
+    "Llama-3.1-8B 128k": long_context(
+        "benchmarks/llama_3_1_8b.yaml", 131_072, RECOMPUTED, "optimizer.offload=state"
     ),
 }
 
