@@ -5,8 +5,8 @@ launches them by one call. The kernels, their order and their operands are the s
 graphs, so the results are the same bit for bit.
 
 Graphs need memory for the activations of a second microbatch, because the memory of steps without
-graphs stays reserved. `model.cuda_graphs: auto` uses graphs if this memory is free on every GPU
-(`SPARE`).
+graphs stays reserved. On one machine, `model.cuda_graphs: auto` uses graphs if this memory is free
+on every GPU (`SPARE`).
 
 A graph reads and writes fixed addresses. A microbatch is copied to the buffers of its graph.
 Parameters, main gradients, histories and scales never move. A newly quantized weight overwrites the

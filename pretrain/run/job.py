@@ -475,6 +475,10 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
         "they do not support rotations that depend on the longest document": (
             attention.longest_rotated(shapes.config) is not None
         ),
+        # The last reason, because it is no obstacle.
+        "they are not tested on several machines": (
+            model.cuda_graphs == "auto" and processes_on_host() < plan.devices.count
+        ),
     }
     obstacle = next((reason for reason, applies in reasons.items() if applies), None)
     if obstacle and model.cuda_graphs == "on":

@@ -98,8 +98,8 @@ class ModelSettings(Settings):
     """on: launch all kernels of a microbatch together, which changes no result.
 
     This needs fused layers, and memory for the activations of a second microbatch.
-    auto: on if these conditions hold and a tenth of the GPU's memory stays free. A microbatch
-    that fills the memory is launched without graphs.
+    auto: on with the GPUs of one machine if these conditions hold and a tenth of the GPU's
+    memory stays free. A microbatch that fills the memory is launched without graphs.
     """
 
     @property

@@ -321,14 +321,17 @@ def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: 
         ({"devices": Devices(2, sharded=True, gathered=True)}, None),
         ({"packs": 1}, None),
         ({"packs": 2, "devices": Devices(count=2)}, None),
+        ({"devices": Devices(count=16)}, "not tested on several machines"),
+        ({"devices": Devices(count=16), "model": {"cuda_graphs": "on"}}, None),
         ({"packs": 4, "devices": Devices(2, sharded=True, gathered=True)}, "every microbatch"),
         ({"packs": 5, "devices": Devices(2, sharded=True, gathered=True)}, None),
         ({"config": {"embd_pdrop": 0.1}}, "dropout"),
     ],
 )
 def test_the_plan_states_why_a_run_cannot_use_cuda_graphs(
-    changes: dict[str, Any], reason: str | None
+    changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     gpt2 = {"model_type": "gpt2", "n_layer": 2} | dict.fromkeys(
         ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
     )
