@@ -35,6 +35,7 @@ def evaluate(run: Run) -> None:
     All ranks must call this function. There is no held-out loss if no packs are held out, and there
     are no samples if the recipe has no prompts. With `checkpoint.best`, also update `run.best`.
     """
+    record = None
     with run.console.progress("evaluating", "microbatches"):
         if run.job.data.held_out is not None:
             started = time.perf_counter()
@@ -44,7 +45,6 @@ def evaluate(run: Run) -> None:
                 **held_out_figures(run.job, run.assembly.model, run.accelerator),
                 **measure_of(run),
             }
-            run.trackers.log(record)
             run.console.evaluation(record, time.perf_counter() - started)
             if run.job.recipe.checkpoint.best:
                 # All processes use the result of the main process.
@@ -53,6 +53,10 @@ def evaluate(run: Run) -> None:
                 )[0]
         if run.job.recipe.evaluate.samples:
             draw_samples(run)
+    # Log the loss last. If the run is killed before its last samples are logged, `evaluate_once`
+    # then repeats the evaluation.
+    if record is not None:
+        run.trackers.log(record)
 
 
 def evaluate_once(run: Run) -> None:
@@ -127,9 +131,8 @@ def best_so_far(run: Run) -> Record | None:
             evaluation
             for evaluation in own_evaluations(read_metrics(run.folder.path))
             if step_folder(run.folder.checkpoints, evaluation["step"]).exists()
+            and same_measure(evaluation, measure_of(run))
         )
-        if best is not None and not same_measure(best, measure_of(run)):
-            best = None
     return broadcast_object_list([best])[0]
 
 

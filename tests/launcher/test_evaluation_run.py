@@ -236,6 +236,19 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
         signal.signal(number, signal.SIG_DFL)
 
 
+def test_an_evaluation_that_is_killed_before_its_samples_is_repeated(
+    train_here: Callable, small_recipe: dict[str, Any], words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("evaluate.samples=[w1 w2]", f"data.tokenizer={words}", "train.steps=2")
+    with monkeypatch.context() as killed:
+        killed.setattr(evaluate, "draw_samples", lambda run: os.kill(os.getpid(), signal.SIGINT))
+        assert train_here(*settings, "parity=off").status == 130
+    run = train_here(*settings, "parity=off")
+    assert run.status == 0, run.output
+    events = [record["event"] for record in run.records() if "event" in record]
+    assert sorted(events) == ["evaluation", "samples"]
+
+
 @pytest.mark.parametrize("length", ["train.steps=3", "train.epochs=0.2"])
 def test_evaluate_accepts_the_length_that_train_has_shortened_to(
     length: str, train_here: Callable, small_recipe: dict[str, Any]
