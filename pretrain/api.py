@@ -367,8 +367,9 @@ def parity(
 
     The reference runs twice: in FP32 for the expected values, and in BF16 for the tolerances, which
     are the errors of BF16. The model runs without dropout. A model that :func:`convert` has
-    converted runs without quantization, because :func:`audit` reports its precision. The model, its
-    gradients and the reference are not changed.
+    converted runs without quantization, because :func:`audit` reports its precision. The gradients
+    of frozen parameters are compared too. The model, its gradients and the reference are not
+    changed.
 
     Args:
         model: The model. It may have fused kernels, another attention, or converted layers.
@@ -425,12 +426,12 @@ def _output_and_gradients(
 ) -> tuple[Any, dict[str, Tensor]]:
     """Return the output of `model` and its gradients by name.
 
-    All parameters are cast to `dtype`, unless it is None. The model and its gradients stay.
+    All parameters are cast to `dtype`, unless it is None. Frozen parameters have gradients too. The
+    model and its gradients stay.
     """
     parameters = {
         name: parameter.detach().to(dtype or parameter.dtype).requires_grad_()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad
     }
     output = functional_call(model, parameters, (), dict(batch))
     gradients = torch.autograd.grad(output.loss, list(parameters.values()), allow_unused=True)

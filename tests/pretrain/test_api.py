@@ -444,6 +444,15 @@ def test_parity_passes_for_correct_models_and_changes_nothing(dtype: torch.dtype
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_parity_compares_a_model_whose_embedding_is_frozen():
+    model = llama(torch.bfloat16)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    result = api.parity(model, batch_of())
+    assert not result.failures, result.summary()
+    names = {name for name, _ in model.named_parameters()}
+    assert {compared.name for compared in result.tensors} >= names
+
+
 def test_parity_finds_a_wrong_gradient_and_a_wrong_loss():
     model, reference = llama(torch.float32), llama(torch.float32)
     up = model.model.layers[0].mlp.up_proj
