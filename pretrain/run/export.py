@@ -253,8 +253,8 @@ def checkpoints_to_merge(checkpoint: Path, number: int, recipe: Recipe) -> list[
     merged = averaged(candidates, number, recipe.checkpoint.every or 1)
     if len(merged) < number:
         raise InputError(
-            f"{checkpoint.parent}: there are {plural(len(merged), 'checkpoint')} to merge instead "
-            f"of {number}: {checkpoint.name}, and earlier ones of multiples of `checkpoint.every`; "
+            f"{checkpoint.parent}: {plural(len(merged), 'checkpoint')} can be merged instead of "
+            f"{number}: {checkpoint.name}, and earlier ones of multiples of `checkpoint.every`; "
             "either merge fewer, or train with a larger `checkpoint.keep`"
         )
     for folder in merged:

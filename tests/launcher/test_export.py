@@ -121,7 +121,7 @@ def test_merge_exports_the_mean_of_the_last_checkpoints(
             capsys, "export", source, "--out", tmp_path / "none", "--merge", number
         )
         assert status == 2
-        assert f"to merge instead of {number}: " in output and "checkpoint.keep" in output
+        assert f" can be merged instead of {number}: " in output and "checkpoint.keep" in output
         assert not (tmp_path / "none").exists()
 
 
