@@ -54,7 +54,11 @@ class Observer:
     observes_passes = True
 
     def due(self, step: Step) -> bool:
-        """Return whether the hooks of this observer are called in `step`."""
+        """Return whether the hooks of this observer are called in `step`.
+
+        The result must be the same on all ranks. Otherwise only some of them would run the step
+        with CUDA graphs, and wait for the others forever.
+        """
         raise NotImplementedError
 
     @contextmanager

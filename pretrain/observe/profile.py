@@ -52,12 +52,19 @@ class StepProfile(Observer):
             )
 
     def due(self, step: Step) -> bool:
-        """Return True if this is the main process and `step` is the step to record."""
-        return self._records and step.number == self._number
+        """Return True if `step` is the step to record.
+
+        The other processes observe this step too, because all processes must use CUDA graphs in the
+        same steps.
+        """
+        return step.number == self._number
 
     @contextmanager
     def whole_step(self, step: Step) -> Iterator[None]:
         """Record the step. The profiler waits until the device has finished the step."""
+        if not self._records:
+            yield
+            return
         with profile() as recorded:
             yield
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))

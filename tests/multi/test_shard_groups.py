@@ -24,11 +24,14 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from foundation.errors import InputError
 from foundation.overrides import overridden
 from foundation.units import GIB
+from pretrain.metrics.console import Console
 from pretrain.model import graphs, packed, sharding
 from pretrain.model.distributed import complete_topology, shard
 from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.model.packed import compute_microbatch, forward_backward, inputs_of
+from pretrain.observe.observers import Step
+from pretrain.observe.profile import TABLE_FILE, StepProfile
 from pretrain.observe.step_check import CachedWeights
 from pretrain.optimizer import adamw
 from tests.pretrain.model.fused import test_blackwell
@@ -238,6 +241,18 @@ def turn_graphs_off(accelerator: Accelerator) -> None:
     assert statuses[1].startswith("off: 0 MiB are available")
 
 
+def profile_a_step(accelerator: Accelerator, folder: Path) -> None:
+    """Check that all ranks run the profiled step without graphs, and that the first one records."""
+    folder /= str(accelerator.process_index)
+    folder.mkdir()
+    observer = StepProfile(folder, accelerator, 0, 5, Console(5, enabled=False))
+    step = Step(5, is_quantized=False, is_new=False, measures_operands=False)
+    assert observer.due(step) and observer.observes_passes
+    with observer.whole_step(step):
+        torch.ones(2).sum()
+    assert (folder / TABLE_FILE).exists() == accelerator.is_main_process
+
+
 def errors_of_rounded_sums(accelerator: Accelerator) -> list[str]:
     """Return the errors of the audit: without a fault, and with gradients that FSDP2 rounds."""
     reduce = _fsdp_param_group.foreach_reduce
@@ -280,6 +295,7 @@ def main_graphs() -> None:
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     train_with_graphs(accelerator)
     turn_graphs_off(accelerator)
+    profile_a_step(accelerator, Path(sys.argv[1]))
     accelerator.end_training()
 
 
@@ -334,7 +350,7 @@ def test_fused_layers_read_no_freed_weight(references: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("topology", ["ddp", "zero"])
 def test_microbatches_run_as_graphs(topology: str, tmp_path: Path) -> None:
     launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
-    status, out, err = start_ranks([], launch, tmp_path, main=main_graphs)
+    status, out, err = start_ranks([str(tmp_path)], launch, tmp_path, main=main_graphs)
     assert status == 0, out + err
 
 
