@@ -38,7 +38,7 @@ from torch import Tensor
 from foundation import units
 from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
-from pretrain.model.distributed import largest_over_ranks
+from pretrain.model.distributed import from_all_ranks, largest_over_ranks
 from pretrain.model.gradients import RankSums
 from pretrain.model.packed import (
     TENSORS,
@@ -175,7 +175,7 @@ class MicrobatchGraphs:
     ) -> Tensor:
         """Run the graph of a microbatch. Capture it first if it does not exist.
 
-        If the capture fails on some rank, raise RuntimeError on all ranks.
+        If the capture fails on some rank, raise RuntimeError with its message on all ranks.
         """
         context = model.context
         sums = rank_sums is not None
@@ -184,7 +184,7 @@ class MicrobatchGraphs:
             self.overwriting = model.gemms
             for gemm in self.overwriting:
                 gemm.overwrites = True
-            failure = None
+            refusal = None
             try:
                 fixed = replace(batch, **inputs_of(batch, accelerator.device))
                 factor = torch.empty((), device=accelerator.device)
@@ -194,9 +194,9 @@ class MicrobatchGraphs:
                 )
                 self.captured[key] = (*recorded, fixed, factor)
             except RuntimeError as error:
-                failure = error
-            if largest_over_ranks(accelerator, int(failure is not None)):
-                raise failure or RuntimeError("another process could not capture its graph")
+                refusal = one_line(error)
+            if refusals := [text for text in from_all_ranks(refusal) if text]:
+                raise RuntimeError(refusals[0])
         graph, loss, fixed, factor = self.captured[key]
         for name in TENSORS:
             getattr(fixed, name).copy_(getattr(batch, name), non_blocking=True)
