@@ -476,7 +476,7 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
             attention.longest_rotated(shapes.config) is not None
         ),
         # The last reason, because it is no obstacle.
-        "they are not tested on several machines": (
+        "they are not tested on several machines, and LOCAL_WORLD_SIZE is below WORLD_SIZE": (
             model.cuda_graphs == "auto" and processes_on_host() < plan.devices.count
         ),
     }
