@@ -95,8 +95,8 @@ class MicrobatchGraphs:
     # Bytes that an observer needs in later steps, and that no step before the first capture needs.
     # With `auto`, they must stay free too.
     later_bytes: int = 0
-    # Map the key that `_replay` computes for a microbatch to the graph, the loss of the graph, the
-    # buffers of the microbatch, and the buffer of the factor of the loss.
+    # Map the key that `_captured_for` computes for a microbatch to the graph, the loss of the
+    # graph, the buffers of the microbatch, and the buffer of the factor of the loss.
     captured: dict[Any, tuple[Any, Tensor, Microbatch, Tensor]] = field(default_factory=dict)
     # The Gemms of the model, from the first capture on. Their new weights overwrite cached ones.
     overwriting: Sequence[Gemm] = ()
@@ -114,18 +114,28 @@ class MicrobatchGraphs:
         With `auto`, this method decides whether graphs are on, before their first capture. The next
         call may overwrite the result. Do not call this method in observed steps. Raises InputError
         if the recipe has `cuda_graphs: on` and the memory does not suffice or a capture fails.
+        Errors of a captured graph are raised in every case, because the other ranks have already
+        started theirs.
         """
         if not self.status.startswith("off"):
             try:
                 if not self.captured:
                     self._check_memory(accelerator)
-                return self._replay(model, accelerator, batch, scale, rank_sums)
+                graph, loss, fixed, factor = self._captured_for(
+                    model, accelerator, batch, rank_sums
+                )
             except RuntimeError as error:
                 if self.status == "on":
                     raise impossible(one_line(error)) from error
                 self.drop()
                 self.status = f"off: {one_line(error)}"
                 self.report(self.status)
+            else:
+                for name in TENSORS:
+                    getattr(fixed, name).copy_(getattr(batch, name), non_blocking=True)
+                factor.fill_(scale)
+                graph.replay()
+                return loss
         return compute_microbatch(model, accelerator, batch, scale, rank_sums)
 
     def drop(self) -> None:
@@ -165,15 +175,14 @@ class MicrobatchGraphs:
             self.status = f"on: {figures}"
             self.report(self.status)
 
-    def _replay(
+    def _captured_for(
         self,
         model: PackedLanguageModel,
         accelerator: Accelerator,
         batch: Microbatch,
-        scale: float,
         rank_sums: RankSums | None,
-    ) -> Tensor:
-        """Run the graph of a microbatch. Capture it first if it does not exist.
+    ) -> tuple[Any, Tensor, Microbatch, Tensor]:
+        """Return the value of `captured` for a microbatch. Capture the graph if it does not exist.
 
         If the capture fails on some rank, raise RuntimeError with its message on all ranks.
         """
@@ -197,9 +206,4 @@ class MicrobatchGraphs:
                 refusal = one_line(error)
             if refusals := [text for text in from_all_ranks(refusal) if text]:
                 raise RuntimeError(refusals[0])
-        graph, loss, fixed, factor = self.captured[key]
-        for name in TENSORS:
-            getattr(fixed, name).copy_(getattr(batch, name), non_blocking=True)
-        factor.fill_(scale)
-        graph.replay()
-        return loss
+        return self.captured[key]

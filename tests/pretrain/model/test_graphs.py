@@ -277,6 +277,25 @@ def test_without_a_capture_auto_continues_and_on_stops(
         forward_backward(assemble("gpt2"), step, accelerator, compute=required.compute)
 
 
+def test_an_error_of_a_captured_graph_is_raised(
+    make_graphs: Callable[..., MicrobatchGraphs], accelerator: Accelerator
+) -> None:
+    """The process must not continue without graphs, because the other ranks use theirs."""
+
+    class Failing(Recorded):
+        def replay(self) -> None:
+            raise RuntimeError("out of memory")
+
+    def fail_later(function: Callable[[], Tensor], _: str | None) -> tuple[Recorded, Tensor]:
+        graph = Failing(function)
+        return graph, graph.loss
+
+    graphs = make_graphs("auto", lambda _: None, fail_later)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward_backward(assemble("gpt2"), batches_of([3], 0), accelerator, compute=graphs.compute)
+    assert graphs.status.startswith("on")
+
+
 def test_a_run_with_graphs_logs_the_figures_of_a_run_without(
     make_graphs: Callable[..., MicrobatchGraphs],
     train_here: Callable[..., Any],
