@@ -100,7 +100,7 @@ def build_microbatch(
     has no label either. Otherwise, the last token of a document predicts the first token of the
     next document. Padding and tokens without a loss (`Pack.trained`) are not used as labels.
 
-    documents: number of documents, with paddings, for which `cu_seqlens` has at least room.
+    documents: least number of documents that `cu_seqlens` has space for, including paddings.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
