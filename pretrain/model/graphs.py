@@ -38,7 +38,7 @@ from torch import Tensor
 from foundation import units
 from foundation.errors import InputError, one_line
 from packing.batch import Microbatch
-from pretrain.model.distributed import from_all_ranks, largest_over_ranks
+from pretrain.model.distributed import largest_over_ranks, refused_together
 from pretrain.model.gradients import RankSums
 from pretrain.model.packed import (
     TENSORS,
@@ -114,8 +114,8 @@ class MicrobatchGraphs:
         With `auto`, this method decides whether graphs are on, before their first capture. The next
         call may overwrite the result. Do not call this method in observed steps. Raises InputError
         if the recipe has `cuda_graphs: on` and the memory does not suffice or a capture fails.
-        Errors of a captured graph are raised in every case, because the other ranks have already
-        started theirs.
+        Raises the error of a captured graph with `auto` too, because the other ranks have already
+        started their graphs.
         """
         if not self.status.startswith("off"):
             try:
@@ -124,11 +124,11 @@ class MicrobatchGraphs:
                 graph, loss, fixed, factor = self._captured_for(
                     model, accelerator, batch, rank_sums
                 )
-            except RuntimeError as error:
+            except InputError as refusal:
                 if self.status == "on":
-                    raise impossible(one_line(error)) from error
+                    raise impossible(str(refusal)) from refusal
                 self.drop()
-                self.status = f"off: {one_line(error)}"
+                self.status = f"off: {refusal}"
                 self.report(self.status)
             else:
                 for name in TENSORS:
@@ -154,7 +154,7 @@ class MicrobatchGraphs:
             torch.cuda.empty_cache()
 
     def _check_memory(self, accelerator: Accelerator) -> None:
-        """Raise OutOfMemoryError if graphs do not fit into memory. If they fit, turn `auto` on.
+        """Raise InputError if graphs do not fit into memory. If they fit, turn `auto` on.
 
         The activations of a microbatch are the peak of earlier steps minus the present memory. If
         ranks differ, the least available memory and the largest activations decide.
@@ -170,7 +170,7 @@ class MicrobatchGraphs:
             f"activations of a second microbatch take {units.memory(activations / units.GIB)}"
         )
         if available < activations:
-            raise torch.OutOfMemoryError(figures)
+            raise InputError(figures)
         if self.status != "on":
             self.status = f"on: {figures}"
             self.report(self.status)
@@ -184,7 +184,7 @@ class MicrobatchGraphs:
     ) -> tuple[Any, Tensor, Microbatch, Tensor]:
         """Return the value of `captured` for a microbatch. Capture the graph if it does not exist.
 
-        If the capture fails on some rank, raise RuntimeError with its message on all ranks.
+        If the capture fails on some rank, raise InputError with its message on all ranks.
         """
         context = model.context
         sums = rank_sums is not None
@@ -193,17 +193,29 @@ class MicrobatchGraphs:
             self.overwriting = model.gemms
             for gemm in self.overwriting:
                 gemm.overwrites = True
-            refusal = None
-            try:
-                fixed = replace(batch, **inputs_of(batch, accelerator.device))
-                factor = torch.empty((), device=accelerator.device)
-                recorded = capture(
-                    lambda: compute_microbatch(model, accelerator, fixed, factor, rank_sums),
-                    next((graph.pool() for graph, *_ in self.captured.values()), None),
-                )
-                self.captured[key] = (*recorded, fixed, factor)
-            except RuntimeError as error:
-                refusal = one_line(error)
-            if refusals := [text for text in from_all_ranks(refusal) if text]:
-                raise RuntimeError(refusals[0])
+            self.captured[key] = refused_together(
+                lambda: self._capture(model, accelerator, batch, rank_sums)
+            )
         return self.captured[key]
+
+    def _capture(
+        self,
+        model: PackedLanguageModel,
+        accelerator: Accelerator,
+        batch: Microbatch,
+        rank_sums: RankSums | None,
+    ) -> tuple[Any, Tensor, Microbatch, Tensor]:
+        """Capture the graph of a microbatch, and return its value of `captured`.
+
+        Raises InputError if the capture fails.
+        """
+        try:
+            fixed = replace(batch, **inputs_of(batch, accelerator.device))
+            factor = torch.empty((), device=accelerator.device)
+            graph, loss = capture(
+                lambda: compute_microbatch(model, accelerator, fixed, factor, rank_sums),
+                next((graph.pool() for graph, *_ in self.captured.values()), None),
+            )
+        except RuntimeError as error:
+            raise InputError(one_line(error)) from error
+        return graph, loss, fixed, factor
