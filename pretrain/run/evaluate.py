@@ -127,11 +127,12 @@ def best_so_far(run: Run) -> Record | None:
     """
     best = None
     if run.job.recipe.checkpoint.best and run.accelerator.is_main_process:
+        measure = measure_of(run)
         best = best_evaluation(
             evaluation
             for evaluation in own_evaluations(read_metrics(run.folder.path))
             if step_folder(run.folder.checkpoints, evaluation["step"]).exists()
-            and same_measure(evaluation, measure_of(run))
+            and same_measure(evaluation, measure)
         )
     return broadcast_object_list([best])[0]
 
