@@ -225,12 +225,11 @@ def forward_backward(
     first_apart: bool = False,
     compute: Callable[..., Tensor] = compute_microbatch,
 ) -> Tensor:
-    """Accumulate the gradient of a step's mean loss, and return the loss, an FP32 scalar.
+    """Compute the gradients of a step, and return its mean loss, an FP32 scalar.
 
-    The mean loss is the sum of the losses of all tokens with a label in the step, on all ranks,
-    divided by the number of these tokens. Gradients are summed over ranks, by `rank_sums` or by
-    FSDP2. Therefore each token contributes the same gradient for any number of ranks. The returned
-    loss is the same on every rank. All ranks must call this function.
+    The mean is taken over all tokens with a label, on all ranks. The gradients are summed over
+    ranks, by `rank_sums` or by FSDP2. Therefore the weight of a token does not depend on the number
+    of ranks. The returned loss is the same on every rank. All ranks must call this function.
 
     Args:
         model: The model, with cleared gradients.
