@@ -4,7 +4,7 @@
     python -m benchmarks.card --card b200.json --gpus 4       # one precision on each of four GPUs
     python -m benchmarks.card --check b200.json     # repeat the 50 steps and compare the losses
 
-The GPUs of a host differ in speed by up to 3 %. To compare precisions with each other, use one GPU.
+The GPUs of a host differ in speed. To compare precisions with each other, use one GPU.
 
 A card is a JSON file with the results of every precision that the machine has. It is a result file
 of `benchmarks.throughput` with more keys, so that `--report` shows it beside the other results:
