@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -286,7 +287,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             code = streaming.wait_for_packs(run, steps, stop_code)
             if code:
                 return checkpointing.save_and_stop(run, code, steps)
-            figures, decision = train_step(run, next(steps), watch)
+            figures, decision, code = train_step(run, steps, watch, stop_code)
         run.log(figures, data_wait_ms=steps.data_wait_ms)
 
         is_saved = is_due(state.step, recipe.checkpoint.every)
@@ -306,7 +307,6 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if is_evaluated:
             evaluate.evaluate(run)
         run.checkpoints.settle()
-        code = distributed.largest_over_ranks(run.accelerator, stop_code())
         if code:
             return checkpointing.save_and_stop(run, code, steps)
         if (is_saved or run.is_best) and not state.finished:
@@ -315,40 +315,47 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
 
 def train_step(
-    run: Run, batches: StepBatches, watch: StepWatch
-) -> tuple[dict[str, Any], StepDecision]:
-    """Train one step. Return the metrics of the step, and a decision.
+    run: Run, steps: Prefetch[StepBatches], watch: StepWatch, stop_code: Callable[[], int]
+) -> tuple[dict[str, Any], StepDecision, int]:
+    """Train one step. Return the metrics of the step, a decision, and a stop code.
 
-    The decision says whether the weights were updated, and how the run continues.
+    The decision says whether the weights were updated, and how the run continues. The stop code is
+    the largest one of all ranks.
 
-    batches: the microbatches of the step on this rank.
+    A small model may take less than 100 ms for a step on a GPU. So the order of the calls matters:
+    the host does most of its work while the device computes.
+
+    steps: the prefetched batches of this rank.
     watch: the observers that are due in this step.
+    stop_code: a function that returns the stop code of this rank.
     """
-    recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
+    batches = steps.take()
+    recipe, state = run.job.recipe, run.state
     model, optimizer = run.assembly.model, run.assembly.optimizer
     run.follow_schedule()
     learning_rate = schedule.learning_rate(
         state.step, recipe.schedule, recipe.optimizer, state.steps
     )
     adamw.set_learning_rate(optimizer, learning_rate)
-    seed_step(recipe.seed, state.step, accelerator.process_index)
+    seed_step(recipe.seed, state.step, run.accelerator.process_index)
     histories = model.context.copied_state() if run.health.may_skip else []
 
     with watch.passes(batches, state.place):
         mean_loss = forward_backward(
             model,
             batches,
-            accelerator,
+            run.accelerator,
             watch.first_microbatch(),
             first_apart=watch.separates_first_microbatch,
             compute=compute_microbatch if watch.observes_passes else run.graphs.compute,
         )
     norm = adamw.gradient_norm(model.parameters())
-    means = model.mean_losses(accelerator, batches.valid_tokens, mean_loss)
+    means = model.mean_losses(run.accelerator, batches.valid_tokens, mean_loss)
     # Prepare the update while the device computes the gradients.
     update = optimizer.prepare(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
+    steps.build_ahead()
     # This call waits for the device.
-    gradient_norm, *values = same_on_all_ranks(accelerator, norm, *means.values())
+    gradient_norm, *values = same_on_all_ranks(run.accelerator, norm, *means.values())
     losses = dict(zip(means, values, strict=True))
 
     decision = run.health.check(
@@ -365,16 +372,16 @@ def train_step(
             update()
     elif decision.action == "skip":
         model.context.go_back(histories)
-    # Queue the clearing of gradients before `record_of_step`, in which the host waits for the
-    # update. So the device has work while the host waits.
     adamw.clear_gradients(optimizer, model)
+    # This call waits for the update.
+    frozen, code = run.exchange(stop_code)
     state.advance(
         tokens=batches.tokens,
         valid_tokens=batches.valid_tokens,
         place=batches.places.stop,
         skipped=not decision.proceed,
     )
-    return run.record_of_step(batches, decision, losses, figures), decision
+    return run.record_of_step(batches, decision, losses, figures, frozen), decision, code
 
 
 # ── 4: the final evaluation and the export ────────────────────────────────────────────────────────

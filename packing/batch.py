@@ -170,10 +170,13 @@ def count_valid_tokens(
 class Prefetch(AbstractContextManager, Iterator[T]):
     """Iterator over the results of `build(n)` for each n in `numbers`, in order.
 
-    A thread builds the next two results in advance, while the caller computes. NumPy releases the
-    interpreter lock, so the thread and the caller run at the same time. If `build` raises an
+    A thread builds the next two results in advance, while the caller computes. If `build` raises an
     exception, the call of `next` for this result raises the same exception. The end of the caller's
     `with` statement drops unused results and waits until the thread has ended.
+
+    `next` starts to build another result. The thread and the caller share Python's interpreter
+    lock, so this delays the caller by milliseconds. A caller that has to launch the kernels of a
+    step calls `take`, launches them, and then calls `build_ahead`.
     """
 
     def __init__(
@@ -188,9 +191,9 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         Set `pin_memory` if `build` pins memory. The end of the `with` statement calls
         `stop_waiting` to end a `build` that waits for packs.
         """
-        # Time that calls of `ready` and `next` have waited for the last result.
+        # Time that calls of `ready` and `take` have waited for the last result.
         self.data_wait_ms = 0.0
-        # Time that calls of `ready` have waited since the last call of `next`.
+        # Time that calls of `ready` have waited since the last call of `take`.
         self._waited_ms = 0.0
         self._build = build
         self._numbers = iter(numbers)
@@ -203,11 +206,13 @@ class Prefetch(AbstractContextManager, Iterator[T]):
             setup = partial(torch.accelerator.set_device_index, device)
         self._thread = ThreadPoolExecutor(1, "prefetch", setup)
         self._pending: deque[Future[T]] = deque()
-        self._submit(_AHEAD)
+        self.build_ahead()
 
-    def _submit(self, count: int) -> None:
+    def build_ahead(self) -> None:
+        """Let the thread build results until it is two results ahead of the caller."""
+        missing = _AHEAD - len(self._pending)
         self._pending.extend(
-            self._thread.submit(self._build, number) for number in islice(self._numbers, count)
+            self._thread.submit(self._build, number) for number in islice(self._numbers, missing)
         )
 
     def ready(self, seconds: float | None = None) -> bool:
@@ -227,14 +232,19 @@ class Prefetch(AbstractContextManager, Iterator[T]):
             return self._pending[0].exception()
         return None
 
-    def __next__(self) -> T:
+    def take(self) -> T:
+        """Return the next result, as `next` does, but do not start to build another result."""
         if not self._pending:
             raise StopIteration
         self.ready()
         self.data_wait_ms = self._waited_ms
         self._waited_ms = 0.0
-        self._submit(1)
         return self._pending.popleft().result()
+
+    def __next__(self) -> T:
+        result = self.take()
+        self.build_ahead()
+        return result
 
     def __exit__(self, *exception: object) -> None:
         self._pending.clear()

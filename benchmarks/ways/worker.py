@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.ways.task import Builder, Task, Way
-from packing.batch import StepBatches
+from packing.batch import Prefetch, StepBatches
 from pretrain.metrics.recorder import memory_figures
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_learning_rate
@@ -69,7 +69,7 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
             began = time.perf_counter()
             rate = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, steps)
             set_learning_rate(way.optimizer, rate)
-            loss, norm = train_step(way, next(batches), recipe.optimizer.clip, task.device)
+            loss, norm = train_step(way, batches, recipe.optimizer.clip, task.device)
             seconds = time.perf_counter() - began
             values = (loss, norm, seconds * 1e3, batches.data_wait_ms)
             for key, value in zip(figures, values, strict=True):
@@ -84,14 +84,16 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
 
 
 def train_step(
-    way: Way, batches: StepBatches, clip: float | None, device: torch.device
+    way: Way, batches: Prefetch[StepBatches], clip: float | None, device: torch.device
 ) -> tuple[float, float]:
     """Train one step. Return its mean loss and the gradient norm before clipping."""
+    step = batches.take()
     losses = []
-    for batch in batches.microbatches:
-        loss = way.loss(batch, batches.valid_tokens)
+    for batch in step.microbatches:
+        loss = way.loss(batch, step.valid_tokens)
         way.backward(loss)
         losses.append(loss.detach().float())
+    batches.build_ahead()
     norm = nn.utils.clip_grad_norm_(
         way.model.parameters(), clip if clip is not None else float("inf")
     )

@@ -31,8 +31,6 @@ from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import OptimizerSettings
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from pretrain.model.packed import PackedLanguageModel
 
 # Number of values that a CPU updates at once, one megabyte of each FP32 tensor. The dozen
@@ -241,8 +239,8 @@ class ExactAdamW(torch.optim.Optimizer):
 
         def update() -> None:
             lost = update_all()
-            for step in steps:
-                step.add_(1)
+            if steps:
+                torch._foreach_add_(steps, 1)
             count = sum(tensors.weight.numel() for tensors, _ in updates)
             self.frozen_counts = torch.stack([lost, torch.full_like(lost, count)])
 
@@ -493,18 +491,10 @@ def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel
     Main gradients are cleared in place. The memory of all other gradients is freed.
     """
     model.discard_partial_gradients()
-    clear_main_gradients(model.parameters())
+    clear_main_gradients(
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
     optimizer.zero_grad()
-
-
-def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
-    """Return the fraction of updated values whose update was lost in the last step, on all ranks.
-
-    `ExactAdamW.frozen_counts` defines lost updates. All ranks must call this function.
-    """
-    counts = optimizer.frozen_counts.to(accelerator.device)
-    frozen, total = accelerator.reduce(counts, reduction="sum").tolist()
-    return frozen / max(total, 1)
 
 
 def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import yaml
 from accelerate import Accelerator
 
@@ -34,7 +35,6 @@ from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
 from pretrain.observe.profile import StepProfile
-from pretrain.optimizer import adamw
 from pretrain.plan.rendering import render
 from pretrain.plan.speed import Prediction
 from pretrain.precision.model_precision import ModelPrecision
@@ -188,12 +188,28 @@ class Run:
             f"layers: {layers}"
         )
 
+    def exchange(self, stop_code: Callable[[], int]) -> tuple[float, int]:
+        """Return the fraction of values whose last update was lost, and the largest stop code.
+
+        Both are over all ranks, by one collective. `ExactAdamW.frozen_counts` defines lost updates.
+
+        stop_code: a function that returns the stop code of this rank.
+
+        All ranks must call this method. The host waits for the device.
+        """
+        counts = self.assembly.optimizer.frozen_counts.to(self.accelerator.device)
+        code = torch.full_like(counts[:1], stop_code())
+        ranks = self.accelerator.gather(torch.cat([counts, code])[None]).tolist()
+        lost, updated, codes = zip(*ranks, strict=True)
+        return sum(lost) / max(sum(updated), 1), max(codes)
+
     def record_of_step(
         self,
         batches: StepBatches,
         decision: StepDecision,
         losses: Mapping[str, float],
         figures: Mapping[str, Any],
+        frozen: float,
     ) -> dict[str, Any]:
         """Return the metrics of the step that was just trained, and print warnings about it.
 
@@ -201,15 +217,13 @@ class Run:
         decision: the decision whether to update the weights.
         losses: the step's mean `loss`, and the other values of `PackedLanguageModel.mean_losses`.
         figures: learning rate, gradient norm, and the figures of observers.
-
-        All ranks must call this method.
+        frozen: the fraction of values whose last update was lost.
         """
         state = self.state
         loss = losses["loss"]
         is_labelled = batches.valid_tokens > 0
-        frozen = 0.0
-        if decision.proceed:
-            frozen = adamw.frozen_share(self.assembly.optimizer, self.accelerator)
+        if not decision.proceed:
+            frozen = 0.0
         if decision.reason and decision.action in ("update", "skip"):
             self.console.warning(decision.reason)
         for warning in self.health.warnings_of(state.step, frozen, batches.valid_tokens, losses):
