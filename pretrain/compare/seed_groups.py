@@ -27,6 +27,13 @@ from pretrain.compare.differences import (
 from pretrain.compare.fairness import same_held_out
 from pretrain.metrics.run_record import LOSS_KEY
 
+# Map the keys of summary.json whose values can be compared to their names in tables.
+LOSSES = {
+    "served_loss": "held-out loss as served",
+    "held_out_loss": "held-out loss",
+    LOSS_KEY: "loss at the end",
+}
+
 
 @dataclass(frozen=True)
 class GroupResult:
@@ -73,8 +80,8 @@ class SeedComparison:
 
     # Results of all groups. The first group is the baseline.
     results: list[GroupResult]
-    # True if held-out losses are compared, False if training losses at the end are compared.
-    held_out: bool
+    # The compared losses, a key of LOSSES.
+    key: str
     # Largest difference that counts as equivalent, as a share of the baseline's loss.
     margin: float
     # Probability that the interval of one group misses the true difference after any number of
@@ -87,8 +94,9 @@ class SeedComparison:
     def over(cls, compared_runs: Sequence[ComparedRun], margin: float = MARGIN) -> SeedComparison:
         """Compare each group of runs that differ only in their seeds with the first group.
 
-        Held-out losses are compared if all finished runs have a held-out loss. Otherwise the
-        training losses are compared.
+        Losses in the precision `evaluate.served` are compared if all finished runs have one in the
+        same precision. Otherwise held-out losses are compared if all finished runs have one.
+        Otherwise the training losses are compared.
 
         Args:
             compared_runs: The runs, which must be comparable except for their seeds. The group of
@@ -101,20 +109,25 @@ class SeedComparison:
         error = error_of(max(1, len(groups) - 1))
         runs = [compared.run for compared in compared_runs]
         finished = [run for run in runs if not run.broke_off and not run.is_unfinished]
-        held_out = all("held_out_loss" in run.summary for run in finished)
+        served = {run.config.get("evaluate", {}).get("served") for run in finished}
+        key = LOSS_KEY
+        if all("held_out_loss" in run.summary for run in finished):
+            key = "held_out_loss"
+        if len(served) == 1 and all("served_loss" in run.summary for run in finished):
+            key = "served_loss"
         results: list[GroupResult] = []
         excluded: dict[str, list[str]] = {}
         for name, group in groups.items():
             losses: dict[int, float] = {}
             for seed, compared in group.items():
                 summary = compared.run.summary
-                loss: Any = summary.get("held_out_loss" if held_out else LOSS_KEY)
-                if reason := _why_excluded(compared, loss, held_out=held_out):
+                loss: Any = summary.get(key)
+                if reason := _why_excluded(compared, loss, held_out=key != LOSS_KEY):
                     excluded.setdefault(reason, []).append(compared.run.name)
                 else:
                     losses[seed] = loss
             base_losses = results[0].losses if results else None
-            difference, verdict = _compare(group, losses, base_losses, held_out=held_out)
+            difference, verdict = _compare(group, losses, base_losses, held_out=key != LOSS_KEY)
             if difference:
                 verdict = difference.verdict(margin, error)
                 if difference.half_width(error) is None:
@@ -122,7 +135,7 @@ class SeedComparison:
                     verdict = f"{seeds}: no verdict, {fewest_seeds(error)} are needed"
             results.append(GroupResult(name, group, losses, difference, verdict))
         notes = [f"Excluded, {reason}: {', '.join(names)}." for reason, names in excluded.items()]
-        return cls(results, held_out, margin, error, notes)
+        return cls(results, key, margin, error, notes)
 
     @property
     def baseline(self) -> GroupResult:
@@ -141,7 +154,7 @@ class SeedComparison:
                 lambda group: len(group.difference.by_seed if group.difference else group.losses),
             ),
             Column(
-                "held-out loss" if self.held_out else "loss at the end",
+                LOSSES[self.key],
                 "",
                 lambda group: group.loss_text,
             ),

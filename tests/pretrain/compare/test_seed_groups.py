@@ -182,7 +182,7 @@ def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path:
         for seed in (1, 2, 3)
     ]
     comparison = SeedComparison.over(compare(runs))
-    assert not comparison.held_out
+    assert comparison.key == "loss_at_end"
     assert comparison.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
     rows = rows_of("\n".join(Report.over(runs).tables()))
     assert any("(steps 37 to 100)" in text for text in rows["bf16-seed1"][0])
@@ -198,6 +198,29 @@ def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path:
     assert SeedComparison.over(compared_runs).results[2].verdict == "not compared"
     note, *_ = notes_on(compared_runs)
     assert "other is not paired with bf16-seed1" in note and "`data.fingerprint`: ab12" in note
+
+
+def test_losses_as_served_are_compared_if_all_runs_have_them(folders: list[Path], tmp_path: Path):
+    def served(name: str, seed: int, loss: float, precision: str) -> Path:
+        path = tmp_path / "served" / f"{name}-seed={seed}"
+        seeded(path, seed, loss, f"evaluate.served={precision}", f"schedule.decay={loss / 10}")
+        line = {"step": 100, "event": "served", "served_loss": 4 - loss, "served_precision": "x"}
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return path
+
+    runs = [
+        served(name, seed, loss, "nvfp4")
+        for name, loss in (("long", 1.0), ("short", 1.5))
+        for seed in (1, 2, 3)
+    ]
+    comparison = over(runs)
+    assert comparison.results[1].difference.mean == pytest.approx(-0.5)
+    assert "held-out loss as served" in [column.title for column in comparison.columns()]
+    # The served losses of one run are in another precision, or missing.
+    for other in (served("other", 3, 1.5, "mxfp8"), folders[2]):
+        comparison = over([*runs[:5], other])
+        assert comparison.key == "held_out_loss"
 
 
 def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
