@@ -19,4 +19,5 @@ def test_a_matrix_of_the_evidence_has_valid_settings(
     monkeypatch.chdir(ROOT)  # The recipes in a matrix are relative to the repository.
     matrix = load_matrix(path)
     assert matrix.settings.name == path.stem
-    assert {cell.recipe.optimizer.name for cell in matrix.cells} == {"adamw", "muon"}
+    optimizers = {cell.recipe.optimizer.name for cell in matrix.cells}
+    assert optimizers == ({"adamw", "muon"} if "muon" in path.stem else {"adamw"})

@@ -29,7 +29,7 @@ from pretrain.plan.checks import check_settings
 from pretrain.settings import commands
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import TrainSettings
-from tests.conftest import ROOT, write_recipe
+from tests.conftest import write_recipe
 from tests.forked_commands import forking
 from tests.pretrain.compare.made_runs import rows_of
 
@@ -183,28 +183,6 @@ def test_a_mistake_in_candidates_is_refused_before_any_training(
     with pytest.raises(InputError, match=message):
         ask(CANDIDATES | changes, "--served", "nvfp4", "--steps", "80", "--hours", "9", *options)
     assert not list(tmp_path.glob("which/*/*"))
-
-
-@pytest.mark.parametrize(
-    ("candidates", "served"),
-    [("decays", "nvfp4"), ("decays", "block"), ("tails_nvfp4", "nvfp4"), ("tails_fp8", "block")],
-)
-@pytest.mark.parametrize("size", ["14m", "35m"])
-def test_the_candidates_of_the_study_are_accepted(
-    candidates: str, served: str, size: str, tmp_path: Path
-) -> None:
-    folder = ROOT / "benchmarks/evidence/served"
-    command = [str(folder / f"study_{size}.yaml"), "--served", served, "--steps", "640"]
-    options = commands.read("which", [*command, "--candidates", str(folder / f"{candidates}.yaml")])
-    accelerate = CONFIGURATIONS / "bf16.yaml"
-    settings = which.read_candidates(options, accelerate)
-    trainings = WhichTrainings(
-        which.checked_recipe(options), options.recipe, (), accelerate, tmp_path, None, settings
-    )
-    names = list(settings)
-    plan = WhichPlan(None, 0.001, names, dict.fromkeys(names, 1.0), 1.0, 5, 640, 128)
-    for cell in trainings.trial(names).cells + trainings.rounds(plan, [1], names[1:]).cells:
-        assert cell.recipe.evaluate.served == served
 
 
 def test_a_mean_needs_the_number_of_steps(ask: Callable[..., int]) -> None:
