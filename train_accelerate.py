@@ -306,6 +306,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
         if is_evaluated:
             evaluate.evaluate(run)
+            # A signal may have arrived during the evaluation, which may take longer than a step.
+            code = distributed.largest_over_ranks(run.accelerator, stop_code())
         run.checkpoints.settle()
         if code:
             return checkpointing.save_and_stop(run, code, steps)

@@ -178,12 +178,19 @@ def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     assert outcome(resumed)[-1] == outcome(alone)[-1]
 
 
-@pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
+# A signal between two steps stops the run after the next step, and a signal before or during an
+# evaluation stops it after the evaluation.
+@pytest.mark.parametrize(("logged", "step", "signal"), [(2, 3, SIGTERM), (5, 5, SIGINT)])
 def test_a_stopped_run_saves_its_step_and_resumes_exactly(
-    step: int, signal: Any, alone: Finished, start: Callable, run: Callable, tmp_path: Path
+    logged: int,
+    step: int,
+    signal: Any,
+    alone: Finished,
+    start: Callable,
+    run: Callable,
+    tmp_path: Path,
 ) -> None:
-    # The signal arrives between two steps, so the run stops after the second one.
-    assert start(Moment("logged", f"^{step - 1}$", signal)).end() == 128 + signal
+    assert start(Moment("logged", f"^{logged}$", signal)).end() == 128 + signal
     output = (tmp_path / "log").read_text()
     assert signal.name in output
     assert "Traceback" not in output
