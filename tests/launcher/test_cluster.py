@@ -1,6 +1,7 @@
 """Test the scripts of cluster/ with stand-ins for SLURM, which run all nodes on this machine.
 
-The scripts start real commands. Only the training processes are forked (tests/forked_commands.py).
+The scripts start real commands. Forked are only the training processes and the launchers of all
+nodes but the first (tests/forked_commands.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ CLUSTER = ROOT / "cluster"
 SRUN = """#!/usr/bin/env bash
 set -m
 while [[ "$1" == --* ]]; do shift; done
-for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" & tasks+=($!); done
+for node in $(seq 0 $((SLURM_NNODES - 1))); do
+    ((node == 0)) || export FORKED_SCRIPTS="accelerate train_accelerate.py"
+    SLURM_NODEID=$node "$@" & tasks+=($!)
+done
 trap 'for task in "${tasks[@]}"; do kill -USR1 -- "-$task"; done' USR1
 worst=0
 for task in "${tasks[@]}"; do
