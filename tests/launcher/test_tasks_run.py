@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import yaml
 
@@ -58,6 +57,8 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of three tasks with 10 documents of different lengths."""
+    import datasets  # Imported late, because other tests do not need it.
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "tasks"
     folder.mkdir()
