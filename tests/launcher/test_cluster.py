@@ -1,7 +1,7 @@
 """Test the scripts of cluster/ with stand-ins for SLURM, which run all nodes on this machine.
 
-The scripts start real commands. Forked are only the training processes and the launchers of all
-nodes but the first (tests/forked_commands.py).
+The scripts start real commands. Only the training processes and the launchers of later nodes are
+forked (tests/forked_commands.py).
 """
 
 from __future__ import annotations

@@ -74,8 +74,10 @@ def find_faults() -> None:
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     failures_of: dict[str, dict[str, list[str]]] = {}
     for precision in sys.argv[1:]:
+        histories: list[Tensor] = []
         for what, make in FAULTS.items():
-            run = build_run(accelerator, precision, layers=1)
+            run = build_run(accelerator, precision, layers=1, histories=histories)
+            histories = histories or run.packed.context.copied_state()
             make(run)
             weights = {
                 name: local_part(weight).clone() for name, weight in run.model.named_parameters()
@@ -96,8 +98,10 @@ def find_faults_of_updates() -> None:
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     messages = {}
     updates = ALWAYS | {name: getattr(update_faults, name) for name in sys.argv[1:]}
+    histories: list[Tensor] = []
     for what, make in updates.items():
-        run = build_run(accelerator, "delayed", layers=1, weights="bf16_exact")
+        run = build_run(accelerator, "delayed", layers=1, weights="bf16_exact", histories=histories)
+        histories = histories or run.packed.context.copied_state()
         with pytest.MonkeyPatch.context() as patch:
             make(run, patch)
             try:

@@ -80,8 +80,12 @@ def find_faults(layers: int = 2) -> None:
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     found: dict[str, dict[str, list[str]]] = {}
     for precision in sys.argv[1:]:
+        histories: list[Tensor] = []
         for fault in (None, *FAULTS):
-            run = build_run(accelerator, precision, layers=layers, weights="bf16_exact")
+            run = build_run(
+                accelerator, precision, layers=layers, weights="bf16_exact", histories=histories
+            )
+            histories = histories or run.packed.context.copied_state()
             if fault is None or fault.applies(run):
                 what = fault.what if fault else "nothing"
                 found.setdefault(what, {})[precision] = caught_by_ranks(run, fault)

@@ -210,12 +210,14 @@ def build_run(
     seed: int = 1,
     loss: LossSettings | None = None,
     optimizer: str = "adamw",
+    histories: Sequence[Tensor] = (),
     **fp8_config: Any,
 ) -> SmallRun:
     """Assemble a small run as training does.
 
     Quantization is emulated on a CPU and Transformer Engine's on a GPU. With delayed scaling, the
-    histories have recorded the step twice.
+    histories have recorded the step twice. `histories` is the `copied_state` of an equal run, whose
+    step need not be recorded again.
     """
     settings = ModelSettings(
         config={
@@ -250,7 +252,9 @@ def build_run(
     packs = random_packs(4 * packs_a_microbatch, seed)
     step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
     run = SmallRun(packed, prepared, built, active, decisions, step, packs, accelerator, recipe)
-    if packed.context.state():
+    if histories:
+        packed.context.go_back(histories)
+    elif packed.context.state():
         rehearse(run)
     return run
 
