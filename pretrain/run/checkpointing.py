@@ -163,16 +163,22 @@ def report_stop(run: Run, signal_number: int) -> int:
 def save_last(run: Run, stop: StopRequest) -> int:
     """Save the last step if this process has trained it and a setting needs its checkpoint.
 
-    All ranks must call this function. Returns the number of a signal that arrived while the step
-    was saved, else 0.
+    Also wait for a save in the background. Raises InputError if that save has failed.
+
+    All ranks must call this function. Returns the number of a signal that arrived after the last
+    stop code was read, else 0. After a signal, the last step is saved in any case.
     """
-    if run.state.step <= run.resumed_step or not (
-        run.job.recipe.checkpoint.at_end or run.job.recipe.evaluate.served
-    ):
+    if run.state.step <= run.resumed_step:
         return 0
-    save(run)
+    if run.job.recipe.checkpoint.at_end or run.job.recipe.evaluate.served:
+        save(run)
+    run.checkpoints.wait()
     signal_number = largest_over_ranks(run.accelerator, stop.requested or 0)
-    return report_stop(run, signal_number) if signal_number else 0
+    if not signal_number:
+        return 0
+    # This writes nothing if the step is already saved.
+    save(run)
+    return report_stop(run, signal_number)
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import train_accelerate
+from pretrain.checkpoint import checkpoint
 from tests.golden.runs import losses_changed, steps_logged, steps_saved
 
 
@@ -53,3 +56,24 @@ def test_a_run_saves_after_its_metrics_were_removed(
     monkeypatch.setattr(train_accelerate.checkpointing, "save", save_without_metrics)
     train_here("parity=off", "checkpoint.keep=9")
     assert steps_saved(run_dir) == [4, 8, 12]
+
+
+def test_a_failed_save_in_the_background_is_an_error_after_the_last_step(
+    train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save of step 8 fails after the last step was trained."""
+    run_dir = Path(small_recipe["run_dir"])
+    write_part = checkpoint.write_part
+
+    def fail_in_step_8(partial: Path, files: Any) -> Any:
+        if partial.name.endswith("8"):
+            while steps_logged(run_dir) < 9:
+                time.sleep(0.01)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_part(partial, files)
+
+    monkeypatch.setattr(checkpoint, "write_part", fail_in_step_8)
+    run = train_here("parity=off", "train.steps=9", "checkpoint.at_end=false")
+    assert run.status == 2, run.output
+    assert "step 8 could not be saved" in run.err
+    assert not (run_dir / "summary.json").exists()

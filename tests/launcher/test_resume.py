@@ -65,8 +65,11 @@ def run(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callabl
 @pytest.fixture
 def start(recipe: dict[str, Any], tmp_path: Path) -> Callable[..., LauncherProcess]:
     """Function that trains the recipe in this test's folder, in a process with `moments`."""
-    return lambda *moments: LauncherProcess(
-        [str(write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path))],
+    return lambda *moments, settings=(): LauncherProcess(
+        [
+            str(write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path)),
+            *settings,
+        ],
         tmp_path / "log",
         *moments,
     )
@@ -210,6 +213,18 @@ def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
     finished = run()
     assert finished.status == 0, finished.output
     assert outcome(finished) == outcome(alone)
+
+
+def test_a_signal_after_the_last_step_saves_it_without_a_last_checkpoint(
+    start: Callable, run: Callable, tmp_path: Path
+) -> None:
+    moment = Moment("logged", f"^{STEPS}$", SIGTERM)
+    stopped = start(moment, settings=("checkpoint.at_end=false",))
+    assert stopped.end() == 128 + SIGTERM, (tmp_path / "log").read_text()
+    assert steps_saved(tmp_path / "run")[-1] == STEPS
+    finished = run("checkpoint.at_end=false")
+    assert finished.status == 0, finished.output
+    assert finished.records()[-1]["event"] == "evaluation"
 
 
 def test_a_run_resumes_before_a_damaged_checkpoint_and_names_it(
