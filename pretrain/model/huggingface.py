@@ -484,7 +484,7 @@ def build(
             **options,
         )
     for name, stored, expected in sorted(loading["mismatched_keys"]):
-        has_vocabulary = expected[0] == config.get_text_config().vocab_size
+        has_vocabulary = stored[0] != expected[0] == config.get_text_config().vocab_size
         raise InputError(
             f"{source}: {name} has the shape {list(stored)}, but {list(expected)} by the "
             "configuration; "

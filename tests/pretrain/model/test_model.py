@@ -551,6 +551,10 @@ def test_a_prefix_of_all_weights_is_named(
             *("intermediate_size", 80, r"model\.layers\.0\.mlp\.down_proj\.weight"),
             *(r"\[32, \d+\], but \[32, 80\]", "change `model.config`"),
         ),
+        (
+            *("hidden_size", 64, r"(lm_head|model\.embed_tokens)\.weight"),
+            *(r"\[61, 32\], but \[61, 64\]", "change `model.config`"),
+        ),
     ],
 )
 def test_weights_of_another_size_are_named_with_both_shapes(
