@@ -248,7 +248,7 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
         render(job.plan),
         *(
             f"to plan {active.requested} on other devices, use `python -m pretrain plan RECIPE "
-            f"precision={active.requested}`; to train in emulation here, set "
+            f"precision={active.requested}`; training in emulation here needs "
             "`fp8_config.on_unsupported: emulate`"
             for active in job.plan.precisions
             if active.reason
