@@ -281,7 +281,12 @@ def served_job(job: Job, accelerator: Accelerator) -> Job:
         update={"scope": "linear", "on_unsupported": "emulate", "use_autocast_during_eval": True}
     )
     recipe = job.recipe.model_copy(
-        update={"precision": job.recipe.evaluate.served, "fp8_config": settings}
+        update={
+            "precision": job.recipe.evaluate.served,
+            "fp8_config": settings,
+            # The default folder has the name of the precision.
+            "run_dir": str(job.run_dir),
+        }
     )
     served = prepare_job(recipe, accelerator, (), lambda *_, **__: job.data)
     return served.with_settings("batch", microbatch=served.plan.expected_microbatch)

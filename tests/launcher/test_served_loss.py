@@ -69,6 +69,18 @@ def test_the_served_loss_is_that_of_the_mean_weights(
     assert record["served_loss"] == pytest.approx(loss, abs=1e-6)
 
 
+def test_the_served_model_is_that_of_a_folder_named_by_precision(
+    train_here: Callable, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """The default folder of a run has the precision of the training in its name."""
+    recipe["evaluate"] |= {"merge": 1}
+    run = train_here("train.steps=3", f"run_dir={tmp_path}/{{precision}}", recipe=recipe)
+    assert run.status == 0, run.output
+    lines = (tmp_path / "bf16/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["served_precision"] == "nvfp4"
+    assert not (tmp_path / "nvfp4").exists()
+
+
 def test_a_run_without_its_served_loss_is_not_finished(
     train_here: Callable, recipe: dict[str, Any]
 ) -> None:
