@@ -37,7 +37,7 @@ from pretrain.run.job import Job, check_precision, prepare_job
 from pretrain.run.resume_point import find_checkpoint
 from pretrain.run.run import introduce_job
 from pretrain.run.startup import explaining_errors
-from pretrain.settings.config import branch_checkpoint, load_recipe
+from pretrain.settings.config import branch_checkpoint, load_recipe, run_address_of
 from pretrain.settings.recipe import Recipe
 
 
@@ -72,7 +72,10 @@ def main(parsed: argparse.Namespace) -> int:
         require_package("lm_eval", "tasks", "--tasks")
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
-    names, skipped = supported_precisions(parsed.precisions or [], load_recipe(path, overrides))
+    named = load_recipe(path, overrides)
+    names, skipped = supported_precisions(parsed.precisions or [], named)
+    # The default folder has the name of the precision, but --precisions selects no other run.
+    overrides += [f"run_dir={run_address_of(with_precision(named, os.environ))}"]
     overrides += precision_overrides(names)
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)

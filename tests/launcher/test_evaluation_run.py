@@ -120,15 +120,17 @@ def test_evaluate_prints_both_losses_and_writes_nothing(
 
 
 def test_an_fp32_run_can_be_evaluated_in_bf16(
-    train_here: Callable, small_recipe: dict[str, Any]
+    train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = train_here("train.steps=6", "parity=off")
+    # As by default, the name of the folder has the precision of the training.
+    run_dir = f"run_dir={tmp_path}/{{precision}}"
+    run = train_here("train.steps=6", "parity=off", run_dir)
     assert run.status == 0, run.output
-    printed = losses_printed(train_here("evaluate"))
-    rounded = losses_printed(train_here("evaluate", "--precisions", "bf16"))
+    printed = losses_printed(train_here("evaluate", run_dir))
+    rounded = losses_printed(train_here("evaluate", run_dir, "--precisions", "bf16"))
     assert [*printed, *rounded] == ["fp32", "bf16"]
     assert 0 < abs(rounded["bf16"] - printed["fp32"]) < 0.02
-    evaluated = train_here("evaluate", "--precisions", "all")
+    evaluated = train_here("evaluate", run_dir, "--precisions", "all")
     assert [*losses_printed(evaluated)] == ["delayed", "current", "mxfp8", "nvfp4", "mxfp4", "bf16"]
     assert "skipped: `data.length: 32` is not a multiple of 128" in evaluated.output
 
