@@ -81,7 +81,7 @@ class SeedComparison:
     # Results of all groups. The first group is the baseline.
     results: list[GroupResult]
     # The compared losses, a key of LOSSES.
-    key: str
+    loss_key: str
     # Largest difference that counts as equivalent, as a share of the baseline's loss.
     margin: float
     # Probability that the interval of one group misses the true difference after any number of
@@ -110,24 +110,26 @@ class SeedComparison:
         runs = [compared.run for compared in compared_runs]
         finished = [run for run in runs if not run.broke_off and not run.is_unfinished]
         served = {run.config.get("evaluate", {}).get("served") for run in finished}
-        key = LOSS_KEY
+        loss_key = LOSS_KEY
         if all("held_out_loss" in run.summary for run in finished):
-            key = "held_out_loss"
+            loss_key = "held_out_loss"
         if len(served) == 1 and all("served_loss" in run.summary for run in finished):
-            key = "served_loss"
+            loss_key = "served_loss"
         results: list[GroupResult] = []
         excluded: dict[str, list[str]] = {}
         for name, group in groups.items():
             losses: dict[int, float] = {}
             for seed, compared in group.items():
                 summary = compared.run.summary
-                loss: Any = summary.get(key)
-                if reason := _why_excluded(compared, loss, held_out=key != LOSS_KEY):
+                loss: Any = summary.get(loss_key)
+                if reason := _why_excluded(compared, loss, held_out=loss_key != LOSS_KEY):
                     excluded.setdefault(reason, []).append(compared.run.name)
                 else:
                     losses[seed] = loss
             base_losses = results[0].losses if results else None
-            difference, verdict = _compare(group, losses, base_losses, held_out=key != LOSS_KEY)
+            difference, verdict = _compare(
+                group, losses, base_losses, held_out=loss_key != LOSS_KEY
+            )
             if difference:
                 verdict = difference.verdict(margin, error)
                 if difference.half_width(error) is None:
@@ -135,7 +137,7 @@ class SeedComparison:
                     verdict = f"{seeds}: no verdict, {fewest_seeds(error)} are needed"
             results.append(GroupResult(name, group, losses, difference, verdict))
         notes = [f"Excluded, {reason}: {', '.join(names)}." for reason, names in excluded.items()]
-        return cls(results, key, margin, error, notes)
+        return cls(results, loss_key, margin, error, notes)
 
     @property
     def baseline(self) -> GroupResult:
@@ -154,7 +156,7 @@ class SeedComparison:
                 lambda group: len(group.difference.by_seed if group.difference else group.losses),
             ),
             Column(
-                LOSSES[self.key],
+                LOSSES[self.loss_key],
                 "",
                 lambda group: group.loss_text,
             ),

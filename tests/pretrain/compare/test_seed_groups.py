@@ -182,7 +182,7 @@ def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path:
         for seed in (1, 2, 3)
     ]
     comparison = SeedComparison.over(compare(runs))
-    assert comparison.key == "loss_at_end"
+    assert comparison.loss_key == "loss_at_end"
     assert comparison.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
     rows = rows_of("\n".join(Report.over(runs).tables()))
     assert any("(steps 37 to 100)" in text for text in rows["bf16-seed1"][0])
@@ -220,7 +220,7 @@ def test_losses_as_served_are_compared_if_all_runs_have_them(folders: list[Path]
     # The served losses of one run are in another precision, or missing.
     for other in (served("other", 3, 1.5, "mxfp8"), folders[2]):
         comparison = over([*runs[:5], other])
-        assert comparison.key == "held_out_loss"
+        assert comparison.loss_key == "held_out_loss"
 
 
 def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
