@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pretrain.model.gradients import gathered
 from pretrain.optimizer.muon import Hidden, Muon
 from tests.conftest import Finished
-from tests.multi.test_processes import copy_of_step_2, figures
+from tests.multi.test_processes import copy_of_step_4, figures
 from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.multi
@@ -75,14 +75,14 @@ def test_two_ranks_have_the_parameters_and_momentum_of_one(
 def start(
     start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path_factory: Any
 ) -> Callable[..., Finished]:
-    """Function that trains 4 steps with Muon, in one process or as `topology` launches them.
+    """Function that trains 8 steps with Muon, in one process or as `topology` launches them.
 
     The update is checked in every second step.
     """
     folder = tmp_path_factory.mktemp("muon")
 
     def started(name: str, *settings: str, topology: str | None = None) -> Finished:
-        recipe = recipe_for(folder / name) | {"train": {"steps": 4}, "checkpoint": {"every": 2}}
+        recipe = recipe_for(folder / name) | {"train": {"steps": 8}}
         recipe["model"]["config"]["num_hidden_layers"] = 2
         recipe["optimizer"] = {"name": "muon", "learning_rate": 0.01}
         arguments = (recipe, folder, "log.fp8_statistics=2", *settings)
@@ -114,8 +114,9 @@ def test_two_processes_train_as_one(
 
 def test_shards_that_keep_codes_train_as_one_process(start: Callable[..., Finished]) -> None:
     low = ("precision=current", "weights=bf16_exact", "fp8_config.on_unsupported=emulate")
-    one = start("one_low", *low)
-    two = start("fsdp2_low", *low, topology="fsdp2")
+    settings = (*low, "train.steps=4")
+    one = start("one_low", *settings)
+    two = start("fsdp2_low", *settings, topology="fsdp2")
     assert figures(two, "loss") == pytest.approx(figures(one, "loss"), rel=1e-3)
 
 
@@ -126,7 +127,7 @@ def test_resumed_runs_have_the_same_bits(
     settings = ("precision=bf16", "weights=bf16_exact", "optimizer.moments=bf16")
     name = f"exact_{topology}"
     run = start(name, *settings, topology=topology)
-    moved = copy_of_step_2(run.run_dir, tmp_path / "resumed")
+    moved = copy_of_step_4(run.run_dir, tmp_path / "resumed")
     resumed = start(name, *settings, moved, topology=topology)
     assert resumed.losses() == run.losses(), resumed.output
     assert "the recipe has changed" not in resumed.output

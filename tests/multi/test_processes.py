@@ -30,14 +30,13 @@ pytestmark = pytest.mark.multi
 
 @pytest.fixture(scope="session")
 def recipe_for(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
-    """Function that returns a recipe of 4 steps and two layers, with checkpoints after 2 and 4.
+    """Function that returns a recipe of 8 steps and two layers, with checkpoints after 4 and 8.
 
     FSDP2 shards the layers separately.
     """
 
     def recipe(run_dir: Path) -> dict[str, Any]:
-        small = recipe_for(run_dir) | {"train": {"steps": 4}, "parity": "off"}
-        small |= {"checkpoint": {"every": 2}, "evaluate": {"every": 3}}
+        small = recipe_for(run_dir) | {"train": {"steps": 8}, "parity": "off"}
         small["model"]["config"]["num_hidden_layers"] = 2
         return small
 
@@ -69,11 +68,11 @@ def two(
     return finished
 
 
-def copy_of_step_2(run_dir: Path, copy: Path) -> str:
-    """Copy the run of four steps as it was after step 2. Returns the setting of its run folder."""
+def copy_of_step_4(run_dir: Path, copy: Path) -> str:
+    """Copy the run as it was after step 4. Returns the setting of its run folder."""
     shutil.copytree(run_dir, copy)
     shutil.rmtree(copy / "final")
-    shutil.rmtree(copy / "checkpoints" / "step-00000004")
+    shutil.rmtree(copy / "checkpoints" / "step-00000008")
     return f"run_dir={copy}"
 
 
@@ -116,16 +115,16 @@ def test_a_run_of_two_processes_is_resumed_by_one_and_by_two_bit_for_bit(
     by_two = start_as_ranks(
         recipe,
         tmp_path,
-        copy_of_step_2(two.run_dir, tmp_path / "two"),
+        copy_of_step_4(two.run_dir, tmp_path / "two"),
         launch=LAUNCH[two.run_dir.name],
     )
     assert by_two.status == 0, by_two.output
     assert by_two.losses() == two.losses(), by_two.output
     for file in (two.run_dir / "final").glob("*.safetensors"):
         assert (by_two.run_dir / "final" / file.name).read_bytes() == file.read_bytes()
-    by_one = start_here(recipe, tmp_path, copy_of_step_2(two.run_dir, tmp_path / "one"))
+    by_one = start_here(recipe, tmp_path, copy_of_step_4(two.run_dir, tmp_path / "one"))
     assert by_one.status == 0, by_one.output
-    assert by_one.losses()[:2] == two.losses()[:2], by_one.output
+    assert by_one.losses()[:4] == two.losses()[:4], by_one.output
     assert_same_curve(by_one, one)
 
 
@@ -133,12 +132,12 @@ def test_three_processes_resume_a_run_of_one_with_uneven_packs(
     one: Finished, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:
     """3 processes share 8 microbatches of one pack, so one process has an empty microbatch."""
-    arguments = [copy_of_step_2(one.run_dir, tmp_path / "moved"), "batch.microbatch=1"]
+    arguments = [copy_of_step_4(one.run_dir, tmp_path / "moved"), "batch.microbatch=1"]
     three = start_as_ranks(
         recipe_for(tmp_path / "unused"), tmp_path, *arguments, launch=LAUNCH["ddp"], processes=3
     )
     assert three.status == 0, three.output
-    assert three.losses()[:2] == one.losses()[:2], three.output
+    assert three.losses()[:4] == one.losses()[:4], three.output
     assert_same_curve(three, one)
 
 
@@ -153,9 +152,11 @@ def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
         "precision=current",
         "fp8_config.on_unsupported=emulate",
         "weights=bf16_exact",
+        "train.steps=4",
         "parity=on",
         "evaluate.served=current",
         "evaluate.merge=2",
+        "checkpoint.every=2",
     )
     runs = []
     for name, start in (
