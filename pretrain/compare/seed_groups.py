@@ -115,6 +115,7 @@ class SeedComparison:
             loss_key = "held_out_loss"
         if len(served) == 1 and all("served_loss" in run.summary for run in finished):
             loss_key = "served_loss"
+        held_out = loss_key != LOSS_KEY
         results: list[GroupResult] = []
         excluded: dict[str, list[str]] = {}
         for name, group in groups.items():
@@ -122,14 +123,12 @@ class SeedComparison:
             for seed, compared in group.items():
                 summary = compared.run.summary
                 loss: Any = summary.get(loss_key)
-                if reason := _why_excluded(compared, loss, held_out=loss_key != LOSS_KEY):
+                if reason := _why_excluded(compared, loss, held_out=held_out):
                     excluded.setdefault(reason, []).append(compared.run.name)
                 else:
                     losses[seed] = loss
             base_losses = results[0].losses if results else None
-            difference, verdict = _compare(
-                group, losses, base_losses, held_out=loss_key != LOSS_KEY
-            )
+            difference, verdict = _compare(group, losses, base_losses, held_out=held_out)
             if difference:
                 verdict = difference.verdict(margin, error)
                 if difference.half_width(error) is None:
