@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--model", default=QWEN3, help=f"model; default: {QWEN3}")
     parser.add_argument("--trainers", nargs="*", help="names of trainers; default: all")
     parser.add_argument("--packages", type=Path, help="folder with the packages of the trainers")
+    parser.add_argument("--tokens", type=int, help="tokens of a step; default: the recipe's")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run; default: 12")
     parser.add_argument("--timeout", type=float, default=280, help="maximum seconds of a run")
     parser.add_argument("--out", type=Path, help="result file")
@@ -70,7 +71,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure the requested trainers that the result file does not have."""
-    task = task_of(arguments.model, arguments.steps)
+    task = task_of(arguments.model, arguments.steps, arguments.tokens)
     if task.name == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     programs = {trainer.program for trainer in TRAINERS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,12 @@ QWEN3 = "Qwen3-1.7B"
 MODELS = {
     QWEN3: Shape("benchmarks/qwen3_1_7b.yaml"),
     **{name: shape for name, shape in SHAPES.items() if name.startswith("Qwen2.5")},
+    # This shape needs 141 GB. Like llmq, it has moments and gradients in BF16.
+    "Qwen2.5-7B": replace(
+        SHAPES["Qwen2.5-7B"],
+        microbatch=8192,
+        more=("optimizer.moments=bf16", "optimizer.gradients=bf16"),
+    ),
 }
 
 
@@ -55,15 +61,15 @@ def shape_of(name: str) -> Shape:
     return MODELS[name]
 
 
-def task_of(name: str, steps: int) -> Task:
-    """Return the task of a model, with the tokens of a step of its recipe."""
+def task_of(name: str, steps: int, tokens: int | None = None) -> Task:
+    """Return the task of a model. `tokens` of a step are those of its recipe by default."""
     shape = shape_of(name)
     recipe = load_recipe(Path(shape.recipe))
     return Task(
         name,
         dict(shape.config or recipe.model.config or {}),
         recipe.data.length,
-        recipe.batch.tokens // recipe.data.length,
+        (tokens or recipe.batch.tokens) // recipe.data.length,
         shape.microbatch // recipe.data.length,
         steps,
     )

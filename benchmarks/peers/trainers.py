@@ -79,6 +79,7 @@ def ours(precision: str, *more: str) -> Command:
             "data.source=null",
             "data.tokenizer=null",
             f"data.packs={folder / 'packs'}",
+            f"batch.tokens={task.tokens}",
             f"batch.microbatch={microbatch}",
             f"train.steps={task.steps}",
             "log.every=1",
@@ -222,7 +223,14 @@ def nemo(*, fp8: bool) -> Command:
         recipe = {
             "recipe": "BenchmarkingRecipeForNextTokenPrediction",
             "seed": 1234,
-            "benchmark": {"warmup_steps": 3, "peak_tflops": 989, "num_nodes": 1, "nsys_ranks": []},
+            "benchmark": {
+                "warmup_steps": 3,
+                "peak_tflops": 989,
+                "num_nodes": 1,
+                "nsys_start": -1,
+                "nsys_end": -1,
+                "nsys_ranks": [],
+            },
             "step_scheduler": {
                 "global_batch_size": task.sequences,
                 "local_batch_size": microbatch,
@@ -240,6 +248,12 @@ def nemo(*, fp8: bool) -> Command:
                     "pretrained_model_name_or_path": str(model),
                 },
                 "torch_dtype": "float32",
+                "backend": {
+                    "_target_": f"{parts}.models.common.BackendConfig",
+                    "attn": "sdpa",
+                    "linear": "torch",
+                    "rms_norm": "torch",
+                },
             },
             "checkpoint": {"enabled": False},
             "compile": {"enabled": True, "dynamic": False},
