@@ -23,6 +23,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import statistics
 import tempfile
@@ -42,7 +43,7 @@ from pretrain.settings.config import load_recipe
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
 # Characters of a failed run's output that are recorded.
-LAST_OUTPUT = 2000
+LAST_OUTPUT = 4000
 
 
 def main() -> None:
@@ -130,7 +131,8 @@ def run(trainer: Trainer, task: Task, arguments: argparse.Namespace) -> dict[str
     row |= {"microbatch": microbatch, "seconds": seconds}
     if len(seconds) <= WARM_UP:
         lines = [line for line in output.splitlines() if line.strip()]
-        reason = f"status {status}: " + "".join(lines[-1:])[:200]
+        errors = [line for line in lines if re.search(r"\w+Error\b", line)]
+        reason = f"status {status}: " + "".join((errors or lines)[-1:])[:200]
         return row | {"failed": reason, "output": output[-LAST_OUTPUT:]}
     median = statistics.median(seconds[WARM_UP:])
     return row | {"tokens_per_second": round(task.tokens / median)}

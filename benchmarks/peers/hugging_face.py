@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def train_in_bf16(task: Task, microbatch: int) -> None:
             self.clock.step()
 
     arguments = TrainingArguments(
-        output_dir="hugging-face-run",
+        output_dir=tempfile.mkdtemp(prefix="hugging-face"),
         bf16=ON_GPU,
         use_cpu=not ON_GPU,
         per_device_train_batch_size=microbatch,

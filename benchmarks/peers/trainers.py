@@ -18,7 +18,6 @@ import yaml
 from benchmarks.peers.task import QWEN3, Task, shape_of
 from pretrain.metrics.run_record import kind, read_metrics
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1")
 # A function of the task, the sequences of a microbatch, and the folder of the run.
 Command = Callable[[Task, int, Path], list[str]]
 
@@ -139,7 +138,14 @@ def torchtitan(*more: str) -> Command:
             "job.dump_folder": folder / "run",
         }
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        return [*TORCHRUN, "-m", "torchtitan.train", "--compile.enable", *flags, *more]
+        return [
+            sys.executable,
+            "-m",
+            "torchtitan.train",
+            "--compile.enable",
+            *flags,
+            *more,
+        ]
 
     return command
 
@@ -195,18 +201,10 @@ def megatron(*more: str) -> Command:
             "--use-distributed-optimizer",
             "--cross-entropy-loss-fusion",
             "--no-create-attention-mask-in-dataloader",
+            "--no-gradient-accumulation-fusion",
         ]
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        return [
-            *TORCHRUN,
-            "--no-python",
-            sys.executable,
-            "-m",
-            "pretrain_gpt",
-            *flags,
-            *switches,
-            *more,
-        ]
+        return [sys.executable, "-m", "pretrain_gpt", *flags, *switches, *more]
 
     return command
 
@@ -276,32 +274,42 @@ def nemo(*, fp8: bool) -> Command:
         file = folder / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe))
         module = "nemo_automodel.recipes.llm.benchmark"
-        return [*TORCHRUN, "-m", module, "--config", str(file)]
+        return [sys.executable, "-m", module, "--config", str(file)]
 
     return command
 
 
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# The variables that torchrun sets for a single process, and a better allocator.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29611",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 TITAN = {
     "module": "torchtitan",
     "differs": "FP32 weights and moments, head in BF16",
     "models": (QWEN3,),
     "pattern": r"tps: *(?P<speed>[\d,]+)",
-    "environment": EXPANDABLE,
+    "environment": ALONE,
 }
 MEGATRON = {
     "module": "pretrain_gpt",
-    "differs": "FP32 weights beside BF16 weights, head in BF16",
+    # The fused accumulation of weight gradients needs apex.
+    "differs": "FP32 weights beside BF16 weights, head in BF16, gradients accumulated separately",
     "models": (QWEN3,),
     "pattern": r"elapsed time per iteration \(ms\): (?P<ms>[\d.]+)",
-    "environment": {**EXPANDABLE, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    "environment": {**ALONE, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 }
 NEMO = {
     "module": "nemo_automodel",
     "differs": "FP32 weights and moments, head in BF16, no clipping",
     "models": (QWEN3,),
     "pattern": r"Max iter time: (?P<seconds>[\d.]+)",
-    "environment": EXPANDABLE,
+    "environment": ALONE,
 }
 HUGGING_FACE = {"differs": "FP32 weights and moments, head in BF16"}
 LLMQ = {
