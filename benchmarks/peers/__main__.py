@@ -1,7 +1,7 @@
 """Measure other trainers as their own programs, beside this project, on one GPU.
 
     python -m benchmarks.peers --packages PEERS --out FILE.json
-    python -m benchmarks.peers --packages PEERS --model Qwen2.5-3B --trainers llmq --out FILE.json
+    python -m benchmarks.peers --model Qwen2.5-3B --trainers "ours BF16" llmq --out FILE.json
     python -m benchmarks.peers --report FILE.json
 
 All trainers compute the same model on sequences that are one document each, with random tokens, in
@@ -52,7 +52,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=QWEN3, help=f"model; default: {QWEN3}")
-    parser.add_argument("--trainers", nargs="*", help="names of trainers; default: all")
+    parser.add_argument("--trainers", nargs="*", help="names of trainers or rows; default: all")
     parser.add_argument("--packages", type=Path, help="folder with the packages of the trainers")
     parser.add_argument("--tokens", type=int, help="tokens of a step; default: the recipe's")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run; default: 12")
@@ -75,9 +75,9 @@ def measure(arguments: argparse.Namespace) -> None:
     task = task_of(arguments.model, arguments.steps, arguments.tokens)
     if task.name == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    programs = {trainer.program for trainer in TRAINERS}
-    if unknown := set(arguments.trainers or ()) - programs:
-        raise InputError(f"--trainers {unknown.pop()}: choose of {', '.join(sorted(programs))}")
+    names = {name for trainer in TRAINERS for name in (trainer.program, trainer.name)}
+    if unknown := set(arguments.trainers or ()) - names:
+        raise InputError(f"--trainers {unknown.pop()}: choose of {', '.join(sorted(names))}")
     environment = environment_from_elsewhere()
     result = {**measured_on(environment), "task": asdict(task), "rows": {}}
     if arguments.out.exists():
@@ -85,9 +85,8 @@ def measure(arguments: argparse.Namespace) -> None:
         if result["task"] != asdict(task):
             raise InputError(f"{arguments.out}: has another task; choose another file")
     for trainer in TRAINERS:
-        if trainer.name in result["rows"] or (
-            arguments.trainers and trainer.program not in arguments.trainers
-        ):
+        chosen = arguments.trainers or [trainer.name]
+        if trainer.name in result["rows"] or not {trainer.name, trainer.program} & set(chosen):
             continue
         row = run(trainer, task, arguments)
         result["rows"][trainer.name] = row
