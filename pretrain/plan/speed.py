@@ -54,7 +54,8 @@ ATTENTION = {
     "packed_fa4": (0.72, 1.7e-9),
     "packed_triton": (0.33, 0.5e-9),
     "packed_varlen": (0.52, 3.8e-9),
-    "packed_cudnn": (0.79, 2.8e-9),  # of other trainers
+    "packed_cudnn": (0.6, 2.0e-9),
+    "packed_dense": (0.79, 2.8e-9),  # cuDNN in other trainers, for packs of one document
 }
 FP32_OF_HOPPER = 67.0
 # Kernel launches of a layer and microbatch that the GPU waits for, and the seconds of a launch.
@@ -88,7 +89,7 @@ SIMILAR = 1.05
 # Largest shares of the time that these parts had in a measured step. If a part has a larger share,
 # its own error determines that of the speed. No step with other head dimensions was measured.
 LARGEST = {
-    "attention": 0.29,
+    "attention": 0.3,
     "loss": 0.11,
     "gradient sums": 0.07,
     "optimizer": 0.055,
