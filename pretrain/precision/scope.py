@@ -98,10 +98,11 @@ def decide(
 def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> None:
     """Raise InputError if the settings of `active` do not suit the linear layers of `hf`.
 
-    Two kinds of settings are refused. The first is a pattern of `fp8_config.keep_bf16` that matches
-    no linear layer. The second is any combination of settings that leaves no linear layer to
-    quantize, because the model would train in BF16, although the recipe sets another precision. The
-    arguments are as in `decide`.
+    Three kinds of settings are refused. The first is a pattern of `fp8_config.keep_bf16` that
+    matches no linear layer. The second is any combination of settings that leaves no linear layer
+    to quantize, because the model would train in BF16, although the recipe sets another precision.
+    The third is the scope `linear+head`, if the LM head would stay unquantized. The arguments are
+    as in `decide`.
     """
     decisions = decide(hf, layers, active)
     model_class = type(hf).__name__
@@ -118,6 +119,15 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
             f"`precision: {active.precision.name}`: no linear layer of {model_class} can compute "
             f"in this precision ({'; '.join(dict.fromkeys(reasons))}). Either keep fewer layers in "
             "BF16 (`fp8_config`), or change sizes in `model.config`, or set `precision: bf16`"
+        )
+    heads = [name for name, module in hf.named_modules() if module is hf.get_output_embeddings()]
+    kept = [decisions[name].reason for name in heads if name in decisions]
+    if active.settings.scope == "linear+head" and any(kept):
+        raise InputError(
+            f"`fp8_config.scope: linear+head`: the LM head of {model_class} cannot compute in "
+            f"{active.precision.name} ({kept[0]}). Either set `fp8_config.scope: linear`, or, to "
+            "train from scratch, omit `model.config.vocab_size`, so that the size of the "
+            "tokenizer's vocabulary is rounded up to a multiple of 128"
         )
 
 

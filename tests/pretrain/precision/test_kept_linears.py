@@ -168,3 +168,30 @@ def test_patterns_that_match_no_or_all_linears_are_rejected(
         check_scope(hf, layers, active(*patterns))
     assert message in str(error.value) and "`fp8_config" in str(error.value)
     check_scope(hf, layers, active("down_proj"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "vocabulary", "patterns", "reason"),
+    [
+        ("delayed", 50257, (), "50257 is not a multiple of 16"),
+        ("mxfp8", 272, (), "272 is not a multiple of 32"),
+        ("delayed", 272, ("lm_head",), "keep_bf16: lm_head"),
+        ("delayed", 272, (), None),
+    ],
+)
+def test_a_head_that_would_stay_in_bf16_is_refused_if_it_is_requested(
+    precision: str, vocabulary: int, patterns: tuple[str, ...], reason: str | None
+) -> None:
+    config = QWEN3 | {"vocab_size": vocabulary}
+    hf = model.build_on_meta(model.load_config(ModelSettings(config=config)))
+    layers = list(model.decoder_layers(hf).values())
+    check_scope(hf, layers, active(*patterns, precision=precision))
+    requested = active(*patterns, precision=precision, scope="linear+head")
+    if reason is None:
+        check_scope(hf, layers, requested)
+        return
+    with pytest.raises(
+        InputError, match=r"`fp8_config\.scope: linear\+head`: the LM head"
+    ) as error:
+        check_scope(hf, layers, requested)
+    assert f"cannot compute in {precision} ({reason})" in str(error.value)

@@ -160,7 +160,8 @@ def test_a_precision_that_a_card_lacks_has_a_reason_and_no_row(plan_llama: RunPl
 
 
 def test_a_requested_precision_is_compared_with_bf16_alone(plan: RunPlan) -> None:
-    head = ("precision=delayed", "fp8_config.scope=linear+head", "--on", "H100")
+    size = "model.config.vocab_size=64"
+    head = ("precision=delayed", "fp8_config.scope=linear+head", size, "--on", "H100")
     assert list(table(plan(*head)[1], "1 x H100")) == ["delayed+head", "bf16"]
     assert list(table(plan("precision=bf16", "--on", "H100")[1], "1 x H100")) == ["bf16"]
     phases = "precision=[{until: 0.5, use: current}, {use: bf16}]"
