@@ -128,10 +128,7 @@ def _in_precisions(
     head = recipe.fp8_config.scope.removeprefix("linear")
     labels = [BF16.name]
     if not is_set:
-        labels += [name + head for name in ON_GPUS]
-        # Otherwise the head stays in BF16.
-        suits_head = plan.flops.shape.vocabulary % PRECISIONS[ON_GPUS[0]].multiple_of == 0
-        labels += [f"{ON_GPUS[0]}+head"] * suits_head
+        labels += [*(name + head for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
     # Without a quantized phase, the scope has no meaning.
     plans = {plan.schedule.label + (head if plan.schedule.unquantized else ""): planned}
     unsuitable = []
