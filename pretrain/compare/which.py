@@ -18,7 +18,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -55,7 +55,7 @@ from pretrain.compare.which_trainings import (
 )
 from pretrain.launch.launcher import count_gpus, find_configuration
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
+from pretrain.metrics.run_record import FEWEST_STEPS
 from pretrain.optimizer.schedule import learning_rate
 from pretrain.plan.checks import steps_of
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -150,7 +150,8 @@ def checked_recipe(options: argparse.Namespace) -> Recipe:
     begin_with = options.begin_with or branch_checkpoint(recipe)
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
     names = options.precisions or list(PRECISIONS)
-    unknown = [name for name in names if name.removesuffix(HEAD) not in PRECISIONS]
+    heads = [name + HEAD for name, precision in PRECISIONS.items() if precision.quantized]
+    unknown = [name for name in names if name not in (*PRECISIONS, *heads)]
     if unknown or len(names) < 2 or len(set(names)) < len(names):
         raise InputError(
             f"--precisions {','.join(names)}: set at least two different precisions; choose them "
@@ -315,12 +316,11 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
     train(matrix, may_fail=True)
     for cell in matrix.cells:
         shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
-    runs = distinct_runs(runs_of(matrix.cells), plan)
+    runs = {name: run for name, run in runs_of(matrix.cells).items() if run.is_finished}
     if len(runs) < 2:
         raise InputError(
-            "there is nothing to compare: every other precision failed in its trial, or computed "
-            f"each matrix product in the same precision as {names[0]}; read the logs in "
-            f"{trainings.folder}/trial, or set other --precisions"
+            "there is nothing to compare: every other precision failed in its trial; read the logs "
+            f"in {trainings.folder}/trial, or set other --precisions"
         )
     seconds = {
         name: trainings.recipe.batch.tokens / run.summary["tokens_per_second"]
@@ -370,21 +370,6 @@ def check_branches(rounds: Matrix, plan: WhichPlan) -> None:
                 f"cell {cell.name}: candidates continue from step {plan.trunk:,} of the baseline; "
                 "let decays of the learning rate and phases of precision begin later"
             )
-
-
-def distinct_runs(trials: Mapping[str, RunRecord], plan: WhichPlan) -> dict[str, RunRecord]:
-    """Return the finished runs among `trials`, which maps names to the runs of the trials.
-
-    If the candidates are precisions, a trial is omitted if an earlier trial has the same precision
-    in every matrix product. For example, "mxfp8+head" is omitted after "mxfp8" if the head stays in
-    BF16 in both trials.
-    """
-    by_products: dict[str, tuple[str, RunRecord]] = {}
-    for name, run in trials.items():
-        if run.is_finished:
-            products = str([(part["name"], part["effective"]) for part in run.audit["products"]])
-            by_products.setdefault(name if plan.settings else products, (name, run))
-    return dict(by_products.values())
 
 
 def default_candidates(weights: str) -> list[str]:
@@ -533,8 +518,8 @@ def announce(times: RoundTimes, hours: float) -> None:
     skipped = [name for name in plan.precisions if name not in plan.seconds]
     if skipped:
         say(
-            "\nSkipped, because they failed or computed the same products as another precision: "
-            f"{', '.join(skipped)}. To try them again, use another --run_dir."
+            f"\nSkipped, because their trials failed: {', '.join(skipped)}. To try them again, use "
+            "another --run_dir."
         )
     trunk = f"from {plan.begin_with}" if plan.begin_with else f"in {plan.base}"
     together = ""

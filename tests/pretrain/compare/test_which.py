@@ -168,7 +168,7 @@ def test_a_question_is_answered_and_resumed(
     assert not list(tmp_path.glob("which/rounds/current*")), "there is no checkpoint to branch from"
     command[0] = os.path.relpath(file)
     assert which.main(commands.read("which", [*command, "--hours", "0.00001"])) == 1
-    # There is one candidate, because the head of current+head stays in BF16.
+    # There is one candidate, because the vocabulary does not suit current+head.
     (verdict,) = json.loads((tmp_path / "which" / "verdict.json").read_text())[
         "candidates"
     ].values()

@@ -85,6 +85,7 @@ def test_too_few_hours_are_refused_before_the_trials(
     [
         (["--precisions", "fp32"], {}, "--precisions"),
         (["--precisions", "fp32,delayd"], {}, "; unknown: delayd$"),
+        (["--precisions", "bf16,bf16+head"], {}, "; unknown: bf16[+]head$"),
         (["fp8_config.scope=linear+head"], {}, "fp8_config.scope"),
         (["train.steps=9"], {}, "train.steps.*--steps"),
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
