@@ -381,11 +381,16 @@ def parity(
         The comparison. `failures` has one line for each mismatch, and `summary()` is a line about
         the largest differences.
 
+    Raises:
+        InputError: The batch has no labels.
+
     Example::
 
         >>> result = parity(model, batch)
         >>> assert not result.failures, result.summary()
     """
+    if batch.get("labels") is None:
+        raise InputError("parity: the batch has no `labels`, so there is no loss; add `labels`")
     devices = [model.device] if model.device.type == "cuda" else []
     context = getattr(model, "precision_context", PrecisionContext(None, model.dtype))
     with torch.random.fork_rng(devices):

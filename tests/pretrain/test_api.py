@@ -444,6 +444,13 @@ def test_parity_passes_for_correct_models_and_changes_nothing(dtype: torch.dtype
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("labels", [{}, {"labels": None}])
+def test_parity_needs_labels(labels: dict[str, None]):
+    unlabelled = {"input_ids": batch_of()["input_ids"]} | labels
+    with pytest.raises(InputError, match="add `labels`"):
+        api.parity(llama(), unlabelled)
+
+
 def test_parity_compares_a_model_whose_embedding_is_frozen():
     model = llama(torch.bfloat16)
     model.get_input_embeddings().weight.requires_grad_(False)
