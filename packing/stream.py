@@ -325,6 +325,11 @@ class StreamedPacks(Packs):
         self.by_source = self.first_parts.by_source
         self.length = self.first_parts.length
         self.tokenizer = self.first_parts.tokenizer
+        # False if every source ends in its first part, so that the first parts are an epoch.
+        self.continues = any(
+            source.first_part.manifest["statistics"]["tokens"] >= parts[name].streamed.window
+            for name, source in self.sources.items()
+        )
         windows = [part.streamed.window for part in parts.values()]
         self.fingerprint = hash_of([self.first_parts.content, windows])
         # The packer that this process has started, or None if another rank starts the packer.

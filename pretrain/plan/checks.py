@@ -180,7 +180,7 @@ def check_settings(
 def check_step(recipe: Recipe, packs: int | None) -> None:
     """Check that a training step does not read a pack twice.
 
-    packs: number of training packs, or None for a stream.
+    packs: number of training packs in an epoch, or None if it is not known.
     """
     batch = recipe.batch
     most = math.inf if packs is None else packs * recipe.data.length

@@ -371,7 +371,9 @@ def _plan_of(
     checked = model.checked
     recipe = checked.recipe
     notices = checked.notices
-    packs = None if data is None or data.stream else len(data.train)
+    packs = None
+    if data and not (data.stream and data.stream.continues):
+        packs = len(data.readable)
     steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
     # If the length is not given in epochs, `check_recipe` has fitted and checked the schedule.
     if recipe.train.epochs is not None:

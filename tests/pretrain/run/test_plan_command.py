@@ -89,6 +89,21 @@ def test_the_packs_are_opened_once_for_all_precisions(
     assert err.count("already prepared") == 1
 
 
+@pytest.mark.parametrize(("window", "known"), [(1000, False), (10**6, True)])
+def test_a_stream_that_ends_in_its_first_part_has_epochs(
+    window: int, known: bool, plan: RunPlan, words: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 " * 500)
+    data = [f"data.{key}" for key in (f"source={text}", f"tokenizer={words}", "length=64")]
+    data += [f"data.packs={tmp_path / 'packs'}", "data.streaming.disk_gb=0.1"]
+    data.append(f"data.streaming.window={window}")
+    prepare(load_data(data), progress=False)
+    status, out, err = plan(*data, "batch.tokens=768", "train.steps=6", "evaluate.every=null")
+    assert status == 0, err
+    assert ("6 steps = 4.61k tokens = 3.00 epochs of 24 packs" in " ".join(out.split())) == known
+
+
 @pytest.fixture
 def plan_benchmark(capsys, monkeypatch) -> Iterator[RunPlan]:
     """Return a function that plans a recipe of the benchmarks without packs."""
