@@ -1,11 +1,12 @@
 """Ask NVIDIA's management library (NVML) about the GPUs of this machine.
 
 NVML answers in milliseconds. Unlike CUDA, it allocates no memory on a GPU, and a process that has
-used it can still be forked.
+used it can still be forked. Some containers have GPUs without NVML. There, CUDA counts the GPUs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 
@@ -21,7 +22,7 @@ def visible_gpus() -> list[str]:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError:
-        return []
+        count = _count_by_cuda()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     return [name.strip() for name in names if name.strip() not in ("", "-1")][:count]
 
@@ -76,6 +77,17 @@ def link_between_gpus() -> str | None:
         }
         return "NVLink" if statuses == {pynvml.NVML_P2P_STATUS_OK} else "PCIe"
     return None
+
+
+def _count_by_cuda() -> int:
+    """Return the number of visible GPUs that CUDA's driver reports, 0 if there is no driver."""
+    count = ctypes.c_int()
+    with suppress(OSError):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda.cuInit(0)
+        # If `cuInit` has failed, this call fails too, and `count` stays 0.
+        cuda.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
 
 
 def _handle(name: str) -> pynvml.c_nvmlDevice_t:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
+from typing import Any
 
 import pynvml
 import pytest
@@ -61,11 +63,49 @@ def test_the_used_memory_of_visible_gpus_is_reported(
     assert used_memory() == used
 
 
-def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+class Driver:
+    """CUDA's driver on a machine with two GPUs."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+    def cuInit(self, flags: int) -> int:
+        return self.status
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        if self.status == 0:
+            count._obj.value = 2
+        return self.status
+
+
+def without_nvml(monkeypatch: pytest.MonkeyPatch, driver: Driver | None) -> None:
+    """Remove NVML, and replace the driver of CUDA. None removes the driver too."""
+
     def init() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
+    def load(name: str) -> Driver:
+        if driver is None:
+            raise OSError(name)
+        return driver
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(pynvml, "nvmlInit", init)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+
+
+def test_cuda_counts_the_gpus_of_a_container_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_nvml(monkeypatch, Driver(0))
+    assert visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert visible_gpus() == []
+
+
+@pytest.mark.parametrize("driver", [None, Driver(status=100)], ids=["no driver", "no device"])
+def test_a_machine_without_gpus_has_none(
+    driver: Driver | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_nvml(monkeypatch, driver)
     assert visible_gpus() == []
     assert used_memory() == []
     assert driver_version() is link_between_gpus() is None
