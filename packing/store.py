@@ -85,7 +85,7 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     validation = settings.validation
     if validation is None:
         return None
-    packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
+    packs = Path(f"{settings.packs}-validation")
     # Validation text is packed before the run, even if the training text is streamed. If the
     # training text is streamed, a validation dataset of the hub is read without a download.
     name = str(validation.source)
