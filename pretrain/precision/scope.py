@@ -126,7 +126,7 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
         raise InputError(
             f"`fp8_config.scope: linear+head`: the LM head of {model_class} cannot compute in "
             f"{active.precision.name} ({kept[0]}). Either set `fp8_config.scope: linear`, or, to "
-            "train from scratch, omit `model.config.vocab_size`, so that the size of the "
+            "train from scratch, set `model.config.vocab_size: null`, so that the size of the "
             "tokenizer's vocabulary is rounded up to a multiple of 128"
         )
 

@@ -85,6 +85,11 @@ def test_another_tokenizer_with_the_same_size_is_rejected(
         with_tokens(other, settings, None, needed=True)
 
 
+def test_a_null_vocabulary_has_the_size_of_the_tokenizer(settings: DataSettings) -> None:
+    model = ModelSettings(config={"model_type": "llama", "vocab_size": None})
+    assert (with_tokens(model, settings, None).config or {})["vocab_size"] == 128
+
+
 def test_packs_without_a_tokenizer_are_accepted(small_packs: Path) -> None:
     data = open_data(DataSettings(packs=small_packs, length=32), is_main_process=True)
     assert data.tokenizer == {}
