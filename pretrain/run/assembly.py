@@ -173,7 +173,7 @@ def build_model(job: Job, accelerator: Accelerator) -> Built:
         return Built(
             *build_on_first_rank(
                 recipe.model,
-                job.model_config,
+                job.shapes.config,
                 accelerator,
                 kept=weights,
                 weights=job.weight_dtype,
@@ -183,7 +183,7 @@ def build_model(job: Job, accelerator: Accelerator) -> Built:
         )
     hf = build(
         recipe.model,
-        job.model_config,
+        job.shapes.config,
         weights=weights,
         seed=recipe.seed,
         device=accelerator.device,
@@ -205,7 +205,7 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
     engines = make_engines(job.plan.precisions, device)
     context = PrecisionContext(
         engines[first.precision.name],
-        job.compute_dtype,
+        job.plan.compute_dtype,
         evaluates_low=first.settings.use_autocast_during_eval,
         engines=[engine for engine in engines.values() if engine is not None],
     )
@@ -226,8 +226,8 @@ def convert_model(job: Job, built: Built, accelerator: Accelerator) -> Converted
     # copies. FSDP2 needs no such cast, because it casts weights when it gathers them.
     settings = job.recipe.model
     compiles = settings.compile == "layer" or (settings.compile == "auto" and device.type == "cuda")
-    has_copies = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
-    cast_to = job.compute_dtype if has_copies else None
+    has_copies = job.plan.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
+    cast_to = job.plan.compute_dtype if has_copies else None
     wrap_layers(model, settings, cast_to=cast_to, compile_layers=compiles)
     return Converted(
         model,
@@ -276,7 +276,9 @@ def place_model(job: Job, built: Built, converted: Converted, accelerator: Accel
     model = converted.model
     # Without FSDP2 the model is already on its device.
     if accelerator.is_fsdp2:
-        model = shard(accelerator, model, job.compute_dtype, once_a_step=job.plan.devices.gathered)
+        model = shard(
+            accelerator, model, job.plan.compute_dtype, once_a_step=job.plan.devices.gathered
+        )
     build = build_muon if recipe.optimizer.name == "muon" else build_optimizer
     optimizer = build(model, recipe.optimizer, exact=recipe.weights == "bf16_exact")
     set_weights(built.hf, built.values, optimizer)
@@ -378,7 +380,7 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Ent
     packed.train()
 
     def loss_of(pack: int) -> Tensor:
-        batch = job.data.one_pack(pack, job.model_config.vocab_size)
+        batch = job.data.one_pack(pack, job.shapes.config.vocab_size)
         if packed.context.engine is None and packed.fused is None:
             batch = first_tokens(batch, UNQUANTIZED_TOKENS)
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)

@@ -67,7 +67,7 @@ from pretrain.settings.recipe import Recipe
 
 @dataclass(frozen=True)
 class CheckedRecipe:
-    """Stage 1: a recipe whose settings fit together, with the precisions that this machine has."""
+    """A recipe whose settings fit together, with the precisions that this machine has."""
 
     recipe: Recipe
     run_dir: Path
@@ -88,24 +88,11 @@ class CheckedRecipe:
 
 
 @dataclass(frozen=True)
-class CheckedModel:
-    """Stage 2: the model of a checked recipe, which can be trained in all phases."""
-
-    # The checked recipe, with the vocabulary of the tokenizer.
-    checked: CheckedRecipe
-    config: PretrainedConfig
-    # The model on the meta device, with modules but without weights.
-    shapes: PreTrainedModel
-    flops: ModelFlops
-
-
-@dataclass(frozen=True)
 class Job:
-    """Stage 3: a plan for this machine, with the shapes of the model and the packs."""
+    """A plan for this machine, with the shapes of the model and the packs."""
 
     plan: Plan
     run_dir: Path
-    model_config: PretrainedConfig
     # The model on the meta device, with modules but without weights.
     shapes: PreTrainedModel
     data: Data
@@ -118,11 +105,6 @@ class Job:
     def recipe(self) -> Recipe:
         """Return the recipe. An `auto` is replaced by its result as soon as the result is known."""
         return self.plan.recipe
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of activations."""
-        return self.plan.compute_dtype
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -188,8 +170,8 @@ class Job:
             "world_size": accelerator.num_processes,
             "mask_boundaries": self.recipe.data.mask_boundaries,
             "pin_memory": accelerator.device.type == "cuda",
-            "vocab_size": self.model_config.vocab_size,
-            "positions": document_limit(self.model_config),
+            "vocab_size": self.shapes.config.vocab_size,
+            "positions": document_limit(self.shapes.config),
         }
 
 
@@ -219,16 +201,22 @@ def prepare_job(
     # Otherwise open them after all other checks, because preparing them may take hours. Their
     # tokenizer is `data.tokenizer`.
     data = None if recipe.data.prepares else open_packs()
-    model, tokenizer = _check_model_here(checked, data, accelerator)
+    checked, shapes, flops = check_model(checked, data, needs_tokenizer=True)
+    attention.require(
+        checked.recipe.model.attention,
+        accelerator.device.type,
+        flops.shape.head_dim,
+        checked.compute_dtype,
+    )
+    tokenizer = tokenizer_for(checked.recipe, data, shapes.config)
     data = data or open_packs()
-    _check_data(model, data)
-    plan = _plan_of(model, data, _devices_of(accelerator, checked.phases), overrides)
-    plan, chosen = _fit_to_machine(plan, model, accelerator)
+    _check_data(checked.recipe, data, shapes.config)
+    plan = _plan_of(checked, flops, data, _devices_of(accelerator, checked.phases), overrides)
+    plan, chosen = _fit_to_machine(plan, shapes, accelerator)
     return Job(
         plan,
         checked.run_dir,
-        model.config,
-        model.shapes,
+        shapes,
         data,
         tokenizer,
         chosen,
@@ -249,15 +237,15 @@ def plan_elsewhere(
     the model on the meta device. See `prepare_job` for the other arguments and the errors.
     """
     checked = check_recipe(recipe, overrides, accelerator, None, lambda precision: None)
-    model = check_model(checked, data, needs_tokenizer=False)
+    checked, shapes, flops = check_model(checked, data, needs_tokenizer=False)
     if data is not None:
-        _check_data(model, data)
+        _check_data(checked.recipe, data, shapes.config)
     elif recipe.train.epochs is not None:
         raise InputError(
             f"`train.epochs` needs the number of packs, but {recipe.data.packs} has none yet; to "
             "plan without packs, set train.steps=N or train.tokens=N instead"
         )
-    return _plan_of(model, data, Devices(), overrides), model.shapes
+    return _plan_of(checked, flops, data, Devices(), overrides), shapes
 
 
 # ── 1: the recipe ─────────────────────────────────────────────────────────────────────────────────
@@ -298,11 +286,14 @@ def check_recipe(
 
 def check_model(
     checked: CheckedRecipe, data: Data | None, *, needs_tokenizer: bool
-) -> CheckedModel:
+) -> tuple[CheckedRecipe, PreTrainedModel, ModelFlops]:
     """Raise InputError if the model cannot be trained in one of the phases.
 
     data: the open packs, or None.
     needs_tokenizer: True to load and check the tokenizer even if the model does not need it.
+
+    Returns three values: `checked` with the vocabulary of the tokenizer, the model on the meta
+    device, with modules but without weights, and the FLOPs of the model.
     """
     recipe = checked.recipe
     settings = with_tokens(recipe.model, recipe.data, data, needed=needs_tokenizer)
@@ -319,21 +310,7 @@ def check_model(
     )
     for _, active in checked.phases:
         check_precision(active, recipe, shapes)
-    return CheckedModel(replace(checked, recipe=recipe), config, shapes, flops)
-
-
-def _check_model_here(
-    checked: CheckedRecipe, data: Data | None, accelerator: Accelerator
-) -> tuple[CheckedModel, PreTrainedTokenizerBase | None]:
-    """Check that this machine can train the model. Return the model and its tokenizer."""
-    model = check_model(checked, data, needs_tokenizer=True)
-    attention.require(
-        model.checked.recipe.model.attention,
-        accelerator.device.type,
-        model.flops.shape.head_dim,
-        checked.compute_dtype,
-    )
-    return model, tokenizer_for(model.checked.recipe, data, model.config)
+    return replace(checked, recipe=recipe), shapes, flops
 
 
 def check_precision(active: ActivePrecision, recipe: Recipe, shapes: PreTrainedModel) -> None:
@@ -347,13 +324,12 @@ def check_precision(active: ActivePrecision, recipe: Recipe, shapes: PreTrainedM
         check_scope(shapes, layers, active)
 
 
-def _check_data(model: CheckedModel, data: Data) -> None:
-    """Raise InputError if the packs do not fit the model or the recipe."""
-    recipe = model.checked.recipe
+def _check_data(recipe: Recipe, data: Data, model: PretrainedConfig) -> None:
+    """Raise InputError if the packs do not fit the recipe or the configuration of the model."""
     check_held_out(recipe, len(data.held_out or ()))
     has_fingerprint = bool(data.tokenizer.get("fingerprint"))
     fingerprint = fingerprint_at(recipe.model.weights_source) if has_fingerprint else None
-    check_tokens(data, model.config.vocab_size, fingerprint, document_limit(model.config))
+    check_tokens(data, model.vocab_size, fingerprint, document_limit(model))
     check_labels(data, recipe.data, recipe.evaluate.packs)
 
 
@@ -361,14 +337,17 @@ def _check_data(model: CheckedModel, data: Data) -> None:
 
 
 def _plan_of(
-    model: CheckedModel, data: Data | None, devices: Devices, overrides: Sequence[str]
+    checked: CheckedRecipe,
+    flops: ModelFlops,
+    data: Data | None,
+    devices: Devices,
+    overrides: Sequence[str],
 ) -> Plan:
     """Return the plan of the run on `devices`, without its `layers`.
 
     data: the packs, or None if they do not exist.
     overrides: the key=value overrides on the command line.
     """
-    checked = model.checked
     recipe = checked.recipe
     notices = checked.notices
     packs = None
@@ -383,7 +362,7 @@ def _plan_of(
         recipe,
         PrecisionSchedule(checked.phases, steps, checked.unquantized),
         devices,
-        model.flops,
+        flops,
         # Without packs, assume that every pack contains one document.
         data.mean_squared if data else float(recipe.data.length),
         packs=packs,
@@ -397,9 +376,11 @@ def _plan_of(
 
 
 def _fit_to_machine(
-    plan: Plan, model: CheckedModel, accelerator: Accelerator
+    plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator
 ) -> tuple[Plan, attention.Choice]:
     """Assess the layers of the plan for this machine, and choose the attention.
+
+    shapes: the model on the meta device.
 
     With FSDP2 on GPUs, weights are gathered and gradients reduced only once a step if the memory
     suffices, because this is faster.
@@ -411,14 +392,14 @@ def _fit_to_machine(
     chosen = attention.choose(
         plan.recipe.model.attention,
         device_type,
-        model.flops.shape.head_dim,
-        model.checked.compute_dtype,
+        plan.flops.shape.head_dim,
+        plan.compute_dtype,
         plan.mean_squared,
     )
     layers = {
         active.precision.name: layers_of(
-            model.shapes,
-            model.flops,
+            shapes,
+            plan.flops,
             plan.recipe,
             active,
             device_type,
@@ -431,7 +412,7 @@ def _fit_to_machine(
     if plan.devices.sharded and device_type == "cuda" and all(from_all_ranks(fits_gathered(plan))):
         plan = replace(plan, devices=replace(plan.devices, gathered=True))
     plan = spend_spare_memory(plan)
-    cuda_graphs(plan, model.shapes, device_type)
+    cuda_graphs(plan, shapes, device_type)
     if plan.recipe.optimizer.offload != "none" and device_type == "cuda":
         refused_together(lambda: check_host_memory(plan, processes_on_host(), free_memory()))
     return plan, chosen

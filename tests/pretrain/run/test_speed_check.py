@@ -154,7 +154,7 @@ def job() -> Job:
         attention="packed_varlen",
     )
     choice = Choice("packed_varlen", "requested")
-    return Job(plan, Path("run"), model.config, model, None, None, choice, {})
+    return Job(plan, Path("run"), model, None, None, choice, {})
 
 
 @pytest.fixture
