@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from pretrain.compare.differences import (
     Sample,
 )
 from pretrain.compare.fairness import recipe_of
-from pretrain.compare.which_plan import MOST_SEEDS, RoundTimes, WhichPlan
+from pretrain.compare.which_plan import MOST_SEEDS, Round, Rounds, WhichPlan
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.optimizer import schedule
 
@@ -44,9 +44,6 @@ POWERS = np.arange(0.05, 1.5, 0.05)
 # Advice about the recommended candidate, and about a candidate that may not be faster.
 USE = "use this"
 NO_GAIN = "not shown to be faster at equal loss"
-
-# Map the baseline and each candidate of a round to its run. All runs of a round have the same seed.
-Round = Mapping[str, RunRecord]
 
 
 @dataclass
@@ -117,38 +114,25 @@ class Verdict:
         return {"served": fields.pop("held_out")} | fields | {"gain_at_equal_loss": self.gain}
 
 
-@dataclass
-class Rounds:
-    """The runs of all trained rounds, and the verdicts that follow from the runs."""
+def verdicts_after(rounds: Rounds) -> list[Verdict]:
+    """Return the verdicts of all candidates after `rounds`, including advice.
 
-    # Estimated time of the next rounds, for the advice about open candidates.
-    times: RoundTimes
-    runs: list[Round] = field(default_factory=list)
-
-    @property
-    def plan(self) -> WhichPlan:
-        """Return the plan of the rounds."""
-        return self.times.plan
-
-    def verdicts(self) -> list[Verdict]:
-        """Return the verdicts of all candidates, including advice.
-
-        Among the eligible candidates, the candidate with the largest gain at equal loss is
-        recommended.
-        """
-        verdicts = [verdict_of(self.plan, self.runs, name) for name in self.plan.candidates]
-        # The next rounds train all open candidates.
-        open_candidates = [verdict.name for verdict in verdicts if verdict.is_open]
-        seconds_of_round = self.times.seconds(open_candidates)
-        for verdict in verdicts:
-            if verdict.held_out and verdict.enough_seeds and verdict.enough_seeds <= MOST_SEEDS:
-                missing = verdict.enough_seeds - len(verdict.held_out.by_seed)
-                verdict.more_seconds = seconds_of_round * missing
-        eligible = [verdict for verdict in verdicts if verdict.is_eligible]
-        best = max(eligible, key=lambda verdict: verdict.gain or 0.0, default=None)
-        for verdict in verdicts:
-            verdict.advice = advice_on(verdict, best, self.plan.base)
-        return verdicts
+    Among the eligible candidates, the candidate with the largest gain at equal loss is recommended.
+    """
+    plan = rounds.plan
+    verdicts = [verdict_of(plan, rounds.runs, name) for name in plan.candidates]
+    # The next rounds train all open candidates.
+    open_candidates = [verdict.name for verdict in verdicts if verdict.is_open]
+    seconds_of_round = rounds.seconds(open_candidates)
+    for verdict in verdicts:
+        if verdict.held_out and verdict.enough_seeds and verdict.enough_seeds <= MOST_SEEDS:
+            missing = verdict.enough_seeds - len(verdict.held_out.by_seed)
+            verdict.more_seconds = seconds_of_round * missing
+    eligible = [verdict for verdict in verdicts if verdict.is_eligible]
+    best = max(eligible, key=lambda verdict: verdict.gain or 0.0, default=None)
+    for verdict in verdicts:
+        verdict.advice = advice_on(verdict, best, plan.base)
+    return verdicts
 
 
 def advice_on(verdict: Verdict, best: Verdict | None, base: str) -> str:

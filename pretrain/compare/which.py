@@ -39,9 +39,9 @@ from pretrain.compare.differences import error_of, fewest_seeds
 from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix_file import Cell, Matrix, MatrixSettings, Values, make_matrix
 from pretrain.compare.matrix_run import say, wait_for_earlier_start
-from pretrain.compare.verdicts import Rounds, Verdict
+from pretrain.compare.verdicts import Verdict, verdicts_after
 from pretrain.compare.which_answer import VERDICT_FILE, write_answer
-from pretrain.compare.which_plan import MOST_SEEDS, RoundTimes, WhichPlan
+from pretrain.compare.which_plan import MOST_SEEDS, Rounds, WhichPlan
 from pretrain.compare.which_trainings import (
     DEFAULT_SETTINGS,
     HEAD,
@@ -126,14 +126,14 @@ def main(options: argparse.Namespace) -> int:
         plan = load_plan(trainings, options)
         if plan is None:
             plan = new_plan(trainings, options, deadline)
-        rounds = Rounds(RoundTimes(plan, trainings.trial([plan.base]).slots or 1))
-        announce(rounds.times, options.hours)
+        rounds = Rounds(plan, trainings.trial([plan.base]).slots or 1)
+        announce(rounds, options.hours)
         verdicts = read_ended_rounds(trainings, rounds)
         if rounds.runs:
             say(f"\n{write_answer(trainings, rounds, verdicts)}")
         while matrix := next_rounds(trainings, rounds, verdicts, deadline - time.monotonic()):
             train_rounds(rounds, matrix)
-            verdicts = rounds.verdicts()
+            verdicts = verdicts_after(rounds)
             say(f"\n{write_answer(trainings, rounds, verdicts)}")
     say(f"\nWritten: {folder / VERDICT_FILE}")
     return 1 if any(verdict.is_open for verdict in verdicts) else 0
@@ -435,7 +435,7 @@ def fit_steps(
         return replace(plan, steps=steps, trunk=branch_step)
 
     def seconds_of_rounds(steps: int) -> float:
-        return RoundTimes(with_steps(steps), at_once).planned_seconds()
+        return Rounds(with_steps(steps), at_once).planned_seconds()
 
     if options.steps:
         if options.steps > in_an_epoch:
@@ -512,9 +512,9 @@ def step_of_checkpoint(path: str | None) -> int | None:
 # ── Rounds ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def announce(times: RoundTimes, hours: float) -> None:
+def announce(rounds: Rounds, hours: float) -> None:
     """Print the plan and the estimated time. `hours` is the time limit."""
-    plan = times.plan
+    plan = rounds.plan
     skipped = [name for name in plan.precisions if name not in plan.seconds]
     if skipped:
         say(
@@ -523,16 +523,16 @@ def announce(times: RoundTimes, hours: float) -> None:
         )
     trunk = f"from {plan.begin_with}" if plan.begin_with else f"in {plan.base}"
     together = ""
-    if (number := times.rounds_together(0)) > 1:
+    if (number := rounds.rounds_together()) > 1:
         together = f", the first {number} of them together if the time suffices"
     say(
         f"\nBaseline {plan.base}, candidates {', '.join(plan.candidates)}. The margin is "
         f"fixed at {100 * plan.margin:g} % of the loss.\n"
         "Each round has one seed and takes about "
-        f"{duration(times.seconds(plan.candidates))}. Each run has {plan.steps:,} steps. "
+        f"{duration(rounds.seconds(plan.candidates))}. Each run has {plan.steps:,} steps. "
         f"The first {plan.trunk:,} steps are {trunk}.\n"
         f"{plan.seeds} rounds are planned{together}. They take about "
-        f"{duration(times.planned_seconds())}, and the limit is {hours:g} hours."
+        f"{duration(rounds.planned_seconds())}, and the limit is {hours:g} hours."
     )
 
 
@@ -541,13 +541,13 @@ def read_ended_rounds(trainings: WhichTrainings, rounds: Rounds) -> list[Verdict
 
     Return the verdicts after these rounds.
     """
-    verdicts = rounds.verdicts()
+    verdicts = verdicts_after(rounds)
     while candidates := open_candidates(rounds, verdicts):
         matrix = matrix_of(trainings, rounds, candidates, number=1)
         if not all(has_ended(matrix, cell) for cell in matrix.cells):
             break
         add_runs(rounds, matrix)
-        verdicts = rounds.verdicts()
+        verdicts = verdicts_after(rounds)
     return verdicts
 
 
@@ -588,10 +588,10 @@ def next_rounds(
         return None
     # The plan uses the whole time, and a little of it has passed since then.
     limit = 1.01 * seconds_left
-    number = rounds.times.rounds_together(len(rounds.runs))
-    while number > 1 and rounds.times.seconds(candidates, number) > limit:
+    number = rounds.rounds_together()
+    while number > 1 and rounds.seconds(candidates, number) > limit:
         number -= 1
-    seconds = rounds.times.seconds(candidates)
+    seconds = rounds.seconds(candidates)
     if seconds <= limit or not rounds.runs:
         return matrix_of(trainings, rounds, candidates, number)
     say(
@@ -610,7 +610,7 @@ def train_rounds(rounds: Rounds, matrix: Matrix) -> None:
     first = len(rounds.runs) + 1
     last = len(rounds.runs) + len(seeds)
     title = f"round {first}" if first == last else f"rounds {first} to {last}"
-    say(f"\n{title}, about {duration(rounds.times.seconds(candidates, len(seeds)))}")
+    say(f"\n{title}, about {duration(rounds.seconds(candidates, len(seeds)))}")
     train(matrix, may_fail=False)
     add_runs(rounds, matrix)
 
@@ -625,6 +625,4 @@ def add_runs(rounds: Rounds, matrix: Matrix) -> None:
     for cells in by_seed.values():
         runs = runs_of(cells)
         rounds.runs.append(runs)
-        rounds.times.took |= {
-            name: seconds_of(run) for name, run in runs.items() if run.is_finished
-        }
+        rounds.took |= {name: seconds_of(run) for name, run in runs.items() if run.is_finished}

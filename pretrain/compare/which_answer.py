@@ -11,8 +11,8 @@ from foundation.units import count, memory, signed
 from pretrain.compare.columns import Column, table_of
 from pretrain.compare.differences import EQUIVALENT, WITHIN_MARGIN, LossDifference
 from pretrain.compare.matrix_file import as_overrides
-from pretrain.compare.verdicts import NO_GAIN, USE, Rounds, Verdict, verdict_of
-from pretrain.compare.which_plan import WhichPlan
+from pretrain.compare.verdicts import NO_GAIN, USE, Verdict, verdict_of
+from pretrain.compare.which_plan import Rounds, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings
 from pretrain.launch.launcher import Launch
 

@@ -1,15 +1,19 @@
-"""The plan of `which`, which is fixed before the first round, and the time that its rounds take."""
+"""The plan of `which`, which is fixed before the first round, and its rounds with their times."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapreplace
 
 from pretrain.compare.differences import error_of, fewest_seeds
+from pretrain.metrics.run_record import RunRecord
 
 # Maximum number of rounds. Each round has one seed, so this is also the maximum number of seeds.
 MOST_SEEDS = 20
+
+# Map the baseline and each candidate of a round to its run. All runs of a round have the same seed.
+Round = Mapping[str, RunRecord]
 
 
 @dataclass(frozen=True)
@@ -60,29 +64,34 @@ class WhichPlan:
 
 
 @dataclass
-class RoundTimes:
-    """Estimates of the time that rounds take. They simulate the order of the runs on the GPUs."""
+class Rounds:
+    """The trained rounds, and estimates of the time that further rounds take.
+
+    The estimates simulate the order of the runs on the GPUs.
+    """
 
     plan: WhichPlan
     # Number of trainings that run at the same time, on different GPUs.
     at_once: int = 1
     # Map the baseline and each candidate to the seconds that its most recent finished run took.
     took: dict[str, float] = field(default_factory=dict)
+    # The runs of each trained round.
+    runs: list[Round] = field(default_factory=list)
 
-    def rounds_together(self, ended: int) -> int:
+    def rounds_together(self) -> int:
         """Return the number of rounds to train together next, if the time suffices.
 
         No verdict is possible before `fewest_seeds` rounds, so these rounds can share several GPUs.
         On one GPU, the rounds are trained one by one: together they would not end earlier, and the
-        first table would be late. `ended` is the number of rounds that have ended.
+        first table would be late.
         """
-        missing = fewest_seeds(self.plan.error) - ended
+        missing = fewest_seeds(self.plan.error) - len(self.runs)
         return max(1, missing) if self.at_once > 1 else 1
 
     def planned_seconds(self) -> float:
         """Return the estimated seconds of all planned rounds. Call this before the first round."""
         candidates = self.plan.candidates
-        first_rounds = self.rounds_together(0)
+        first_rounds = self.rounds_together()
         later_rounds = self.plan.seeds - first_rounds
         return self.seconds(candidates, first_rounds) + later_rounds * self.seconds(candidates)
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from foundation.errors import InputError
 from foundation.units import UNKNOWN, count, duration, markdown, plural
 from pretrain.compare import which
-from pretrain.compare.which_plan import RoundTimes, WhichPlan
+from pretrain.compare.which_plan import Rounds, WhichPlan
 from pretrain.settings.commands import MARGIN_PERCENT
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
@@ -184,7 +184,7 @@ def time_of_which(
         at_once=at_once,
         seconds_left=math.inf,
     )
-    planned = RoundTimes(plan, at_once).planned_seconds()
+    planned = Rounds(plan, at_once).planned_seconds()
     return (
         f"`which` takes about {duration(planned)} for {plan.seeds} seeds of {plan.steps:,} steps, "
         f"with {plural(at_once, 'run')} at a time.\n"

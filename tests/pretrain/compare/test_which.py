@@ -27,9 +27,9 @@ from pretrain.compare.differences import (
     WORSE,
     LossDifference,
 )
-from pretrain.compare.verdicts import NO_GAIN, Rounds, Verdict, verdict_of
+from pretrain.compare.verdicts import NO_GAIN, Verdict, verdict_of, verdicts_after
 from pretrain.compare.which_answer import answer
-from pretrain.compare.which_plan import RoundTimes, WhichPlan
+from pretrain.compare.which_plan import Rounds, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings, candidate_of
 from pretrain.launch.launcher import CONFIGURATIONS, Launch
 from pretrain.launch.processes import Training
@@ -251,7 +251,7 @@ def new_question(recipe: dict[str, Any], path: Path) -> TrainedRounds:
     folder.mkdir()
     (folder / "which.json").write_text(json.dumps(asdict(PLAN)))
     trainings = WhichTrainings(load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", folder)
-    return TrainedRounds(file, folder, trainings, Rounds(RoundTimes(PLAN)))
+    return TrainedRounds(file, folder, trainings, Rounds(PLAN))
 
 
 @pytest.fixture
@@ -281,23 +281,19 @@ def trained_rounds(question: TrainedRounds) -> TrainedRounds:
 def test_rounds_before_the_first_verdict_share_the_gpus(question: TrainedRounds) -> None:
     """As many of these rounds are trained together as end within the time limit."""
     trainings = question.trainings
-    rounds = Rounds(RoundTimes(PLAN, at_once=4))
+    rounds = Rounds(PLAN, at_once=4)
     names = PLAN.candidates
 
     def seeds_within(seconds: float) -> list[int]:
-        matrix = which.next_rounds(trainings, rounds, rounds.verdicts(), seconds)
+        matrix = which.next_rounds(trainings, rounds, verdicts_after(rounds), seconds)
         assert matrix is not None
         baselines = [cell for cell in matrix.cells if candidate_of(cell) == "bf16"]
         assert len(matrix.cells) == (1 + len(names)) * len(baselines)
         return [cell.recipe.seed for cell in baselines]
 
     assert seeds_within(1e6) == [42, 43, 44, 45], "four rounds are needed with five candidates"
-    assert (
-        rounds.times.seconds(names, 3)
-        < rounds.times.seconds(names, 4)
-        < 4 * rounds.times.seconds(names)
-    )
-    assert seeds_within(0.95 * rounds.times.seconds(names, 4)) == [42, 43, 44]
+    assert rounds.seconds(names, 3) < rounds.seconds(names, 4) < 4 * rounds.seconds(names)
+    assert seeds_within(0.95 * rounds.seconds(names, 4)) == [42, 43, 44]
     assert seeds_within(0) == [42], "the first round ignores the time limit"
     rounds.runs = [{}, {}]
     assert seeds_within(1e6) == [44, 45]
@@ -352,9 +348,9 @@ def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
             runs[name].summary["held_out_loss"] = 2.0 + difference
 
     spread("nvfp4", [-0.003, 0.004, 0.002, -0.002, 0.003])
-    verdicts = {verdict.name: verdict for verdict in rounds.verdicts()}
+    verdicts = {verdict.name: verdict for verdict in verdicts_after(rounds)}
     assert [name for name, verdict in verdicts.items() if verdict.is_open] == ["nvfp4", "mxfp8"]
-    a_round = rounds.times.seconds(["nvfp4", "mxfp8"])
+    a_round = rounds.seconds(["nvfp4", "mxfp8"])
     assert a_round == (5 + 40) + 2 * (5 + 32), "the baseline and two branches"
     for verdict in (verdicts["nvfp4"], verdicts["mxfp8"]):
         assert verdict.more_seconds == (verdict.enough_seeds - 5) * a_round
@@ -363,17 +359,15 @@ def test_the_estimated_hours_count_the_rounds_of_all_open_candidates(
     assert verdicts["nvfp4"].enough_seeds > verdicts["mxfp8"].enough_seeds
     spread("mxfp8", [-0.03, 0.04, 0.02, -0.02, 0.03])
     spread("nvfp4", [0.001, 0.004, 0.007, 0.004, 0.004])
-    verdicts = {verdict.name: verdict for verdict in rounds.verdicts()}
+    verdicts = {verdict.name: verdict for verdict in verdicts_after(rounds)}
     for name, seeds in (("nvfp4", "37"), ("mxfp8", "more than 200")):
         assert verdicts[name].more_seconds is None
         assert verdicts[name].advice == (
             f"{seeds} seeds would be enough with a probability of 80 %, but at most 20 are trained"
         )
     del rounds.runs[2:]
-    (verdict,) = (verdict for verdict in rounds.verdicts() if verdict.name == "nvfp4")
-    assert verdict.more_seconds == 2 * rounds.times.seconds(list(CANDIDATES)), (
-        "four seeds are needed"
-    )
+    (verdict,) = (verdict for verdict in verdicts_after(rounds) if verdict.name == "nvfp4")
+    assert verdict.more_seconds == 2 * rounds.seconds(list(CANDIDATES)), "four seeds are needed"
     assert verdict.advice.startswith("needs at least ")
 
 
@@ -411,7 +405,7 @@ def test_the_answer_has_a_table_a_recommendation_and_the_miss_rates(
 def test_the_line_of_a_candidate_within_the_margin_shows_its_interval(
     shared_rounds: TrainedRounds,
 ) -> None:
-    verdicts = shared_rounds.rounds.verdicts()
+    verdicts = verdicts_after(shared_rounds.rounds)
     text = answer(shared_rounds.trainings, PLAN, verdicts)
     interval = r" \((.*) % interval: (.*) to (.*) %, within ± 0.3 %\)"
     for verdict in verdicts:
@@ -445,17 +439,17 @@ def test_a_halted_candidate_is_done_and_later_rounds_count(
 
 def test_only_the_tokens_of_a_branch_count(shared_rounds: TrainedRounds) -> None:
     plan = replace(PLAN, begin_with="step-00000080")
-    branched = replace(shared_rounds.rounds, times=RoundTimes(plan))
+    branched = replace(shared_rounds.rounds, plan=plan)
     tokens = (400 * np.exp(0.05 / 0.2) - 80) / 320
     assert verdict_of(plan, branched.runs, "nvfp4").tokens == pytest.approx(tokens)
-    text = answer(shared_rounds.trainings, plan, branched.verdicts())
+    text = answer(shared_rounds.trainings, plan, verdicts_after(branched))
     assert "train.begin_with=step-00000080" in text
     assert "This answer is about the checkpoint step-00000080." in text
 
 
 def test_the_gain_is_unknown_if_the_loss_does_not_fall(question: TrainedRounds) -> None:
     question.write_rounds(slope=0.0, noise=0.1)
-    verdicts = question.rounds.verdicts()
+    verdicts = verdicts_after(question.rounds)
     delayed = verdicts[0]
     assert not delayed.is_open and delayed.tokens is None
     assert "not known" in delayed.advice

@@ -14,7 +14,7 @@ from packing.stream import order_of
 from pretrain.compare import which
 from pretrain.compare.verdicts import USE, Verdict
 from pretrain.compare.which_answer import answer
-from pretrain.compare.which_plan import RoundTimes, WhichPlan
+from pretrain.compare.which_plan import Rounds, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings, candidate_of, train
 from pretrain.launch.launcher import CONFIGURATIONS
 from pretrain.settings import commands
@@ -156,14 +156,14 @@ def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_pa
     matrix = trainings.rounds(plan, [42, 43], ["bf16"])
     assert matrix.at_once == 2
     assert [candidate_of(cell) for cell in matrix.cells] == ["fp32", "fp32", "bf16", "bf16"]
-    times = RoundTimes(plan, at_once=2)
-    assert times.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
-    assert times.seconds(["bf16", "bf16"]) == 405 + 325
-    assert times.rounds_together(0) == 3, "no verdict is possible before three rounds"
+    rounds = Rounds(plan, at_once=2)
+    assert rounds.seconds(["bf16"]) == 0.2 * 405 + 325, "bf16 waits for a fifth of fp32"
+    assert rounds.seconds(["bf16", "bf16"]) == 405 + 325
+    assert rounds.rounds_together() == 3, "no verdict is possible before three rounds"
     # The GPUs train fp32 and fp32, then fp32 and bf16, then bf16 and bf16.
-    assert times.seconds(["bf16"], 3) == 405 + 405 + 325
-    assert times.planned_seconds() == 405 + 405 + 325 + 2 * (81 + 325)
-    assert RoundTimes(plan).rounds_together(0) == 1
+    assert rounds.seconds(["bf16"], 3) == 405 + 405 + 325
+    assert rounds.planned_seconds() == 405 + 405 + 325 + 2 * (81 + 325)
+    assert Rounds(plan).rounds_together() == 1
     with pytest.raises(InputError, match="--gpus"):
         which.main(commands.read("which", [str(file), "--gpus", "0"]))
 

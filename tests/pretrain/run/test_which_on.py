@@ -19,7 +19,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from pretrain.__main__ import main
-from pretrain.compare.which_plan import RoundTimes, WhichPlan
+from pretrain.compare.which_plan import Rounds, WhichPlan
 from pretrain.metrics.cards import card_of
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
@@ -102,7 +102,7 @@ def test_the_time_of_which_is_that_of_its_plan(which_on: RunWhich) -> None:
         for name in ("bf16", "delayed")
     }
     plan = WhichPlan(None, 0.003, [*seconds], seconds, 10.0, 4, 3000, 600)
-    hours = RoundTimes(plan, 2).planned_seconds() / 3600
+    hours = Rounds(plan, 2).planned_seconds() / 3600
     assert "for 4 seeds of 3,000 steps, with 2 runs at a time.\n" in out
     options = commands.read("which", [str(GPT2), *out.splitlines()[-1].split()])
     assert options.hours == pytest.approx(hours, abs=0.11) and options.hours >= hours
