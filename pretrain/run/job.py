@@ -70,21 +70,12 @@ class CheckedRecipe:
     """A recipe whose settings fit together, with the precisions that this machine has."""
 
     recipe: Recipe
-    run_dir: Path
     # The phases with supported precisions.
     phases: list[Phase]
     # The unquantized precision of the run, or None if no phase is quantized.
     unquantized: ActivePrecision | None
     # Lines about a shortened schedule.
     notices: list[str]
-    # The values in the config.json of `model.source`, by dotted key. They are part of the identity.
-    source_config: dict[str, Any]
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of activations, which is the same in all precisions of a run."""
-        _, first = self.phases[0]
-        return getattr(torch, first.precision.compute_dtype)
 
 
 @dataclass(frozen=True)
@@ -202,11 +193,13 @@ def prepare_job(
     # tokenizer is `data.tokenizer`.
     data = None if recipe.data.prepares else open_packs()
     checked, shapes, flops = check_model(checked, data, needs_tokenizer=True)
+    # All precisions of a run have the same compute dtype.
+    _, first = checked.phases[0]
     attention.require(
         checked.recipe.model.attention,
         accelerator.device.type,
         flops.shape.head_dim,
-        checked.compute_dtype,
+        getattr(torch, first.precision.compute_dtype),
     )
     tokenizer = tokenizer_for(checked.recipe, data, shapes.config)
     data = data or open_packs()
@@ -215,12 +208,12 @@ def prepare_job(
     plan, chosen = _fit_to_machine(plan, shapes, accelerator)
     return Job(
         plan,
-        checked.run_dir,
+        run_dir_of(recipe),
         shapes,
         data,
         tokenizer,
         chosen,
-        checked.source_config,
+        source_config(recipe.model),
     )
 
 
@@ -263,9 +256,8 @@ def check_recipe(
     processes: the number of processes that will train, or None if it is not known.
     missing: function that checks a precision against the devices that will train.
     """
-    run_dir = run_dir_of(recipe)
     branch_checkpoint(recipe)
-    check_ours(run_dir)
+    check_ours(run_dir_of(recipe))
     check_trackers(recipe.log)
     notices: list[str] = []
     if recipe.train.epochs is None:
@@ -278,7 +270,7 @@ def check_recipe(
         # Load the configuration before the tokenizer, so that a missing network is reported early.
         # Without a network, each request to the hub fails only after half a minute.
         load_config(recipe.model)
-    return CheckedRecipe(recipe, run_dir, phases, unquantized, notices, source_config(recipe.model))
+    return CheckedRecipe(recipe, phases, unquantized, notices)
 
 
 # ── 2: the model and the packs ────────────────────────────────────────────────────────────────────
