@@ -46,10 +46,9 @@ def write_report(matrix: Matrix) -> str:
 
     def place(run: RunRecord) -> tuple[bool, bool, bool, float]:
         """Return the sort key of a run. The training loss is used without a held-out loss."""
-        training_loss = run.summary.get(LOSS_KEY, math.inf)
-        loss = run.summary.get("held_out_loss", training_loss)
-        has_held_out = "held_out_loss" in run.summary
-        return run.path != baseline.run_dir, not run.is_finished, not has_held_out, loss
+        loss = run.summary.get("held_out_loss", run.summary.get(LOSS_KEY, math.inf))
+        lacks_held_out = "held_out_loss" not in run.summary
+        return run.path != baseline.run_dir, not run.is_finished, lacks_held_out, loss
 
     runs = [run for cell, run in records if cell in finished or "halted" in run.summary]
     # The cells may differ in every setting that a cell overrides. Such a setting may change the

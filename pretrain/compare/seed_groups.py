@@ -121,8 +121,7 @@ class SeedComparison:
         for name, group in groups.items():
             losses: dict[int, float] = {}
             for seed, compared in group.items():
-                summary = compared.run.summary
-                loss: Any = summary.get(loss_key)
+                loss: Any = compared.run.summary.get(loss_key)
                 if reason := _why_excluded(compared, loss, held_out=held_out):
                     excluded.setdefault(reason, []).append(compared.run.name)
                 else:
@@ -138,14 +137,9 @@ class SeedComparison:
         notes = [f"Excluded, {reason}: {', '.join(names)}." for reason, names in excluded.items()]
         return cls(results, loss_key, margin, error, notes)
 
-    @property
-    def baseline(self) -> GroupResult:
-        """Return the group that is the baseline."""
-        return self.results[0]
-
     def columns(self) -> list[Column]:
         """Return the columns of the table over seeds. Each row of the table is a GroupResult."""
-        base = self.baseline.name
+        base = self.results[0].name
         confidence = f"{100 * (1 - self.error):.3g} %"
         return [
             Column("runs", "", lambda group: group.name, is_text=True),
