@@ -16,7 +16,7 @@ from pretrain.compare.fairness import (
     why_not_paired,
 )
 from pretrain.metrics.run_record import FEWEST_STEPS, LAST_SHARE, RunRecord, at_the_end
-from pretrain.settings.config import settings_without
+from pretrain.settings.config import RECORDS, settings_without
 
 # Colours of the first ten runs: the default palette of Tableau and plotly, whose colours are easy
 # to distinguish. The next ten runs have the same colours and the next dash in DASHES, and so on.
@@ -36,13 +36,8 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 # Keys, and prefixes of keys, in which the runs of one group may differ. They include the keys for
 # the location of the data, because the fingerprint of the packs is compared instead.
 _WITHIN = (
+    *RECORDS,
     "seed",
-    "name",
-    "run_dir",
-    "log.",
-    "checkpoint.",
-    "health.",
-    "parity",
     "batch.microbatch",
     "evaluate.samples",
     "data.packs",

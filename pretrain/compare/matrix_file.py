@@ -34,6 +34,7 @@ from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.settings.config import (
+    RECORDS,
     branch_checkpoint,
     fill_in,
     flatten,
@@ -49,16 +50,7 @@ Values = dict[str, Any]
 CellName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+,-]*$")]
 # Keys, and prefixes of keys, that have no effect on the training, its speed or its evaluation. If
 # only these keys have changed, a finished run in the run folder is accepted as the run of the cell.
-_WITHOUT_EFFECT = (
-    "name",
-    "run_dir",
-    "log.",
-    "checkpoint.",
-    "health.",
-    "parity",
-    "evaluate.every",
-    "evaluate.samples",
-)
+_WITHOUT_EFFECT = (*RECORDS, "evaluate.every", "evaluate.samples")
 
 
 class MatrixSettings(Settings):

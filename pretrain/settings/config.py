@@ -45,16 +45,14 @@ from pretrain.settings.recipe import Recipe
 # The keys that set the length of a training. Only one of them can be set.
 HORIZON = ("train.steps", "train.tokens", "train.epochs")
 
+# Keys, and prefixes of keys, of a run's name, folders, records and checks. They affect neither the
+# training nor its speed.
+RECORDS = ("name", "run_dir", "log.", "checkpoint.", "health.", "parity")
 # Keys, and prefixes of keys, that are not part of the identity of a training. Two runs that differ
 # only in these keys are trained on the same data with the same hyperparameters.
 _NOT_IDENTITY = (
-    "name",
-    "run_dir",
-    "log.",
-    "checkpoint.",
+    *RECORDS,
     "evaluate.",
-    "health.",
-    "parity",
     "deterministic",
     "batch.microbatch",
     "loss.kind",
