@@ -366,7 +366,7 @@ class Checkpoints:
             self.damaged.add(path)
             if self.rank == 0:
                 _log.warning(
-                    "%s is DAMAGED and is not used; trying the next older checkpoint. %s",
+                    "%s cannot be used; trying the next older checkpoint. %s",
                     path,
                     "; ".join(problems),
                 )

@@ -260,9 +260,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: the file is damaged, because its content does not match its SHA-256"
         )
-    remedy = "start a new run in another `run_dir`"
-    with as_input_error((ValueError,), f"{path}: the format of this checkpoint is too old", remedy):
+    try:
         return TypeAdapter(Manifest).validate_python(content)
+    except ValueError:
+        raise InputError(
+            f"{path}: the format of this checkpoint is too old; start a new run in another "
+            "`run_dir`"
+        ) from None
 
 
 # ── The assignment of blocks to ranks ──

@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_kept_and_the_one_before_it_used(tmp_path, caplo
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.newest() == tmp_path / "step-00000002"
     assert checkpoints.damaged == {newest}
-    assert f"{newest} is DAMAGED" in caplog.text
+    assert f"{newest} cannot be used" in caplog.text
     with pytest.raises(InputError, match="step-00000003"):
         checkpoints.load(newest, blank(all_tensors_of(3)))
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_without_checksums_of_tensors_is_refused(tmp_path):
     manifest = json.loads(path.read_text())
     del manifest["sha256"], manifest["model"]["scale"]["weighted_sum"]
     path.write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
-    with pytest.raises(InputError, match=r"format of this checkpoint is too old.*weighted_sum"):
+    with pytest.raises(InputError, match=r"format of this checkpoint is too old; start"):
         Checkpoints(tmp_path, keep=1).read_state(path.parent)
 
 
