@@ -448,15 +448,21 @@ class TorchUpdate:
         return {"weights": weight.detach(), **moments}
 
     def _is_off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
-        """Return a bool tensor, as `_is_outside`.
+        """Return a bool tensor: True for each value that differs from its expected value.
+
+        NaN always differs.
 
         before: the values before the update. They determine the tolerance.
+        in_bf16: True if `actual` is stored in BF16. Then the limits of the tolerance are rounded to
+            BF16 too.
         """
         change = (expected - before).abs()
         mean_square = self._by_parameter(change.square()) / self._sizes.clamp(min=1)
         usual = mean_square.sqrt()[self._parameter_of]
         tolerance = RELATIVE * torch.maximum(change, usual) + ROUNDING * expected.abs()
-        return _is_outside(actual, expected, tolerance, in_bf16=in_bf16)
+        bounds = torch.stack([expected - tolerance, expected + tolerance])
+        lowest, highest = bounds.bfloat16().float() if in_bf16 else bounds
+        return ~((lowest <= actual) & (actual <= highest))
 
     def _by_parameter(self, values: Tensor) -> Tensor:
         """Return the sum of the sampled `values` of each parameter, [parameters]."""
@@ -567,16 +573,3 @@ class TorchMuonUpdate:
     def _matrix(self, tensor: Tensor) -> Tensor:
         """Return the matrix in a tensor with the shape of its parameter, over all shards."""
         return self._item.split(gathered(tensor))[self._number]
-
-
-def _is_outside(actual: Tensor, expected: Tensor, tolerance: Tensor, *, in_bf16: bool) -> Tensor:
-    """Return a bool tensor: True for each value that differs from its expected value.
-
-    NaN always differs.
-
-    in_bf16: True if `actual` is stored in BF16. Then the limits of the tolerance are rounded to
-        BF16 too.
-    """
-    bounds = torch.stack([expected - tolerance, expected + tolerance])
-    lowest, highest = bounds.bfloat16().float() if in_bf16 else bounds
-    return ~((lowest <= actual) & (actual <= highest))
