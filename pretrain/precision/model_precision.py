@@ -33,6 +33,7 @@ class PrecisionInModel:
         return self.active.precision.name
 
 
+@dataclass(frozen=True, eq=False)
 class ModelPrecision:
     """The current precision of a model, and the schedule that determines it.
 
@@ -41,19 +42,11 @@ class ModelPrecision:
     identifies the precision. Only this class changes `PrecisionContext.engine`.
     """
 
-    def __init__(
-        self,
-        context: PrecisionContext,
-        in_model: Mapping[str, PrecisionInModel],
-        schedule: PrecisionSchedule,
-    ) -> None:
-        """Create the object. `context.engine` must be the engine of one of the precisions.
-
-        `in_model` maps the name of each precision of the run to its `PrecisionInModel`.
-        """
-        self.context = context
-        self.in_model = in_model
-        self.schedule = schedule
+    # Its engine must be the engine of one of the precisions.
+    context: PrecisionContext
+    # Map the name of each precision of the run to its `PrecisionInModel`.
+    in_model: Mapping[str, PrecisionInModel]
+    schedule: PrecisionSchedule
 
     @property
     def current(self) -> PrecisionInModel:
