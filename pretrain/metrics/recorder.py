@@ -24,7 +24,7 @@ from torch import nn
 from foundation.units import GIB, TERA
 from pretrain.metrics.flops import ModelFlops, nanogpt
 from pretrain.metrics.run_record import WARM_UP_STEPS
-from pretrain.model.gradients import gradient_of, local_part
+from pretrain.model.gradients import gradients_of, local_part
 
 
 @dataclass(kw_only=True)
@@ -157,14 +157,12 @@ def gradient_statistics(
     # Map each layer to one tensor per parameter, with the sum, the sum of squares and the number of
     # the gradient's values.
     sums: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        gradient = gradient_of(parameter)
-        if gradient is not None:
-            values = local_part(gradient)
-            total = values.sum(dtype=torch.float32).double()
-            norm = torch.linalg.vector_norm(values, dtype=torch.float32).double()
-            size = torch.full_like(total, values.numel())
-            sums[layer_of(name, layers)].append(torch.stack([total, norm.square(), size]))
+    for name, gradient in gradients_of(model).items():
+        values = local_part(gradient)
+        total = values.sum(dtype=torch.float32).double()
+        norm = torch.linalg.vector_norm(values, dtype=torch.float32).double()
+        size = torch.full_like(total, values.numel())
+        sums[layer_of(name, layers)].append(torch.stack([total, norm.square(), size]))
     by_layer = torch.stack([torch.stack(parameters).sum(0) for parameters in sums.values()])
     # A value that several ranks hold is added once per rank to the sum, the sum of squares and the
     # number of values. This does not change means and standard deviations.

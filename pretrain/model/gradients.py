@@ -81,6 +81,15 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if main is None else main
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Map the name of each parameter that has a gradient to the result of `gradient_of`."""
+    return {
+        name: gradient
+        for name, parameter in model.named_parameters()
+        if (gradient := gradient_of(parameter)) is not None
+    }
+
+
 # ── Sums over microbatches ──
 
 

@@ -24,7 +24,7 @@ from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted, some_of
 from pretrain.model.distributed import from_all_ranks, largest_over_ranks
-from pretrain.model.gradients import gathered, gradient_of, local_part
+from pretrain.model.gradients import gathered, gradient_of, gradients_of, local_part
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
@@ -225,11 +225,7 @@ class StepCheck(Observer):
 
         The empty tensor keeps the list from being empty if no parameter has a gradient.
         """
-        parts = [
-            local_part(gradient)
-            for gradient in map(gradient_of, self._packed.parameters())
-            if gradient is not None
-        ]
+        parts = map(local_part, gradients_of(self._packed).values())
         return [torch.zeros(0, device=self._packed.hf.device), *parts]
 
     def _fit_bf16(self) -> Tensor:
@@ -300,8 +296,7 @@ def expected_clipping(model: nn.Module, limit: float | None) -> Tensor | float:
     """
     norms = [
         gathered(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-        for gradient in map(gradient_of, model.parameters())
-        if gradient is not None
+        for gradient in gradients_of(model).values()
     ]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)

@@ -28,7 +28,7 @@ from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
-from pretrain.model.gradients import gathered, gradient_of, local_part
+from pretrain.model.gradients import gathered, gradients_of, local_part
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.observe.product_check import Compared, watching_products
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
@@ -256,7 +256,7 @@ def _compare(
         reference_losses, loss_noise, reference, noise = _reference(
             model, accelerator, documents, step_tokens, tokens, head_factor
         )
-        gradients = _gradients(model)
+        gradients = gradients_of(model.hf)
         resolution = _resolution(model, gradients)
         parity = Parity(
             failures=failures,
@@ -444,13 +444,13 @@ def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches)
     copies = model.context.copied_state()
     torch.manual_seed(0)
     run_pass(step)
-    together = _norms(_gradients(model))
+    together = _norms(gradients_of(model.hf))
     model.context.go_back(copies)
     torch.manual_seed(0)
     summed: dict[str, Tensor] = {}
     for microbatch in step.microbatches:
         run_pass(replace(step, microbatches=[microbatch]))
-        for name, gradient in _gradients(model).items():
+        for name, gradient in gradients_of(model.hf).items():
             summed[name] = gradient.float() + summed.get(name, 0.0)
     compared = []
     for name, norm in _norms(summed).items():
@@ -470,14 +470,6 @@ def _norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
         if gradient.dim() > 1
     }
     return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
-
-
-def _gradients(model: PackedLanguageModel) -> dict[str, Tensor]:
-    return {
-        name: gradient
-        for name, parameter in model.hf.named_parameters()
-        if (gradient := gradient_of(parameter)) is not None
-    }
 
 
 def _run_pass(
