@@ -208,15 +208,17 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     is_unknown = item["type"] == "extra_forbidden"
     parts = parents if is_unknown else item["loc"]
     keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
+    section_keys = ", ".join(sorted(_section(cls, keys).model_fields))
     if is_unknown:
-        return ".".join([*keys, str(last)]), f"unknown key; {_hint(cls, keys, str(last))}"
+        meant = closest_key(cls, str(last), keys)
+        known_keys = f"known keys here: {section_keys}{getattr(cls, 'UNKNOWN_KEY_HELP', '')}"
+        hint = advice(meant) if meant else known_keys
+        return ".".join([*keys, str(last)]), f"unknown key; {hint}"
     message = item["msg"].removeprefix("Value error, ").replace("valid string", "text in quotes")
     # The settings store the lists of a recipe as tuples.
     message = message.replace("tuple", "list").replace("Tuple", "List")
     if item["type"] == "model_type":
-        message = (
-            f"must be a section (its keys: {', '.join(sorted(_section(cls, keys).model_fields))})"
-        )
+        message = f"must be a section (its keys: {section_keys})"
     if item["type"] not in ("missing", "value_error"):
         takes_no_list = isinstance(item["input"], list) and not item["type"].startswith("too_")
         help_text = getattr(cls, "LIST_HELP", "") if takes_no_list else ""
@@ -225,17 +227,6 @@ def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
         meant = closest_key(cls, keys[-1], keys[:-1])
         message += f"; {advice(meant)}" if meant not in (None, ".".join(keys)) else ""
     return ".".join(keys), message
-
-
-def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
-    """Return a hint for the unknown key `name` in the section `keys`.
-
-    The hint suggests the closest key, or else lists the keys of the section.
-    """
-    if match := closest_key(cls, name, keys):
-        return advice(match)
-    known_keys = ", ".join(sorted(_section(cls, keys).model_fields))
-    return f"known keys here: {known_keys}{getattr(cls, 'UNKNOWN_KEY_HELP', '')}"
 
 
 def advice(match: str) -> str:
