@@ -234,7 +234,13 @@ class StoredRun:
         checkpoints that the run has deleted. Raises InputError if another process stores the run.
         """
         objects = self._objects(storage, root)
-        self._require_writer(storage, root)
+        # A later call of `claim` makes another process the writer.
+        writer = storage.cat_file(f"{root}/{_WRITER}").decode()
+        if writer != self._name:
+            raise InputError(
+                f"{self.address}: another run stores its files there now ({writer}); stop one of "
+                "the runs, or set another `run_dir`"
+            )
         # metrics.jsonl has the steps before the checkpoint, so it is stored first.
         for path in self.folder.glob("[!.]*"):
             if path.is_file() and path.name != _SUMMARY:
@@ -283,15 +289,6 @@ class StoredRun:
                 f"{self.address}: has {min(objects)}, but no stored run; set another `run_dir`"
             )
         return {name: objects[name] for name in objects if _OURS.fullmatch(name)}
-
-    def _require_writer(self, storage: Any, root: str) -> None:
-        """Raise InputError if another process stores the run since a later call of `claim`."""
-        writer = storage.cat_file(f"{root}/{_WRITER}").decode()
-        if writer != self._name:
-            raise InputError(
-                f"{self.address}: another run stores its files there now ({writer}); stop one of "
-                "the runs, or set another `run_dir`"
-            )
 
     def _markers(self) -> list[str]:
         """Return the markers in the run folder: newest checkpoints first, `final` last."""
