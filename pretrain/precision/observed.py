@@ -4,7 +4,8 @@ A module may have the name of a low-precision linear layer and still multiply in
 observer does not rely on the modules of a model. The code that multiplies encloses the product in
 the context `watched`, whose arguments state the layer and the kind of product. The observer reads
 the operands of the torch kernels that run inside the context, and replaces Transformer Engine's
-GEMM by a function that passes the operands on. `see` passes the operands of cublasLt's products.
+GEMM by a function that passes the operands on. `searched.multiply` passes the operands of its own
+products.
 """
 
 from __future__ import annotations
@@ -71,18 +72,6 @@ def watched(
     if observer is None or not observer.observes(names):
         return NO_CONTEXT
     return observer.during(names, gemm, emulated, swapped=swapped)
-
-
-def see(left: Any, right: Any) -> None:
-    """Pass the operands of a product of cublasLt to the active observer, if there is one.
-
-    `left` and `right` have the same meaning as in `searched.multiply`.
-    """
-    observer = ActiveObserver.current
-    if observer is not None:
-        # Pass `right` first. Libraries swap the operands of a product, because cuBLAS stores
-        # matrices column by column.
-        observer.record(right, left)
 
 
 def fp8_format(te: ModuleType, dtype: Any) -> tuple[torch.dtype, Grid]:

@@ -55,7 +55,7 @@ from torch import Tensor, nn
 
 from foundation.errors import InputError
 from foundation.files import CACHE, replace_file
-from pretrain.precision.observed import fp8_format, see
+from pretrain.precision.observed import ActiveObserver, fp8_format
 
 # Size of the workspace in bytes. Transformer Engine's workspace has the same size.
 WORKSPACE = 32 * 2**20 + 1024
@@ -161,8 +161,10 @@ def multiply(
     if problem is None or (products := products_on(a.values.device)) is None:
         return None
     d = products.multiply(problem, a, b, residual if total is None or overwrite else total, total)
-    if d is not None:
-        see(left, right)
+    if d is not None and ActiveObserver.current is not None:
+        # Pass `right` first. Libraries swap the operands of a product, because cuBLAS stores
+        # matrices column by column.
+        ActiveObserver.current.record(right, left)
     return d
 
 
