@@ -132,7 +132,7 @@ def _in_precisions(
     # Without a quantized phase, the scope has no meaning.
     plans = {plan.schedule.label + (head if plan.schedule.unquantized else ""): planned}
     unsuitable = []
-    for label in labels:
+    for label in dict.fromkeys(labels):
         if label in plans:
             continue
         name = label.removesuffix("+head")
