@@ -85,7 +85,9 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     validation = settings.validation
     if validation is None:
         return None
-    packs = Path(f"{settings.packs}-validation")
+    # The name of the current folder is only in its absolute path.
+    folder = settings.packs if settings.packs.name else settings.packs.absolute()
+    packs = Path(f"{folder}-validation")
     # Validation text is packed before the run, even if the training text is streamed. If the
     # training text is streamed, a validation dataset of the hub is read without a download.
     name = str(validation.source)

@@ -124,10 +124,10 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
     kept = [decisions[name].reason for name in heads if name in decisions]
     if active.settings.scope == "linear+head" and any(kept):
         raise InputError(
-            f"`fp8_config.scope: linear+head`: the LM head of {model_class} cannot compute in "
-            f"{active.precision.name} ({kept[0]}). Either set `fp8_config.scope: linear`, or, to "
-            "train from scratch, set `model.config.vocab_size: null`, so that the size of the "
-            "tokenizer's vocabulary is rounded up to a multiple of 128"
+            f"`fp8_config.scope: linear+head`: the LM head of {model_class} would stay in BF16 in "
+            f"{active.precision.name} ({kept[0]}); set `fp8_config.scope: linear`, or change the "
+            "reason (a model from scratch with `model.config.vocab_size: null` has the tokenizer's "
+            "vocabulary, rounded up to a multiple of 128)"
         )
 
 

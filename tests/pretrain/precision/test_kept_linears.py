@@ -194,4 +194,4 @@ def test_a_head_that_would_stay_in_bf16_is_refused_if_it_is_requested(
         InputError, match=r"`fp8_config\.scope: linear\+head`: the LM head"
     ) as error:
         check_scope(hf, layers, requested)
-    assert f"cannot compute in {precision} ({reason})" in str(error.value)
+    assert f"would stay in BF16 in {precision} ({reason})" in str(error.value)
