@@ -138,14 +138,7 @@ def torchtitan(*more: str) -> Command:
             "job.dump_folder": folder / "run",
         }
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        return [
-            sys.executable,
-            "-m",
-            "torchtitan.train",
-            "--compile.enable",
-            *flags,
-            *more,
-        ]
+        return [sys.executable, "-m", "torchtitan.train", "--compile.enable", *flags, *more]
 
     return command
 

@@ -227,9 +227,9 @@ def forward_backward(
 ) -> Tensor:
     """Compute the gradients of a step, and return its mean loss, an FP32 scalar.
 
-    The mean loss is over the step's tokens with a label, on all ranks together. `rank_sums` or
-    FSDP2 sums the gradients over ranks. So every token has the same weight, for any number of
-    ranks. The returned loss is the same on every rank. All ranks must call this function.
+    The mean includes the labelled tokens of all ranks, each with the same weight. The returned loss
+    is the same on every rank. `rank_sums` or FSDP2 sums the gradients over ranks. All ranks must
+    call this function.
 
     Args:
         model: The model, with cleared gradients.

@@ -120,14 +120,14 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
             f"in this precision ({'; '.join(dict.fromkeys(reasons))}). Either keep fewer layers in "
             "BF16 (`fp8_config`), or change sizes in `model.config`, or set `precision: bf16`"
         )
-    heads = [name for name, module in hf.named_modules() if module is hf.get_output_embeddings()]
-    kept = [decisions[name].reason for name in heads if name in decisions]
-    if active.settings.scope == "linear+head" and any(kept):
+    names = {module: name for name, module in hf.named_modules()}
+    head = decisions.get(names.get(hf.get_output_embeddings(), ""))
+    if active.settings.scope == "linear+head" and head and head.reason:
         raise InputError(
             f"`fp8_config.scope: linear+head`: the LM head of {model_class} would stay in BF16 in "
-            f"{active.precision.name} ({kept[0]}); set `fp8_config.scope: linear`, or change the "
-            "reason (a model from scratch with `model.config.vocab_size: null` has the tokenizer's "
-            "vocabulary, rounded up to a multiple of 128)"
+            f"{active.precision.name} ({head.reason}); either set `fp8_config.scope: linear`, or "
+            "remove the reason. For a model from scratch, `model.config.vocab_size: null` takes "
+            "the size of the tokenizer's vocabulary, rounded up to a multiple of 128"
         )
 
 

@@ -66,12 +66,10 @@ def with_tokens(
     model's weights, if `model.config` contradicts the tokenizer, or if the tokenizer cannot be
     loaded.
     """
+    given = dict(model.config or {})
     # On the command line, null unsets the size of the recipe.
-    given = {
-        key: value
-        for key, value in (model.config or {}).items()
-        if key != "vocab_size" or value is not None
-    }
+    if given.get("vocab_size") is None:
+        given.pop("vocab_size", None)
     if not needed and not model.from_scratch and (model.source or "vocab_size" in given):
         return model
     tokenizer = data.tokenizer if data else {}
