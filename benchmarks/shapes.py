@@ -152,7 +152,7 @@ def long_context(recipe: str, length: int, *more: str) -> Shape:
         more=("model.config.max_position_embeddings=131072", *more),
         whole_documents=True,
         warm_up=2 if length < 131_072 else 1,
-        steps=2,
+        steps=2 if length < 131_072 else 1,
     )
 
 
