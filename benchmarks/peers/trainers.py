@@ -144,7 +144,7 @@ def torchtitan(*more: str) -> Command:
 
 
 def megatron(*more: str) -> Command:
-    """Return the command of Megatron-Core with Transformer Engine and cuDNN's attention.
+    """Return the command of Megatron-Core with Transformer Engine, which chooses the attention.
 
     Its wheel has no training script. `pretrain_gpt.py`, `gpt_builders.py` and `model_provider.py`
     of the same version belong into the folder of its packages.
@@ -177,7 +177,7 @@ def megatron(*more: str) -> Command:
             "weight-decay": 0.01,
             "clip-grad": 1.0,
             "transformer-impl": "transformer_engine",
-            "attention-backend": "fused",
+            "attention-backend": "auto",
             "cross-entropy-fusion-impl": "native",
             "split": "1000,0,0",
             "eval-iters": 0,
@@ -230,7 +230,8 @@ def nemo(*, fp8: bool) -> Command:
                 "num_epochs": 1,
                 "max_steps": task.steps,
             },
-            "distributed": {"strategy": "fsdp2", "activation_checkpointing": False},
+            # On one GPU, its FSDP2 neither casts weights to BF16 nor compiles.
+            "distributed": {"strategy": "ddp"},
             "dist_env": {"backend": "nccl", "timeout_minutes": 5},
             "model": {
                 "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config",
@@ -238,7 +239,6 @@ def nemo(*, fp8: bool) -> Command:
                     "_target_": "transformers.AutoConfig.from_pretrained",
                     "pretrained_model_name_or_path": str(model),
                 },
-                # On one GPU, its FSDP2 does not cast FP32 weights to BF16.
                 "torch_dtype": "bfloat16",
                 "backend": {
                     "_target_": f"{parts}.models.common.BackendConfig",
