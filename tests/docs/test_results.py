@@ -125,7 +125,7 @@ def test_speeds_of_the_readme_are_those_of_the_result_files():
 def test_speeds_of_other_trainers_are_those_of_the_result_files():
     speeds = {
         name: f"{row['tokens_per_second']:,}"
-        for file in ("h200_peers", "h200_peers_fa4")
+        for file in ("h200_peers", "h200_peers_fp8", "h200_peers_megatron", "h200_peers_fa4")
         for name, row in read_speeds(file)["rows"].items()
         if "tokens_per_second" in row
     }
@@ -137,8 +137,9 @@ def test_speeds_of_other_trainers_are_those_of_the_result_files():
         ("torchtitan", "torchtitan"),
         ("Hugging Face, compiled", "Hugging Face"),
         ("llmq", "llmq"),
+        ("Megatron-Core", "Megatron-Core"),
     ):
-        cells = [speeds.get(f"{name} {precision}", "did not run") for precision in ("BF16", "FP8")]
+        cells = [speeds[f"{name} {precision}"] for precision in ("BF16", "FP8")]
         assert f"| {label} | {' | '.join(cells)} |" in table
 
 
