@@ -18,7 +18,7 @@ PRECISION = QuantizedPrecision(
     description="FP8 E4M3 products; one scale for every 1x128 values of activations and gradients, "
     "and for every 128x128 values of weights; on sm_100 and later, Transformer Engine multiplies "
     "the same codes by MXFP8 products, which repeat each scale for every 32 values",
-    costs=StepCosts(0.497, hidden=58, mlp=27, qkv=18, below=BLACKWELL),
+    costs=StepCosts(0.500, hidden=58, mlp=27, qkv=18, below=BLACKWELL),
     multiple_of=128,
     options={"use_f32_scales": False},
     # 12.x is supported although `mxfp8` does not support it. Transformer Engine stores transposed

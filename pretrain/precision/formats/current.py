@@ -9,7 +9,7 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 PRECISION = QuantizedPrecision(
     name="current",
     description="FP8 products; one scale per tensor, from the largest value of the same tensor",
-    costs=StepCosts(0.645, hidden=54, mlp=27, qkv=20),
+    costs=StepCosts(0.643, hidden=54, mlp=27, qkv=20),
     multiple_of=16,
     options={"fp8_format": "HYBRID"},
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),

@@ -9,7 +9,7 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 PRECISION = QuantizedPrecision(
     name="delayed",
     description="FP8 products; one scale per tensor, from the largest values of past microbatches",
-    costs=StepCosts(0.645, hidden=48, mlp=18, qkv=14),
+    costs=StepCosts(0.643, hidden=48, mlp=18, qkv=14),
     multiple_of=16,
     options={
         "fp8_format": "HYBRID",

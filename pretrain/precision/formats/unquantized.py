@@ -13,6 +13,6 @@ FP32 = Precision(
 BF16 = Precision(
     name="bf16",
     description="BF16 products with FP32 accumulation",
-    costs=StepCosts(0.701, hidden=24, mlp=18, qkv=12, unfused=1.8, grouped=0.87),
+    costs=StepCosts(0.699, hidden=24, mlp=18, qkv=12, unfused=1.8, grouped=0.87),
     in_graphs=True,
 )
