@@ -91,6 +91,12 @@ class Hidden:
         """
         return tensor.movedim(self.inputs, -1).unflatten(-2, (self.stacked, -1)).flatten(0, -3)
 
+    def join(self, matrices: Tensor) -> Tensor:
+        """Return the tensor whose matrices are `matrices`, the inverse of `split`, as a view."""
+        experts = self.parameter.shape[:-2]
+        rows = matrices.unflatten(0, (*experts, self.stacked)).flatten(-3, -2)
+        return rows.movedim(-1, self.inputs)
+
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Return the number of matrices, and the numbers of their outputs and inputs."""
@@ -266,7 +272,7 @@ class Muon(ExactAdamW):
                 for rank, batch in batches.items()
             }
             if own_rank in matrices:
-                matrices[own_rank].copy_(orthogonalize(matrices[own_rank]))
+                matrices[own_rank] = orthogonalize(matrices[own_rank]).contiguous()
             for rank, batch in batches.items():
                 if dist.is_initialized():
                     dist.broadcast(matrices[rank], src=rank)
@@ -300,7 +306,7 @@ class Muon(ExactAdamW):
         momentum = stored.float().lerp_(gradient, 1 - beta)
         stored.copy_(momentum)  # changes nothing if the momentum is FP32
         direction = torch.empty_like(state[MOMENTUM], dtype=torch.bfloat16)
-        local_part(direction).copy_(gradient.lerp(momentum, beta))
+        torch.lerp(gradient, momentum, beta, out=local_part(direction))
         return item.split(gathered(direction))
 
     def _apply(self, batch: Sequence[Hidden], updates: Tensor, hyper: Hyperparameters) -> None:
@@ -312,8 +318,7 @@ class Muon(ExactAdamW):
         by_parameter = updates.split([item.shape[0] for item in batch])
         for item, matrices in zip(batch, by_parameter, strict=True):
             parameter = item.parameter
-            update = matrices.new_empty(parameter.shape)
-            item.split(update).copy_(matrices)
+            update = item.join(matrices).contiguous()
             if isinstance(parameter, DTensor):
                 # Without `src_data_rank`, nothing is sent.
                 update = local_part(
