@@ -37,7 +37,7 @@ def command() -> str:
     """Return the command of this process: `python -m MODULE ...`, without interpreter options."""
     # `__spec__` is None if Python runs a file.
     spec = sys.modules["__main__"].__spec__
-    program = ["-m", spec.name] if spec else sys.argv[:1]
+    program = ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
     return shlex.join(["python", *program, *sys.argv[1:]])
 
 
