@@ -223,9 +223,13 @@ def _forward_in_low_precision(model: Any, *args: Any, **kwargs: Any) -> Any:
     for module in model.modules():
         # Recompute layers with the scales and the quantized weights of their forward.
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = context.checkpoint
+            module._gradient_checkpointing_func = MethodType(_checkpoint, context)
     with context.forward(training=model.training or torch.is_grad_enabled()):
         return type(model).forward(model, *args, **kwargs)
+
+
+# torch.compile cannot compile a checkpoint whose recomputation enters a context.
+_checkpoint = torch.compiler.disable(PrecisionContext.checkpoint)
 
 
 def _require_plain(model: nn.Module, decisions: Mapping[str, Decision]) -> None:
