@@ -199,7 +199,7 @@ def convert(
     convert_linears(model, decisions, context)
     for module in model.modules():
         if isinstance(module, LowPrecisionLinear):
-            module.register_forward_pre_hook(_require_forward_of_model)
+            module.register_forward_pre_hook(_check_call)
     # A copy of the model has a copy of the context, and finds it by this attribute.
     vars(model)["precision_context"] = context
     forward = torch.compiler.disable(_forward_in_low_precision, recursive=False)
@@ -245,14 +245,25 @@ def _require_plain(model: nn.Module, decisions: Mapping[str, Decision]) -> None:
 
 
 @torch.compiler.disable
-def _require_forward_of_model(module: LowPrecisionLinear, args: Any) -> None:
-    """Raise InputError if a linear layer trains outside of a forward of its model."""
-    context = module.state.context
+def _check_call(module: LowPrecisionLinear, args: tuple[Tensor, ...]) -> None:
+    """Raise InputError if a linear layer trains outside of a forward of its model.
+
+    Also raise InputError if its weight's gradient would sum over an unsuitable number of tokens.
+    """
+    context: Any = module.state.context
     if module.training and torch.is_grad_enabled() and context.quantizing != context.low_precision:
         raise InputError(
             f"{module.state.name}: this low-precision layer was called outside of a forward of its "
             "model, so it would train unquantized. Call the model itself. To recompute layers in "
             "backward, call `gradient_checkpointing_enable()` of the model"
+        )
+    tokens = args[0].shape[:-1].numel()
+    precision = context.engine.precision
+    if context.low_precision and torch.is_grad_enabled() and tokens % precision.multiple_of:
+        raise InputError(
+            f"{module.state.name}: the batch has {tokens} tokens, padding included, but "
+            f"{precision.name} needs a multiple of {precision.multiple_of}; pad the sequences, for "
+            f"example by `pad_to_multiple_of={precision.multiple_of}` of a data collator"
         )
 
 

@@ -161,7 +161,7 @@ def test_autocast_computes_the_same_products():
     inside: list[Tensor] = []
     outside: list[Tensor] = []
     linear = model.get_submodule("model.layers.0.mlp.up_proj")
-    x = torch.randn(4, 32).bfloat16()
+    x = torch.randn(16, 32).bfloat16()
     for results, enabled in ((inside, True), (outside, False)):
         with model.precision_context.forward(training=True), torch.autocast("cpu", enabled=enabled):
             y = linear(x.requires_grad_())
@@ -220,6 +220,19 @@ def test_training_a_part_of_a_converted_model_is_refused():
     api.convert(model, "current")
     with pytest.raises(InputError, match="outside of a forward of its model"):
         model.model(**{"input_ids": batch_of()["input_ids"]})
+
+
+@pytest.mark.parametrize(("precision", "multiple"), [("current", 16), ("mxfp8", 32)])
+def test_a_number_of_tokens_that_gpus_cannot_multiply_is_refused(precision: str, multiple: int):
+    model = llama()
+    # 48 values are no multiple of 32.
+    api.convert(model, precision, keep_bf16=["mlp.*"])
+    ids = torch.ones(1, multiple + 8, dtype=torch.int64)
+    with pytest.raises(InputError, match=f"has {multiple + 8} tokens.* multiple of {multiple};"):
+        model(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    model.train()(input_ids=ids.repeat(4, 1), labels=ids.repeat(4, 1)).loss.backward()
 
 
 @pytest.mark.parametrize(
