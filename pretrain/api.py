@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -276,8 +276,8 @@ class PackedDataset(Dataset[Pack]):
     `dataset[place]` is the pack at a place in the endless stream of packs. Each epoch has another
     order. The order is a pure function of the place. So a training resumes at the number of packs
     that all ranks have trained. `len(dataset)` is the number of packs in an epoch, so a
-    DataLoader without a sampler reads the first epoch, in its shuffled order. Use :meth:`places`
-    for more epochs.
+    DataLoader without a sampler, or a `for` loop, reads the first epoch, in its shuffled order. Use
+    :meth:`places` for more epochs.
     """
 
     def __init__(self, packs: Packs, seed: int, *, mask_boundaries: bool) -> None:
@@ -287,6 +287,9 @@ class PackedDataset(Dataset[Pack]):
 
     def __len__(self) -> int:
         return len(self.packs)
+
+    def __iter__(self) -> Iterator[Pack]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, place: int) -> Pack:
         (index,) = self.order.packs_at(range(place, place + 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,13 @@ def test_packed_documents_have_the_losses_of_separate_documents(
             logits = model(input_ids=ids).logits
             losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none"))
     torch.testing.assert_close(model(**batch).loss, torch.cat(losses).mean())
+
+
+def test_iterating_over_packs_reads_the_first_epoch(folder: Path):
+    packs = api.open_packs(folder, seed=5)
+    assert [tuple(pack.input_ids) for pack in islice(packs, 7)] == [
+        tuple(packs[place].input_ids) for place in range(6)
+    ]
 
 
 def test_places_are_those_of_the_launcher_and_resume_exactly(folder: Path):
