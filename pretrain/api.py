@@ -37,7 +37,7 @@ from torch.func import functional_call
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from foundation.errors import InputError
+from foundation.errors import InputError, as_input_error
 from foundation.overrides import overridden
 from foundation.settings import parse
 from packing.arrow import IGNORE, Pack, Packs, Split
@@ -412,7 +412,13 @@ def parity(
     devices = [model.device] if model.device.type == "cuda" else []
     context = getattr(model, "precision_context", PrecisionContext(None, model.dtype))
     with torch.random.fork_rng(devices):
-        plain = reference or reference_model(model, model.device)
+        with as_input_error(
+            (AttributeError, LookupError),
+            f"parity: transformers has no {type(model).__name__} with these parameters",
+            "pass the model as it is before it is wrapped, compiled or gets adapters, or set "
+            "`reference`",
+        ):
+            plain = reference or reference_model(model, model.device)
         with training_without_dropout(model), overridden(context, quantizing=False):
             output, gradients = _output_and_gradients(model, batch, None)
         with training_without_dropout(plain):

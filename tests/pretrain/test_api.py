@@ -480,6 +480,19 @@ def test_parity_needs_labels(labels: dict[str, None]):
         api.parity(llama(), unlabelled)
 
 
+def test_parity_needs_a_reference_for_a_changed_model():
+    model = llama()
+    with pytest.raises(InputError, match=r"no OptimizedModule .* compiled"):
+        api.parity(torch.compile(model), batch_of())
+    reference = llama()
+    for changed in (model, reference):
+        attention = changed.model.layers[1].self_attn
+        attention.q_proj = nn.Sequential(attention.q_proj)
+    with pytest.raises(InputError, match=r"q_proj\.weight.* set `reference`"):
+        api.parity(model, batch_of())
+    assert not api.parity(model, batch_of(), reference).failures
+
+
 def test_parity_compares_a_model_whose_embedding_is_frozen():
     model = llama(torch.bfloat16)
     model.get_input_embeddings().weight.requires_grad_(False)
