@@ -172,8 +172,10 @@ def convert(
     quantized = [name for name in PRECISIONS if is_quantized(name)]
     if name not in quantized:
         raise InputError(f"convert: {name!r} is none of the precisions {', '.join(quantized)}")
-    scope = "linear" if name == precision else "linear+head"
-    defaults = {"on_unsupported": "emulate", "scope": scope}
+    defaults = {
+        "on_unsupported": "emulate",
+        "scope": "linear" if name == precision else "linear+head",
+    }
     settings = parse(LowPrecisionSettings, defaults | fp8_config, "convert")
     active = select_precision(name, settings, missing_on(model.device.type))
     if not active.precision.quantized:
@@ -362,8 +364,7 @@ def open_packs(
         recipe = load_recipe(path)
         settings, seed = recipe.data, recipe.seed
     else:
-        length = find_splits(path, length)["train"]().length
-        settings = DataSettings(packs=path, length=length)
+        settings = DataSettings(packs=path, length=find_splits(path, length)["train"]().length)
     if settings.weights_until:
         raise InputError(
             f"{source}: `data.weights_until` depends on the length of a training, which a dataset "
