@@ -166,7 +166,8 @@ def convert(
     if not isinstance(model, PreTrainedModel) or "forward" in vars(model):
         raise InputError(
             f"convert: {type(model).__name__} is no model of transformers, or it is wrapped or "
-            "converted already; convert the plain model first, then wrap it"
+            "converted already; convert the plain model first, then wrap it. Of a model of PEFT, "
+            "convert `get_base_model()`"
         )
     name = precision.removesuffix("+head")
     quantized = [name for name in PRECISIONS if is_quantized(name)]
