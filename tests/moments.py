@@ -73,7 +73,7 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
         for name in (None, *logging.root.manager.loggerDict):
             logging.getLogger(name).handlers.clear()
         sys.stdin, sys.stdout, sys.stderr = (
-            open(fd, mode, closefd=False)  # noqa: SIM115
+            open(fd, mode, buffering=1, closefd=False)  # noqa: SIM115
             for fd, mode in enumerate("rww")
         )
         exec(arguments[-1])

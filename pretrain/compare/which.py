@@ -320,7 +320,7 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
     if len(runs) < 2:
         raise InputError(
             "there is nothing to compare: every other precision failed in its trial; read the logs "
-            f"in {trainings.folder}/trial, or set other --precisions"
+            f"in {trainings.folder}/trial, or set other precisions"
         )
     seconds = {
         name: trainings.recipe.batch.tokens / run.summary["tokens_per_second"]

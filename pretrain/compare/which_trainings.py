@@ -21,7 +21,7 @@ from pretrain.compare.matrix_run import Outcome, report_stop, run_all, say
 from pretrain.compare.verdicts import WhichPlan
 from pretrain.metrics.run_folder import MATRIX_FILE, SUMMARY_FILE
 from pretrain.metrics.run_record import RunRecord
-from pretrain.precision.settings import PRECISIONS, phases_of
+from pretrain.precision.settings import PRECISIONS, phases_of, shortest_phases
 from pretrain.settings.recipe import Recipe
 
 # Largest amount of GPU memory, in GiB, that may be in use before a run. It is above 0 because the
@@ -90,10 +90,11 @@ class WhichTrainings:
         cells: dict[str, Values] = {}
         for name in names:
             values = self.values_of(name)
-            # Twelve steps may be too few for all phases of a schedule, and for several checkpoints.
+            precisions = [precision for _, precision in phases_of(values["precision"])]
+            # Twelve steps may be too few for the phases of a schedule, and for several checkpoints.
             cell = {
                 name: values
-                | {"precision": phases_of(values["precision"])[-1][1]}
+                | {"precision": shortest_phases(precisions)}
                 | {"evaluate.merge": 1, "checkpoint.every": None}
             }
             try:

@@ -14,7 +14,7 @@ This file does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
@@ -132,6 +132,13 @@ def phases_of(setting: Any) -> list[tuple[Any, str]]:
         for phase in phases
         if isinstance(phase, Mapping) and "use" in phase
     ]
+
+
+def shortest_phases(names: Sequence[str]) -> Any:
+    """Return a `precision` setting in which each precision except the last ends at once."""
+    *earlier, last = names
+    phases = [{"use": name, "until": step} for step, name in enumerate(earlier, start=2)]
+    return [*phases, {"use": last}] if phases else last
 
 
 def label(setting: Any, *, in_a_path: bool = False) -> str | None:

@@ -28,7 +28,13 @@ from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
 from pretrain.model.huggingface import build_on_meta, load_config
-from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, configured
+from pretrain.precision.settings import (
+    OPTIONS,
+    PRECISIONS,
+    ActivePrecision,
+    configured,
+    shortest_phases,
+)
 from pretrain.run.assembly import Assembly, assemble, set_weights
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
@@ -168,15 +174,12 @@ def precision_overrides(names: Sequence[str]) -> list[str]:
     """
     if not names:
         return []
-    phases = [{"use": name, "until": step} for step, name in enumerate(names, start=2)]
-    del phases[-1]["until"]
-    setting = json.dumps(phases) if len(names) > 1 else names[0]
     # Unset the options that none of the precisions accepts. The recipe of a run sets all options of
     # the precision in which the run was trained.
     accepted = {key for name in names if name in PRECISIONS for key in PRECISIONS[name].options}
     removed = [f"fp8_config.{key}=null" for key in OPTIONS if key not in accepted]
     return [
-        f"precision={setting}",
+        f"precision={json.dumps(shortest_phases(names))}",
         "fp8_config.on_unsupported=emulate",
         # A schedule needs a step for each phase, and the run may have fewer steps.
         f"train.steps={10**9}",

@@ -185,6 +185,24 @@ def test_a_mistake_in_candidates_is_refused_before_any_training(
     assert not list(tmp_path.glob("which/*/*"))
 
 
+def test_a_trial_refuses_a_head_that_an_earlier_phase_refuses(
+    recipe: dict[str, Any],
+    ask: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The vocabulary has 144 tokens, and `mxfp8` needs a multiple of 32."""
+    for key, value in forking().items():
+        monkeypatch.setenv(key, value)
+    recipe["model"]["config"]["vocab_size"] = 144
+    write_recipe(recipe, tmp_path)
+    phases = [{"until": 0.5, "use": "bf16"}, {"until": 0.9, "use": "mxfp8"}, {"use": "current"}]
+    head = {"precision": phases, "fp8_config.scope": "linear+head"}
+    with pytest.raises(InputError, match="failed in its trial"):
+        ask({"bf16": CANDIDATES["bf16"], "head": head}, "--steps", "80")
+    assert "144 is not a multiple of 32" in (tmp_path / "which" / "trial" / "head.log").read_text()
+
+
 def test_a_mean_needs_the_number_of_steps(ask: Callable[..., int]) -> None:
     with pytest.raises(InputError, match="needs --steps"):
         ask(CANDIDATES, "--served", "nvfp4")
