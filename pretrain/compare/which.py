@@ -35,6 +35,7 @@ from packing.arrow import Packs
 from packing.order import MixedPacks, Mixture
 from packing.prepare import prepare
 from packing.store import open_packs
+from packing.stream import StreamedPacks
 from pretrain.compare.differences import error_of, fewest_seeds
 from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix_file import Cell, Matrix, MatrixSettings, Values, make_matrix
@@ -472,16 +473,19 @@ def fit_steps(
 def steps_in_an_epoch(recipe: Recipe) -> float:
     """Return the number of steps that can be trained before any training data is repeated.
 
-    Return infinity if the data is a stream. The packs are prepared if they are missing. Raises
-    InputError if the training packs or the held-out packs cannot be used.
+    Return infinity if the data is a stream that continues after its first parts. The packs are
+    prepared if they are missing. Raises InputError if the training packs or the held-out packs
+    cannot be used.
     """
-    if recipe.data.stream:
-        return math.inf
     if recipe.data.prepares:
         prepare(recipe.data, progress=True)
     packs = cast(Packs, open_packs(recipe.data, "train"))
     # Check that the held-out packs can be used.
     open_packs(recipe.data, "held_out")
+    if isinstance(packs, StreamedPacks):
+        if packs.continues:
+            return math.inf
+        packs = packs.first_parts
     mixture = packs.mixture if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
     # Number of packs, counted over all sources, until one source has no unused pack left. Count
     # the largest share of each source in a phase, because the lengths of phases are not known yet.

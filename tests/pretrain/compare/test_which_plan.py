@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,25 @@ def test_an_epoch_ends_when_one_source_is_used_up(
     steps = which.steps_in_an_epoch(recipe)
     order = order_of(open_packs(recipe.data, "train"), recipe.seed)
     assert steps == 160 and order.figures(steps)["epoch/code"] == 1
+
+
+@pytest.mark.parametrize(("window", "steps"), [(1000, math.inf), (10**6, 12)])
+def test_a_stream_that_ends_in_its_first_part_is_an_epoch(
+    window: int, steps: float, small_recipe: dict[str, Any], words: Path, tmp_path: Path
+) -> None:
+    """The text has 1,501 tokens, which are 24 packs. A step has two packs."""
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 " * 500)
+    small_recipe["batch"] = {"tokens": 128}
+    small_recipe["data"] = {
+        "source": str(text),
+        "tokenizer": str(words),
+        "packs": str(tmp_path / "packs"),
+        "length": 64,
+        "streaming": {"disk_gb": 0.1, "window": window},
+    }
+    recipe = load_recipe(write_recipe(small_recipe, tmp_path), ["evaluate.every=null"])
+    assert which.steps_in_an_epoch(recipe) == steps
 
 
 def test_trials_and_rounds_use_several_gpus(small_recipe: dict[str, Any], tmp_path: Path) -> None:
