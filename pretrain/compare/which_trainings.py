@@ -86,6 +86,11 @@ class WhichTrainings:
             # Evaluate, so that the trial fails if there is no held-out data.
             "evaluate.every": TRIAL_STEPS,
             "evaluate.packs": 1,
+            # Twelve steps may be too few for the phases in which sources have other weights.
+            "data.weights_until": [
+                step for step, _ in enumerate(self.recipe.data.weights_until or (), start=2)
+            ]
+            or None,
         }
         cells: dict[str, Values] = {}
         for name in names:
