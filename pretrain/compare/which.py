@@ -335,6 +335,8 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
         replace(plan, seconds=seconds, start=start),
         seconds_left=deadline - time.monotonic(),
     )
+    # The runs may be shorter than with the usual time of a step.
+    check_branches(trainings.rounds(plan, [trainings.recipe.seed], plan.candidates), plan)
     write_json(trainings.folder / PLAN_FILE, asdict(plan))
     return plan
 

@@ -31,7 +31,7 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import TrainSettings
 from tests.conftest import write_recipe
 from tests.forked_commands import forking
-from tests.pretrain.compare.made_runs import rows_of
+from tests.pretrain.compare.made_runs import leave_behind, rows_of
 
 CANDIDATES: dict[str, Any] = {
     "bf16": {"precision": "bf16"},
@@ -183,6 +183,26 @@ def test_a_mistake_in_candidates_is_refused_before_any_training(
     with pytest.raises(InputError, match=message):
         ask(CANDIDATES | changes, "--served", "nvfp4", "--steps", "80", "--hours", "9", *options)
     assert not list(tmp_path.glob("which/*/*"))
+
+
+def test_phases_that_are_too_long_for_the_hours_leave_no_plan(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """A step takes 1 s, so 5 rounds of 90 steps fit into the hours. An epoch has 120 steps."""
+    file = write_recipe(recipe, tmp_path)
+    late = {"precision": [{"until": 100, "use": "bf16"}, {"use": "nvfp4"}]}
+    (tmp_path / "candidates.yaml").write_text(yaml.safe_dump({"bf16": {}, "late": late}))
+    folder = tmp_path / "which"
+    command = [str(file), "--candidates", str(tmp_path / "candidates.yaml"), "--run_dir"]
+    options = commands.read("which", [*command, str(folder), "--hours", "0.225"])
+    accelerate = CONFIGURATIONS / "cpu.yaml"
+    settings = which.read_candidates(options, accelerate)
+    trainings = WhichTrainings(load_recipe(file), file, (), accelerate, folder, None, settings)
+    for cell in trainings.trial(list(settings)).cells:
+        leave_behind(cell, held_out=2.0, tokens_per_second=128)
+    with pytest.raises(InputError, match=r"end after step 100 of (8[0-9]|90)"):
+        which.main(options)
+    assert not (folder / "which.json").exists()
 
 
 def test_a_trial_refuses_a_head_that_an_earlier_phase_refuses(
