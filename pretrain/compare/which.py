@@ -190,7 +190,8 @@ def read_candidates(options: argparse.Namespace, accelerate: Path) -> dict[str, 
         "name": "which",
         "recipe": options.recipe,
         "accelerate": accelerate,
-        "overrides": served | ({"train.steps": options.steps} if options.steps else {}),
+        "overrides": {"evaluate.served": options.served, "evaluate.merge": 1}
+        | ({"train.steps": options.steps} if options.steps else {}),
         "cells": load_yaml(options.candidates),
     }
     file = str(options.candidates)

@@ -223,6 +223,19 @@ def test_a_trial_refuses_a_head_that_an_earlier_phase_refuses(
     assert "144 is not a multiple of 32" in (tmp_path / "which" / "trial" / "head.log").read_text()
 
 
+def test_candidates_do_not_inherit_a_mean_from_the_recipe(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    evaluate = recipe["evaluate"] | {"served": "nvfp4", "merge": 2}
+    checkpoint = {"every": 20, "keep": 2}
+    file = write_recipe(recipe | {"evaluate": evaluate, "checkpoint": checkpoint}, tmp_path)
+    (tmp_path / "candidates.yaml").write_text("a: {precision: bf16}\nb: {precision: current}")
+    command = [str(file), "--candidates", str(tmp_path / "candidates.yaml")]
+    for options in ([], ["--served", "nvfp4", "--steps", "80"]):
+        parsed = commands.read("which", [*command, *options])
+        assert list(which.read_candidates(parsed, CONFIGURATIONS / "cpu.yaml")) == ["a", "b"]
+
+
 def test_a_mean_needs_the_number_of_steps(ask: Callable[..., int]) -> None:
     with pytest.raises(InputError, match="needs --steps"):
         ask(CANDIDATES, "--served", "nvfp4")
