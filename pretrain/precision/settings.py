@@ -100,8 +100,9 @@ def _check_schedule(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase,
         names = " and ".join(phase.use for phase in phases)
         raise ValueError(
             f"{names} cannot be phases of one run, because a run cannot change the dtype of its "
-            "activations and weight copies; train two runs, and set `model.source` of the second "
-            "run to the `final` folder of the first run"
+            "activations and weight copies; either train two runs, and set `model.source` of the "
+            "second run to the `final` folder of the first run, or, in `evaluate --precisions`, "
+            "name one of them in each command"
         )
     return phases
 

@@ -130,6 +130,8 @@ def test_an_fp32_run_can_be_evaluated_in_bf16(
     rounded = losses_printed(train_here("evaluate", run_dir, "--precisions", "bf16"))
     assert [*printed, *rounded] == ["fp32", "bf16"]
     assert 0 < abs(rounded["bf16"] - printed["fp32"]) < 0.02
+    both = train_here("evaluate", run_dir, "--precisions", "fp32,bf16")
+    assert both.refusal.endswith("in `evaluate --precisions`, name one of them in each command")
     evaluated = train_here("evaluate", run_dir, "--precisions", "all")
     assert [*losses_printed(evaluated)] == ["delayed", "current", "mxfp8", "nvfp4", "mxfp4", "bf16"]
     assert "skipped: `data.length: 32` is not a multiple of 128" in evaluated.output
