@@ -68,12 +68,12 @@ class Settings(BaseModel):
 
 
 def at_home(value: Any) -> Any:
-    """Expand `~` at the beginning of a text. Return a value of any other kind unchanged.
+    """Expand `~` at the beginning of a text, or remove `file://`. Return other values unchanged.
 
     A shell does not expand `~/` inside of an argument such as `data.packs=~/packs`, and a recipe is
     not read by a shell.
     """
-    return os.path.expanduser(value) if isinstance(value, str) else value
+    return os.path.expanduser(value.removeprefix("file://")) if isinstance(value, str) else value
 
 
 def with_escapes(text: str) -> str:

@@ -51,8 +51,11 @@ _OURS = re.compile(
 
 
 def is_address(text: str) -> bool:
-    """Return True if `text` is an address such as s3://bucket/name, and not a path."""
-    return re.match(r"\w[\w+.-]*://", text) is not None
+    """Return True if `text` is an address such as s3://bucket/name, and not a path.
+
+    file:///name is a path: `foundation.settings.at_home` removes `file://`.
+    """
+    return re.match(r"(?!file:)\w[\w+.-]*://", text) is not None
 
 
 def path_for(address: str, parent: Path | None = None) -> Path:

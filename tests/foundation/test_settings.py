@@ -16,6 +16,7 @@ from foundation.settings import (
     Settings,
     Share,
     TemplateText,
+    copied_path,
     parse,
     value_from_text,
 )
@@ -164,6 +165,13 @@ def test_an_address_is_no_path_of_this_machine(address: str) -> None:
     with pytest.raises(InputError, match=f"file: `folder`: {address} is an address"):
         parse(Example, {"folder": address}, "file")
     assert parse(Example, {"source": address}, "file").source == address
+
+
+def test_a_file_url_is_a_path_of_this_machine(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    settings = parse(Example, {"folder": url, "source": url}, "file")
+    assert (settings.folder, settings.source) == (tmp_path, str(tmp_path))
+    assert copied_path(url) == str(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["runs/a", "/s3:/b", "./s3://b", "a:b", "c:/x", "runs/x://y"])
