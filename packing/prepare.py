@@ -153,8 +153,8 @@ def holds_packs_of(settings: DataSettings) -> bool:
     if not (packs / MANIFEST).is_file():
         if has_files:
             raise InputError(
-                f"{settings.packs}: this folder exists, but has no prepared packs; "
-                "set data.packs to another folder"
+                f"{settings.packs}: this folder has no prepared packs, and it has other files, is "
+                "the current folder, or is a mount point; set data.packs to another folder"
             )
         return False
     manifest = read_manifest(packs)

@@ -112,9 +112,15 @@ def folder_of(part: DataSettings) -> Path:
 def is_there(folder: Path) -> bool:
     """Return True if `folder` exists and is not empty.
 
-    An empty folder is treated as absent, because packs may be prepared in it.
+    An empty folder is treated as absent, because complete packs replace it. The current folder and
+    a mount point cannot be replaced.
     """
-    return any(folder.iterdir()) if folder.is_dir() else folder.exists()
+    return folder.exists() and (
+        not folder.is_dir()
+        or any(folder.iterdir())
+        or folder.samefile(".")
+        or folder.resolve().is_mount()
+    )
 
 
 def unprepared(settings: DataSettings) -> list[Path]:

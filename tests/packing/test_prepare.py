@@ -188,6 +188,18 @@ def test_other_settings_than_those_of_the_packs_are_rejected(
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
 
 
+@pytest.mark.parametrize("packs", ["", "."])
+def test_packs_do_not_replace_the_current_folder(
+    settings: DataSettings, packs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = tmp_path / "empty"
+    current.mkdir()
+    monkeypatch.chdir(current)
+    with pytest.raises(InputError, match="the current folder"):
+        prepare(settings.model_copy(update={"packs": Path(packs or current)}), progress=False)
+    assert not list(tmp_path.glob(".*.tokens"))
+
+
 def test_a_changed_source_is_reported_at_every_start(
     settings: DataSettings,
     corpus: Path,

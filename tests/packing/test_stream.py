@@ -258,7 +258,7 @@ def test_a_stream_does_not_begin_in_a_folder_with_other_files(
         file = packs / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("mine")
-        with pytest.raises(InputError, match=f"{packs}: this folder exists, but has no"):
+        with pytest.raises(InputError, match=f"{packs}: this folder has no"):
             streamed(source, tmp_path)
         assert file.read_text() == "mine"
         shutil.rmtree(packs)
