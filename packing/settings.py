@@ -371,9 +371,7 @@ class DataSettings(SourceSettings):
         `changes` maps the names of other settings to their values for this source.
         """
         values = {key: getattr(source, key) for key in SourceSettings.model_fields}
-        part = self.model_copy(
-            update=values | {"sources": None, "validation": None, "packs": packs} | changes
-        )
+        part = self.model_copy(update=values | {"sources": None, "packs": packs} | changes)
         part._common = frozenset(
             key for key, value in values.items() if value == getattr(self, key)
         )

@@ -123,6 +123,11 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     a setting of this source that its kind does not use.
     """
     name = str(settings.source)
+    # Each part of the settings has the other text as `validation`: the text for evaluation, or the
+    # training text.
+    is_divided = settings.validation is not None and (
+        os.path.realpath(str(settings.validation.source)) == os.path.realpath(name)
+    )
     if is_address(name):
         name = str(fetch(name))
         settings = settings.model_copy(update={"source": name})
@@ -146,7 +151,7 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
             )
         parts = ("**", "*") if path.is_dir() else ()
         kind, files, unread = _choose(name, matches or find_files(path, parts))
-        paths, note = _of_split(files, kind, settings)
+        paths, note = _of_split(files, kind, settings, is_divided)
         # For a link to a missing file, `stat` raises OSError with the name of the link.
         size = sum(path.stat().st_size for path in paths)
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
@@ -172,12 +177,15 @@ def kind_of(path: Path) -> str | None:
     return _KINDS.get(suffix_of(path))
 
 
-def _of_split(files: list[Path], kind: str, settings: DataSettings) -> tuple[list[Path], str]:
+def _of_split(
+    files: list[Path], kind: str, settings: DataSettings, is_divided: bool
+) -> tuple[list[Path], str]:
     """Return the files of the split in `settings`, and a note about the splits of all files.
 
     A file without a split in its name belongs to train. If `settings` choose no split, all files
     are returned in these cases: the source is a pattern or a file; all files belong to the same
     split; text files have no split train in their names, or most text has no split in its name.
+    With `is_divided`, only the files of the split are returned in these cases too.
 
     Raises InputError if no file belongs to the split.
     """
@@ -189,7 +197,7 @@ def _of_split(files: list[Path], kind: str, settings: DataSettings) -> tuple[lis
     }
     chosen = [file for file in files if named.get(file, "train") == settings.split]
     counts = Counter(named.get(file, "train") for file in files)
-    if not settings.chosen(("split",)) and (
+    if not (is_divided or settings.chosen(("split",))) and (
         len(counts) == 1
         or folder != Path(str(settings.source))
         or (kind == "text" and "train" not in named.values())

@@ -49,7 +49,7 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
     of tokens in a part. So the parts of all sources last for the same number of steps.
     """
     if not settings.sources:
-        return {"": settings.model_copy(update={"validation": None})}
+        return {"": settings}
     parts: dict[str, DataSettings] = {}
     for source in settings.sources:
         name = source.name or Path(str(source.source)).name.split(".")[0]
@@ -93,7 +93,8 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     name = str(validation.source)
     is_remote = not (Path(name).exists() or matching_files(name) or is_address(name))
     streaming = is_remote if settings.stream else settings.streaming
-    return settings.part(validation, packs, held_out=0.0, streaming=streaming)
+    # `open_source` reads the other text in `validation`, which is the training text here.
+    return settings.part(validation, packs, held_out=0.0, streaming=streaming, validation=settings)
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:

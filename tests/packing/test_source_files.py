@@ -287,6 +287,26 @@ def test_sources_and_validation_choose_their_splits(tmp_path: Path) -> None:
     assert texts(sources=sources) == [["a/train.jsonl"], ["b/dev.jsonl"]]
 
 
+@pytest.mark.parametrize("source", ["", "*"])
+def test_no_file_is_trained_on_and_evaluated(source: str, tmp_path: Path) -> None:
+    """Without `validation`, all of these files are read."""
+    write_files(tmp_path, "a.txt", "b.txt", "test.txt")
+    folder = os.path.join(tmp_path, source)
+
+    def texts(**values: Any) -> list[list[str]]:
+        settings = DataSettings(packs="p", tokenizer="t", **values)
+        template = TextTemplate.parse("text")
+        sources = [open_source(part, template) for part in all_parts(settings)]
+        return [[path.name for path in source.paths] for source in sources]
+
+    assert texts(source=folder) == [["a.txt", "b.txt", "test.txt"]]
+    divided = [["a.txt", "b.txt"], ["test.txt"]]
+    assert texts(source=folder, validation={"split": "test"}) == divided
+    assert texts(source=folder, split="test", validation={"split": "train"}) == divided[::-1]
+    same = {"source": f"{tmp_path}/../{tmp_path.name}/{source}", "split": "test"}
+    assert texts(sources=[{"source": folder, "weight": 1, "name": "x"}], validation=same) == divided
+
+
 def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
     for name in ("a1.txt", "a2.txt", "b1.txt"):
         (tmp_path / name).write_text(name)
