@@ -15,13 +15,14 @@ import shutil
 import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from foundation.errors import InputError, as_input_error
-from foundation.files import fsync_tree, locked, write_json
+from foundation.files import fsync_tree, hash_file, locked, write_json
 from foundation.progress import Progress, say
 from foundation.reading import load_object
 from foundation.storage import is_address
@@ -29,7 +30,7 @@ from packing.arrow import MANIFEST, read_manifest
 from packing.chunks import Counts, Offset, Tokens, require_documents
 from packing.follow import make_first_part
 from packing.pack_maker import PackMaker, content_settings, usable_cores
-from packing.records import Records, records_of
+from packing.records import CHAT_TEMPLATE, Records, chat_template, records_of
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source
 from packing.store import all_parts, find_splits, folder_of, is_there
@@ -169,6 +170,13 @@ def holds_packs_of(settings: DataSettings) -> bool:
     if recorded["tokenizer"] != requested["tokenizer"] or Path(str(settings.tokenizer)).exists():
         recorded["tokenizer"] = manifest["tokenizer"]["fingerprint"]
         requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint
+    # The text of a chat template in a file may have changed too.
+    if (packs / CHAT_TEMPLATE).is_file() and os.path.exists(
+        settings.chat_template or str(settings.tokenizer)
+    ):
+        template = chat_template(settings.chat_template, str(settings.tokenizer))
+        recorded["chat template"] = hash_file(packs / CHAT_TEMPLATE)[:12]
+        requested["chat template"] = sha256(template.encode()).hexdigest()[:12]
     if changes := describe_changes(recorded, requested):
         raise InputError(
             f"{packs}: these packs were prepared with other settings ({changes}); "

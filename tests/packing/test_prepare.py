@@ -27,6 +27,7 @@ from foundation.files import hash_of
 from packing.arrow import read_manifest
 from packing.pack_maker import PackMaker
 from packing.prepare import TokenLog, prepare, summary
+from packing.records import CHATML, PLAIN
 from packing.settings import DataSettings
 from packing.sources import DatasetSource
 from packing.store import open_packs
@@ -186,6 +187,28 @@ def test_other_settings_than_those_of_the_packs_are_rejected(
     prepare(settings, progress=False)
     with pytest.raises(InputError, match="packing: truncate -> best_fit"):
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
+
+
+def test_packs_of_an_earlier_chat_template_are_rejected(
+    settings: DataSettings, corpus: Path, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    corpus.write_text(json.dumps({"messages": chat}) + "\n")
+    folder = shutil.copytree(Path(str(settings.tokenizer)).parent, tmp_path / "tokenizer")
+    of_tokenizer = {"tokenizer": str(folder), "packs": tmp_path / "other"}
+    file = folder / "chat_template.jinja"
+    for values in ({"chat_template": str(file)}, of_tokenizer):
+        chats = settings.model_copy(update=values)
+        file.write_text(PLAIN)
+        for _ in range(2):
+            prepare(chats, progress=False)
+        file.write_text(CHATML.replace("<|im_end|>", "{{ eos_token }}"))
+        with pytest.raises(InputError, match=r"other settings \(chat template: \w+ -> \w+\)"):
+            prepare(chats, progress=False)
+        file.unlink()
+    plain = settings.model_copy(update={"chat_template": "plain", "packs": tmp_path / "plain"})
+    for _ in range(2):
+        prepare(plain, progress=False)
 
 
 @pytest.mark.parametrize("packs", ["", "."])
