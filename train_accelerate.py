@@ -289,6 +289,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
                 return checkpointing.save_and_stop(run, code, steps)
             figures, decision, code = train_step(run, steps, watch, stop_code)
         run.log(figures, data_wait_ms=steps.data_wait_ms)
+        steps.data_wait_ms = 0.0
 
         is_saved = is_due(state.step, recipe.checkpoint.every)
         is_evaluated = is_due(state.step, recipe.evaluate.every) and not state.finished

@@ -191,10 +191,8 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         Set `pin_memory` if `build` pins memory. The end of the `with` statement calls
         `stop_waiting` to end a `build` that waits for packs.
         """
-        # Time that calls of `ready` and `take` have waited for the last result.
+        # Time that calls of `ready` and `take` have waited. The caller resets it to 0.
         self.data_wait_ms = 0.0
-        # Time that calls of `ready` have waited since the last call of `take`.
-        self._waited_ms = 0.0
         self._build = build
         self._numbers = iter(numbers)
         self._stop_waiting = stop_waiting
@@ -222,7 +220,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         """
         started = time.perf_counter()
         unfinished = wait(islice(self._pending, 1), seconds).not_done
-        self._waited_ms += (time.perf_counter() - started) * 1e3
+        self.data_wait_ms += (time.perf_counter() - started) * 1e3
         return not unfinished
 
     @property
@@ -237,8 +235,6 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         if not self._pending:
             raise StopIteration
         self.ready()
-        self.data_wait_ms = self._waited_ms
-        self._waited_ms = 0.0
         return self._pending.popleft().result()
 
     def __next__(self) -> T:

@@ -72,6 +72,7 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
             loss, norm = train_step(way, batches, recipe.optimizer.clip, task.device)
             seconds = time.perf_counter() - began
             values = (loss, norm, seconds * 1e3, batches.data_wait_ms)
+            batches.data_wait_ms = 0.0
             for key, value in zip(figures, values, strict=True):
                 figures[key].append(value)
     return {

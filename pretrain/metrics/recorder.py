@@ -73,7 +73,7 @@ class Recorder:
         docs/tracking.md explains all keys of a record.
 
         Args:
-            data_wait_ms: Time that the step has spent waiting for its data, in milliseconds.
+            data_wait_ms: Time that the step has spent waiting for data, in milliseconds.
             step_tokens: Number of tokens of the step over all ranks.
             sum_squared_lengths: Sum of the squared lengths of the step's documents over all ranks.
             figures: Further values, which are added to the record unchanged.

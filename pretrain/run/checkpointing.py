@@ -124,6 +124,9 @@ def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> in
     next packs, or that the packer ended before it made these packs. The caller combines the codes
     of all ranks.
     """
+    # Wait until the next packs are read. Otherwise a rank that cannot read them would stop alone,
+    # and without a checkpoint. `wait_for_packs` waits for the packs of a stream.
+    batches.ready(0 if run.job.data.stream else None)
     return FAILED if run.checkpoints.failed or batches.failure else stop.requested or 0
 
 

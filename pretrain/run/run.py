@@ -264,7 +264,7 @@ class Run:
         After the first COMPARED steps, also compare their speed with the prediction.
 
         figures: the metrics of the step, from `record_of_step`.
-        data_wait_ms: the time that the step has waited for its packs.
+        data_wait_ms: the time that the step has waited for its packs or those of the next step.
         """
         record = self.recorder.finish(**figures, data_wait_ms=data_wait_ms)
         self.trackers.log(record)

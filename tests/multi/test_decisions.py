@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 import train_accelerate
+from foundation.errors import InputError
+from packing.batch import BatchStream, StepBatches
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics
 from pretrain.run.assembly import Assembly
@@ -61,6 +64,38 @@ def test_processes_go_back_and_stop_together(
     records = read_metrics(run.run_dir)
     assert [record["rollbacks"] for record in records if record.get("event") == "rollback"] == [3]
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
+
+
+def main_with_damaged_packs() -> int | None:
+    """Run the launcher. On the second rank, packs of the second step are damaged and read slowly.
+
+    No file is damaged so that only one rank fails: a rank without the pages of a file in its memory
+    is killed.
+    """
+    if os.environ["RANK"] == "0":
+        return train_accelerate.main()
+    step = BatchStream.step
+
+    def read(stream: BatchStream, place: int) -> StepBatches:
+        if place == stream.packs_per_step:
+            time.sleep(3)
+            raise InputError("the packs are damaged")
+        return step(stream, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchStream, "step", read)
+        return train_accelerate.main()
+
+
+def test_damaged_packs_of_one_process_stop_all_after_a_save(
+    start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = small_recipe | {"parity": False}
+    run = start_as_ranks(recipe, tmp_path, launch=DDP, main=main_with_damaged_packs)
+    assert run.status == 2, run.output
+    assert run.err.count("error: the packs are damaged") == 1
+    assert run.err.count("error: another process has no more packs; see its message") == 1
+    assert (run.run_dir / "checkpoints/step-00000001/manifest.json").exists()
 
 
 def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(
