@@ -159,7 +159,9 @@ def places_of(step: int) -> range:
 
 
 def part_folders(packs: Path) -> list[Path]:
-    return sorted(path for path in packs.glob("**/part-*") if path.name != FIRST)
+    # A packer may rename folders meanwhile. `os.walk` skips them, and `glob` would raise an error.
+    folders = [Path(folder) for folder, _, _ in os.walk(packs)]
+    return sorted(path for path in folders if path.match("part-*") and path.name != FIRST)
 
 
 @settings(max_examples=3)
