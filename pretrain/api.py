@@ -265,8 +265,10 @@ def _check_call(module: LowPrecisionLinear, args: tuple[Tensor, ...]) -> None:
     if context.low_precision and torch.is_grad_enabled() and tokens % precision.multiple_of:
         raise InputError(
             f"{module.state.name}: the batch has {tokens} tokens, padding included, but "
-            f"{precision.name} needs a multiple of {precision.multiple_of}; pad the sequences, for "
-            f"example by `pad_to_multiple_of={precision.multiple_of}` of a data collator"
+            f"{precision.name} needs a multiple of {precision.multiple_of}; either pad the "
+            f"sequences, for example by `pad_to_multiple_of={precision.multiple_of}` of a data "
+            "collator, or keep layers with other inputs, such as images, with `keep_bf16` of "
+            "`convert`"
         )
 
 
