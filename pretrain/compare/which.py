@@ -247,12 +247,17 @@ def load_plan(trainings: WhichTrainings, options: argparse.Namespace) -> WhichPl
         "served": options.served,
         "settings": trainings.candidates,
     }
+    trial = trainings.trial([plan.base]).baseline
     differences: dict[str, tuple[Any, Any]] = {
         key: (value, getattr(plan, key))
         for key, value in requested.items()
         if value != getattr(plan, key)
+    } | {
+        # Another version of the command may set its own keys of trials to other values.
+        key: values
+        for key, values in trial.differences.items()
+        if key not in trial.values
     }
-    differences |= trainings.trial([plan.base]).baseline.differences
     if differences:
         raise InputError(
             f"{file}: this command was started with other settings before (current value and "

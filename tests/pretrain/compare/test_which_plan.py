@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,26 @@ def test_a_trial_has_all_phases_of_the_weights_of_sources(
     assert trainings.trial(["fp32"]).baseline.recipe.data.weights_until == (2,)
     plan = WhichPlan(None, 0.003, [], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 250, 50)
     assert trainings.rounds(plan, [42], ["bf16"]).baseline.recipe.data.weights_until == (end,)
+
+
+def test_a_plan_is_continued_if_only_the_settings_of_trials_are_new(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write_recipe(small_recipe, tmp_path)
+    trainings = WhichTrainings(
+        load_recipe(file), file, (), CONFIGURATIONS / "cpu.yaml", tmp_path / "which"
+    )
+    trial = trainings.trial(["fp32"]).baseline
+    trial.run_dir.mkdir(parents=True)
+    plan = WhichPlan(None, 0.003, ["fp32", "bf16"], {"fp32": 1.0, "bf16": 1.0}, 5.0, 5, 250, 50)
+    (trainings.folder / which.PLAN_FILE).write_text(json.dumps(asdict(plan)))
+    options = commands.read("which", [str(file)])
+    for key, value in {"evaluate.packs": 3, "schedule.warmup": 1}.items():
+        trial.mark.write_text(json.dumps({"settings": trial.settings | {key: value}}))
+        assert which.load_plan(trainings, options) == plan
+    trial.mark.write_text(json.dumps({"settings": trial.settings | {"batch.tokens": 64}}))
+    with pytest.raises(InputError, match=r"batch\.tokens"):
+        which.load_plan(trainings, options)
 
 
 def test_a_candidate_has_the_options_that_its_precision_accepts(
