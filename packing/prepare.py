@@ -15,14 +15,13 @@ import shutil
 import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from foundation.errors import InputError, as_input_error
-from foundation.files import fsync_tree, hash_file, locked, write_json
+from foundation.files import fsync_tree, hash_of, locked, write_json
 from foundation.progress import Progress, say
 from foundation.reading import load_object
 from foundation.storage import is_address
@@ -175,8 +174,8 @@ def holds_packs_of(settings: DataSettings) -> bool:
         settings.chat_template or str(settings.tokenizer)
     ):
         template = chat_template(settings.chat_template, str(settings.tokenizer))
-        recorded["chat template"] = hash_file(packs / CHAT_TEMPLATE)[:12]
-        requested["chat template"] = sha256(template.encode()).hexdigest()[:12]
+        recorded["chat template"] = hash_of((packs / CHAT_TEMPLATE).read_bytes().decode())[:12]
+        requested["chat template"] = hash_of(template)[:12]
     if changes := describe_changes(recorded, requested):
         raise InputError(
             f"{packs}: these packs were prepared with other settings ({changes}); "

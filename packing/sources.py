@@ -123,8 +123,8 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
     a setting of this source that its kind does not use.
     """
     name = str(settings.source)
-    # Each part of the settings has the other text as `validation`: the text for evaluation, or the
-    # training text.
+    # `validation` is the text for evaluation if this source is the training text, and the other way
+    # round. Both may be splits of the same files.
     is_divided = settings.validation is not None and (
         os.path.realpath(str(settings.validation.source)) == os.path.realpath(name)
     )
@@ -185,7 +185,8 @@ def _of_split(
     A file without a split in its name belongs to train. If `settings` choose no split, all files
     are returned in these cases: the source is a pattern or a file; all files belong to the same
     split; text files have no split train in their names, or most text has no split in its name.
-    With `is_divided`, only the files of the split are returned in these cases too.
+    If `is_divided`, another split of these files is used too, so only the files of the split are
+    returned in all cases.
 
     Raises InputError if no file belongs to the split.
     """

@@ -93,7 +93,7 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     name = str(validation.source)
     is_remote = not (Path(name).exists() or matching_files(name) or is_address(name))
     streaming = is_remote if settings.stream else settings.streaming
-    # `open_source` reads the other text in `validation`, which is the training text here.
+    # `open_source` compares this source with `validation`, which is the training text here.
     return settings.part(validation, packs, held_out=0.0, streaming=streaming, validation=settings)
 
 

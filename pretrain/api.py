@@ -173,10 +173,8 @@ def convert(
     quantized = [name for name in PRECISIONS if is_quantized(name)]
     if name not in quantized:
         raise InputError(f"convert: {name!r} is none of the precisions {', '.join(quantized)}")
-    defaults = {
-        "on_unsupported": "emulate",
-        "scope": "linear" if name == precision else "linear+head",
-    }
+    scope = "linear" if name == precision else "linear+head"
+    defaults = {"on_unsupported": "emulate", "scope": scope}
     settings = parse(LowPrecisionSettings, defaults | fp8_config, "convert")
     active = select_precision(name, settings, missing_on(model.device.type))
     if not active.precision.quantized:
@@ -249,9 +247,10 @@ def _require_plain(model: nn.Module, decisions: Mapping[str, Decision]) -> None:
 
 @torch.compiler.disable
 def _check_call(module: LowPrecisionLinear, args: tuple[Tensor, ...]) -> None:
-    """Raise InputError if a linear layer trains outside of a forward of its model.
+    """Raise InputError if a low-precision layer cannot train with this call.
 
-    Also raise InputError if its weight's gradient would sum over an unsuitable number of tokens.
+    The call must be part of a forward of the model, and the product for the weight's gradient sums
+    over the tokens, so their number must suit the precision.
     """
     context: Any = module.state.context
     if module.training and torch.is_grad_enabled() and context.quantizing != context.low_precision:
@@ -367,7 +366,8 @@ def open_packs(
         recipe = load_recipe(path)
         settings, seed = recipe.data, recipe.seed
     else:
-        settings = DataSettings(packs=path, length=find_splits(path, length)["train"]().length)
+        length = find_splits(path, length)["train"]().length
+        settings = DataSettings(packs=path, length=length)
     if settings.weights_until:
         raise InputError(
             f"{source}: `data.weights_until` depends on the length of a training, which a dataset "

@@ -309,8 +309,7 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
     # Check before the trials that --hours is enough for runs whose steps take the usual time. If it
     # is not, `fit` raises InputError.
     usual = fit(plan, seconds_left=deadline - time.monotonic() - trials)
-    # Check the settings of the rounds too.
-    check_branches(trainings.rounds(usual, [trainings.recipe.seed], plan.candidates), usual)
+    check_branches(trainings, usual)
     say(
         f"trials of {TRIAL_STEPS} steps, usually {duration(trials)} or more: "
         f"{', '.join(plan.seconds)}"
@@ -341,8 +340,8 @@ def new_plan(trainings: WhichTrainings, options: argparse.Namespace, deadline: f
         replace(plan, seconds=seconds, start=start),
         seconds_left=deadline - time.monotonic(),
     )
-    # The runs may be shorter than with the usual time of a step.
-    check_branches(trainings.rounds(plan, [trainings.recipe.seed], plan.candidates), plan)
+    # Check again, because the runs may be shorter than with the usual time of a step.
+    check_branches(trainings, plan)
     write_json(trainings.folder / PLAN_FILE, asdict(plan))
     return plan
 
@@ -357,12 +356,13 @@ def check_seeds(options: argparse.Namespace, names: Sequence[str]) -> None:
         )
 
 
-def check_branches(rounds: Matrix, plan: WhichPlan) -> None:
+def check_branches(trainings: WhichTrainings, plan: WhichPlan) -> None:
     """Check that the settings of candidates differ from the baseline's only after the branch.
 
-    Raises InputError if a candidate's schedule of the learning rate differs earlier, or if its
-    first phase of precision ends earlier.
+    Raises InputError if a candidate's schedule of the learning rate differs earlier, if its first
+    phase of precision ends earlier, or if the runs of a round have other invalid settings.
     """
+    rounds = trainings.rounds(plan, [trainings.recipe.seed], plan.candidates)
     # Compare with the baseline's peak, because a candidate may have another one.
     rate = partial(
         learning_rate,

@@ -87,9 +87,7 @@ class WhichTrainings:
             "evaluate.every": TRIAL_STEPS,
             "evaluate.packs": 1,
             # Twelve steps may be too few for the phases in which sources have other weights.
-            "data.weights_until": [
-                step for step, _ in enumerate(self.recipe.data.weights_until or (), start=2)
-            ]
+            "data.weights_until": list(range(2, 2 + len(self.recipe.data.weights_until or ())))
             or None,
         }
         cells: dict[str, Values] = {}

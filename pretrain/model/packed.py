@@ -225,11 +225,10 @@ def forward_backward(
     first_apart: bool = False,
     compute: Callable[..., Tensor] = compute_microbatch,
 ) -> Tensor:
-    """Compute the gradients of a step, and return its mean loss, an FP32 scalar.
+    """Compute the gradients of a step, and return its loss, an FP32 scalar.
 
-    The mean includes the labelled tokens of all ranks, each with the same weight. The returned loss
-    is the same on every rank. `rank_sums` or FSDP2 sums the gradients over ranks. All ranks must
-    call this function.
+    The loss is the mean over the labelled tokens of all ranks, so it is the same on every rank.
+    `rank_sums` or FSDP2 sums the gradients over ranks. All ranks must call this function.
 
     Args:
         model: The model, with cleared gradients.

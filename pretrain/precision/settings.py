@@ -136,7 +136,11 @@ def phases_of(setting: Any) -> list[tuple[Any, str]]:
 
 
 def shortest_phases(names: Sequence[str]) -> Any:
-    """Return a `precision` setting in which each precision except the last ends at once."""
+    """Return a `precision` setting that uses the precisions `names` one after the other.
+
+    The first phase has two steps, the last phase has the rest of the steps, and all others have one
+    step.
+    """
     *earlier, last = names
     phases = [{"use": name, "until": step} for step, name in enumerate(earlier, start=2)]
     return [*phases, {"use": last}] if phases else last

@@ -259,12 +259,12 @@ class Run:
         }
 
     def log(self, figures: dict[str, Any], *, data_wait_ms: float) -> None:
-        """Write a step to metrics.jsonl and to the trackers. Print it if `log.every` is due.
+        """Log a step to metrics.jsonl and the trackers, and print every `log.every`th step.
 
-        After the first COMPARED steps, also compare their speed with the prediction.
+        After COMPARED steps, also compare the measured speed with the predicted speed.
 
         figures: the metrics of the step, from `record_of_step`.
-        data_wait_ms: the time that the step has waited for its packs or those of the next step.
+        data_wait_ms: the time that the step has waited for packs, in milliseconds.
         """
         record = self.recorder.finish(**figures, data_wait_ms=data_wait_ms)
         self.trackers.log(record)
