@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks import card as gpu_card
 from benchmarks.machine import with_tables
@@ -362,130 +361,6 @@ def test_the_recommendation_of_fp8_for_qwen3_0_6b_is_that_of_which():
         f"delayed: {word}{interval_within(plan, delayed)}, {USE}.\nTrain in delayed: {gain}" in page
     )
     assert gain in " ".join((ROOT / "docs/evidence.md").read_text(encoding="utf-8").split())
-
-
-MUON_TABLE = (
-    # Part of the table, key of the runs, decimal places. Two decimal places are in percent.
-    (0, "held_out_loss", 2),
-    (1, "held_out_loss", 4),
-    (2, "training_loss", 2),
-)
-
-
-@pytest.mark.parametrize(("part", "key", "digits"), MUON_TABLE)
-def test_costs_under_muon_are_those_of_their_result_file(part: int, key: str, digits: int):
-    page = (ROOT / "docs/muon.md").read_text(encoding="utf-8")
-    table = page.partition("| **held-out")[2].split("| **")[part]
-    for precision, label in (
-        ("delayed", "FP8, delayed scaling"),
-        ("block", "FP8, blocks"),
-        ("nvfp4", "NVFP4 in every linear"),
-    ):
-        costs = []
-        for optimizer in ("adamw", "muon"):
-            bf16 = muon_losses(optimizer, "bf16", key)
-            pairs = zip(muon_losses(optimizer, precision, key), bf16, strict=True)
-            costs.append(
-                [(loss - base) * (100 / base if digits == 2 else 1) for loss, base in pairs]
-            )
-        differences = [muon - adamw for adamw, muon in zip(*costs, strict=True)]
-        cells = [mean_of_five(values, digits) for values in (*costs, differences)]
-        assert f"| {label} | {' | '.join(cells)} |" in table
-        if key == "held_out_loss" and digits == 2:
-            assert precision == "nvfp4" or all(
-                statistics.mean(values) + half_width_of_five(values) < 0.3 for values in costs
-            )
-            assert f"{cells[-1]} | {predicted_cost(precision)} |" in table
-
-
-def test_losses_of_muon_in_the_text_are_those_of_the_result_file():
-    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
-    adamw, muon = (muon_losses(name, "bf16", "held_out_loss") for name in ("adamw", "muon"))
-    means = [statistics.mean(adamw), statistics.mean(muon)]
-    assert f"in nats | {means[0]:.4f} | {means[1]:.4f} |" in text
-    assert f"The {means[0] - means[1]:.2f} nats" in text
-    spread = [statistics.stdev(adamw), statistics.stdev(muon)]
-    assert f"{spread[0]:.3f} (AdamW) and {spread[1]:.3f} nats (Muon)" in text
-    trained = [
-        statistics.mean(muon_losses(name, "nvfp4", "training_loss"))
-        - statistics.mean(muon_losses(name, "bf16", "training_loss"))
-        for name in ("adamw", "muon")
-    ]
-    assert f"{trained[0]:.3f} nats under AdamW and {trained[1]:.3f} under Muon" in text
-    probability = predictions_of_muon()["probability_that_nvfp4_costs_more_under_muon"]
-    assert f"probability of {100 * probability:g} %" in text
-
-
-def test_rates_of_muon_are_those_of_the_search():
-    rows = [row for row in muon_rows() if row["matrix"] == "muon_rates_14m" and "run" in row]
-    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
-    lower = {}
-    for optimizer in ("adamw", "muon"):
-        runs = [row for row in rows if row["optimizer"] == optimizer]
-        chosen = min(
-            (run for run in runs if run["session"] == 1), key=lambda run: run["held_out_loss"]
-        )
-        best = min(runs, key=lambda run: run["held_out_loss"])
-        lower[optimizer] = (chosen, best, chosen["held_out_loss"] - best["held_out_loss"])
-    chosen, best, gain = lower["adamw"]
-    assert (chosen["learning_rate"], best["learning_rate"]) == (1.0e-3, 1.4e-3)
-    assert f"1.4e-3 for AdamW by {gain:.3f} nats" in text
-    chosen, best, gain = lower["muon"]
-    assert (chosen["learning_rate"], chosen["muon_learning_rate"]) == (4.0e-3, 4.0e-3)
-    assert (best["learning_rate"], best["muon_learning_rate"]) == (8.0e-3, 4.0e-3)
-    assert f"8.0e-3 for Muon's AdamW part by {gain:.3f}." in text
-    matrices = ROOT / "benchmarks/evidence/matrices"
-    study = yaml.safe_load((matrices / "muon_14m.yaml").read_text(encoding="utf-8"))["cells"]
-    assert study["adamw-bf16-seed=1"]["optimizer"] == {"learning_rate": 1.0e-3}
-    rates = {"name": "muon", "learning_rate": 4.0e-3, "muon": {"learning_rate": 4.0e-3}}
-    assert study["muon-nvfp4-seed=5"]["optimizer"] == rates
-    search = yaml.safe_load((matrices / "muon_rates_14m.yaml").read_text(encoding="utf-8"))["cells"]
-    assert search.keys() == {row["run"] for row in rows}
-
-
-def muon_losses(optimizer: str, precision: str, key: str) -> list[float]:
-    """Return the losses of the study of Muon, in the order of the five seeds."""
-    runs = [row for row in muon_rows() if row["matrix"] == "muon_14m" and "run" in row]
-    by_seed = {
-        run["seed"]: run[key]
-        for run in runs
-        if (run["optimizer"], run["precision"]) == (optimizer, precision)
-    }
-    return [by_seed[seed] for seed in range(1, 6)]
-
-
-def predictions_of_muon() -> dict[str, Any]:
-    """Return the predictions that were written before the study of Muon."""
-    (predictions,) = [row["predictions"] for row in muon_rows() if "predictions" in row]
-    return predictions
-
-
-def predicted_cost(precision: str) -> str:
-    """Return the predicted cost of a precision in held-out loss, as in the table of the page."""
-    predictions = predictions_of_muon()
-    cost = f"+{predictions[precision]}"
-    if precision == "nvfp4":
-        low, high = predictions["nvfp4_interval"]
-        cost += f" ({low} to {high})"
-    return cost
-
-
-def half_width_of_five(values: list[float]) -> float:
-    """Return half of the 95 % t interval of the mean of five values."""
-    assert len(values) == 5
-    return 2.776 * statistics.stdev(values) / math.sqrt(5)
-
-
-def mean_of_five(values: list[float], digits: int) -> str:
-    """Return the mean of five values with its 95 % interval."""
-    mean = f"{statistics.mean(values):+.{digits}f}".replace("-", "−")
-    return f"{mean} ± {half_width_of_five(values):.{digits}f}"
-
-
-def muon_rows() -> list[dict[str, Any]]:
-    """Return the sessions and runs of the study of Muon."""
-    lines = (RESULTS / "loss/h200_muon_14m.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def difference_of(relative: list[float]) -> LossDifference:

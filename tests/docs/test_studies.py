@@ -1,0 +1,230 @@
+"""The figures of the studies of Muon and of served models are those of their result files."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+MATRICES = ROOT / "benchmarks/evidence/matrices"
+
+MUON_TABLE = (
+    # Part of the table, key of the runs, decimal places. Two decimal places are in percent.
+    (0, "held_out_loss", 2),
+    (1, "held_out_loss", 4),
+    (2, "training_loss", 2),
+)
+
+
+@pytest.mark.parametrize(("part", "key", "digits"), MUON_TABLE)
+def test_costs_under_muon_are_those_of_their_result_file(part: int, key: str, digits: int):
+    page = (ROOT / "docs/muon.md").read_text(encoding="utf-8")
+    table = page.partition("| **held-out")[2].split("| **")[part]
+    for precision, label in (
+        ("delayed", "FP8, delayed scaling"),
+        ("block", "FP8, blocks"),
+        ("nvfp4", "NVFP4 in every linear"),
+    ):
+        costs = []
+        for optimizer in ("adamw", "muon"):
+            bf16 = muon_losses(optimizer, "bf16", key)
+            pairs = zip(muon_losses(optimizer, precision, key), bf16, strict=True)
+            costs.append(
+                [(loss - base) * (100 / base if digits == 2 else 1) for loss, base in pairs]
+            )
+        differences = [muon - adamw for adamw, muon in zip(*costs, strict=True)]
+        cells = [mean_of_five(values, digits) for values in (*costs, differences)]
+        assert f"| {label} | {' | '.join(cells)} |" in table
+        if key == "held_out_loss" and digits == 2:
+            assert precision == "nvfp4" or all(
+                statistics.mean(values) + half_width_of_five(values) < 0.3 for values in costs
+            )
+            assert f"{cells[-1]} | {predicted_cost(precision)} |" in table
+
+
+def test_losses_of_muon_in_the_text_are_those_of_the_result_file():
+    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
+    adamw, muon = (muon_losses(name, "bf16", "held_out_loss") for name in ("adamw", "muon"))
+    means = [statistics.mean(adamw), statistics.mean(muon)]
+    assert f"in nats | {means[0]:.4f} | {means[1]:.4f} |" in text
+    assert f"The {means[0] - means[1]:.2f} nats" in text
+    spread = [statistics.stdev(adamw), statistics.stdev(muon)]
+    assert f"{spread[0]:.3f} (AdamW) and {spread[1]:.3f} nats (Muon)" in text
+    trained = [
+        statistics.mean(muon_losses(name, "nvfp4", "training_loss"))
+        - statistics.mean(muon_losses(name, "bf16", "training_loss"))
+        for name in ("adamw", "muon")
+    ]
+    assert f"{trained[0]:.3f} nats under AdamW and {trained[1]:.3f} under Muon" in text
+    probability = predictions_of_muon()["probability_that_nvfp4_costs_more_under_muon"]
+    assert f"probability of {100 * probability:g} %" in text
+
+
+def test_rates_of_muon_are_those_of_the_search():
+    rows = [
+        row
+        for row in read_lines("h200_muon_14m")
+        if row["matrix"] == "muon_rates_14m" and "run" in row
+    ]
+    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
+    lower = {}
+    for optimizer in ("adamw", "muon"):
+        runs = [row for row in rows if row["optimizer"] == optimizer]
+        chosen = min(
+            (run for run in runs if run["session"] == 1), key=lambda run: run["held_out_loss"]
+        )
+        best = min(runs, key=lambda run: run["held_out_loss"])
+        lower[optimizer] = (chosen, best, chosen["held_out_loss"] - best["held_out_loss"])
+    chosen, best, gain = lower["adamw"]
+    assert (chosen["learning_rate"], best["learning_rate"]) == (1.0e-3, 1.4e-3)
+    assert f"1.4e-3 for AdamW by {gain:.3f} nats" in text
+    chosen, best, gain = lower["muon"]
+    assert (chosen["learning_rate"], chosen["muon_learning_rate"]) == (4.0e-3, 4.0e-3)
+    assert (best["learning_rate"], best["muon_learning_rate"]) == (8.0e-3, 4.0e-3)
+    assert f"8.0e-3 for Muon's AdamW part by {gain:.3f}." in text
+    study = yaml.safe_load((MATRICES / "muon_14m.yaml").read_text(encoding="utf-8"))["cells"]
+    assert study["adamw-bf16-seed=1"]["optimizer"] == {"learning_rate": 1.0e-3}
+    rates = {"name": "muon", "learning_rate": 4.0e-3, "muon": {"learning_rate": 4.0e-3}}
+    assert study["muon-nvfp4-seed=5"]["optimizer"] == rates
+    search = yaml.safe_load((MATRICES / "muon_rates_14m.yaml").read_text(encoding="utf-8"))["cells"]
+    assert search.keys() == {row["run"] for row in rows}
+
+
+def muon_losses(optimizer: str, precision: str, key: str) -> list[float]:
+    """Return the losses of the study of Muon, in the order of the five seeds."""
+    runs = [
+        row for row in read_lines("h200_muon_14m") if row["matrix"] == "muon_14m" and "run" in row
+    ]
+    by_seed = {
+        run["seed"]: run[key]
+        for run in runs
+        if (run["optimizer"], run["precision"]) == (optimizer, precision)
+    }
+    return [by_seed[seed] for seed in range(1, 6)]
+
+
+def predictions_of_muon() -> dict[str, Any]:
+    """Return the predictions that were written before the study of Muon."""
+    (predictions,) = [
+        row["predictions"] for row in read_lines("h200_muon_14m") if "predictions" in row
+    ]
+    return predictions
+
+
+def predicted_cost(precision: str) -> str:
+    """Return the predicted cost of a precision in held-out loss, as in the table of the page."""
+    predictions = predictions_of_muon()
+    cost = f"+{predictions[precision]}"
+    if precision == "nvfp4":
+        low, high = predictions["nvfp4_interval"]
+        cost += f" ({low} to {high})"
+    return cost
+
+
+def half_width_of_five(values: list[float]) -> float:
+    """Return half of the 95 % t interval of the mean of five values."""
+    assert len(values) == 5
+    return 2.776 * statistics.stdev(values) / math.sqrt(5)
+
+
+def mean_of_five(values: list[float], digits: int) -> str:
+    """Return the mean of five values with its 95 % interval."""
+    mean = f"{statistics.mean(values):+.{digits}f}".replace("-", "−")
+    return f"{mean} ± {half_width_of_five(values):.{digits}f}"
+
+
+SERVED_TABLE = (
+    ("decay over 5 %", "decay-0.05"),
+    ("decay over 50 %", "decay-0.5"),
+    ("decay as 1-sqrt", "decay-0.2-sqrt"),
+    ("decay to a tenth", "decay-0.2-to-tenth"),
+    ("mean of the last 4 checkpoints", "decay-0.2-mean-4"),
+    ("constant rate, mean of the last 8", "constant-mean-8"),
+    ("last 1 % in the served precision", "tail-0.01"),
+    ("last 2 %", "tail-0.02"),
+    ("last 5 %", "tail-0.05"),
+    ("last 5 %, decay to a tenth", "tail-0.05-to-tenth"),
+    ("all after the first fifth", "block"),
+)
+
+
+@pytest.mark.parametrize(("label", "cell"), SERVED_TABLE)
+def test_losses_of_served_models_are_those_of_their_result_file(label: str, cell: str):
+    header, *runs = read_lines("h200_served_decay_14m")
+    cells = []
+    for served in ("nvfp4", "block"):
+        baseline = served_losses(runs, f"{served}-baseline", "served_loss")
+        losses = served_losses(runs, f"{served}-{cell}", "served_loss")
+        # Some cells were trained for one of the two served precisions only.
+        relative = [100 * (loss / base - 1) for loss, base in zip(losses, baseline, strict=False)]
+        cells.append(mean_of_five(relative, 2) if relative else "")
+    predicted = header["predictions"]["nvfp4"].get(cell, "")
+    if predicted:
+        predicted = f"{predicted:+}".replace("-", "−")
+    row = f"| {label} | {cells[0]} | {predicted} | {cells[1]} |"
+    page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    assert row.replace("|  |", "| |").replace("|  |", "| |") in page, row
+
+
+def test_costs_of_quantization_are_those_of_the_study_of_served_models():
+    runs = read_lines("h200_served_decay_14m")[1:]
+    text = " ".join((ROOT / "docs/evidence.md").read_text(encoding="utf-8").split())
+    costs = []
+    for cell in ("decay-0.05", "baseline", "decay-0.5", "tail-0.05"):
+        losses = (
+            served_losses(runs, f"nvfp4-{cell}", key) for key in ("served_loss", "held_out_loss")
+        )
+        pairs = zip(*losses, strict=True)
+        costs.append(100 * statistics.mean(served / bf16 - 1 for served, bf16 in pairs))
+    assert "{:.2f}, {:.2f} and {:.2f} % after 5, 20 and 50 %".format(*costs[:3]) in text
+    assert f"costs {costs[3]:.2f} % instead of {costs[1]:.2f} %" in text
+    tokens = read_lines("h200_served_decay_14m")[0]["tokens"]
+    assert f"{tokens / 13_768_320:.1f} tokens per parameter" in text
+
+
+def test_the_time_to_equal_loss_is_that_of_the_result_file():
+    lines = read_lines("h200_muon_gpt2")
+    runs = {line["run"]: line for line in lines if "run" in line}
+    adamw, short = runs["adamw-bf16-seed=1"], runs["muon-delayed-160-seed=1"]
+    search = [line for line in runs.values() if line["matrix"] == "muon_rates_gpt2"]
+    long = min(search, key=lambda line: line["held_out_loss"])
+    target = adamw["held_out_loss"]
+    share = (short["held_out_loss"] - target) / (short["held_out_loss"] - long["held_out_loss"])
+    steps = short["steps"] + share * (long["steps"] - short["steps"])
+    seconds = [adamw["steps"] * adamw["step_ms"] / 1e3, steps * short["step_ms"] / 1e3]
+    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
+    for figure in (
+        f"in {seconds[1] / seconds[0]:.2f} of the time",
+        f"{target:.3f} nats after {adamw['steps']} steps of 131,072 tokens in {seconds[0]:.1f} s",
+        f"{short['held_out_loss']:.3f} after {short['steps']} steps",
+        f"{long['held_out_loss']:.3f} after {long['steps']}",
+        f"about {steps:.0f} steps, or {seconds[1]:.1f} s",
+    ):
+        assert figure in text, figure
+    study = yaml.safe_load((MATRICES / "muon_gpt2.yaml").read_text(encoding="utf-8"))["cells"]
+    chosen = study["muon-delayed-200-seed=3"]["optimizer"]
+    rates = (chosen["learning_rate"], chosen["muon"]["learning_rate"])
+    assert rates == (long["learning_rate"], long["muon_learning_rate"])
+    assert rates == (short["learning_rate"], short["muon_learning_rate"])
+    best = min(
+        (line for line in search if line["optimizer"] == "adamw"),
+        key=lambda line: line["held_out_loss"],
+    )
+    assert study["adamw-bf16-seed=1"]["optimizer"]["learning_rate"] == best["learning_rate"]
+
+
+def read_lines(name: str) -> list[dict[str, Any]]:
+    """Return the objects of a result file with one object per line."""
+    file = ROOT / f"benchmarks/results/loss/{name}.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def served_losses(runs: list[dict[str, Any]], name: str, key: str) -> list[float]:
+    """Return the losses of a cell of the study of served models, in the order of the seeds."""
+    return [run[key] for run in runs if run["run"].rpartition("-seed=")[0] == name]
