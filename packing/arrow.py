@@ -53,9 +53,6 @@ class Pack:
     # [documents] int32: number of tokens of each document, in order. The tokens after the last
     # document are padding.
     lengths: np.ndarray
-    # Position of the pack's first token in its document. It is above 0 if the document started in
-    # another pack.
-    first_position: int = 0
     # [length] bool: True for tokens that have a loss when they are predicted from the tokens before
     # them. None means that all tokens have a loss.
     trained: np.ndarray | None = None
@@ -229,14 +226,14 @@ def _columns(packs: Sequence[Pack]) -> list[np.ndarray]:
     """Return the columns of a record batch as arrays.
 
     The columns are the token ids [packs, length], the document lengths of all packs, the number of
-    documents of each pack, and the first positions. Packs with masks also have a column with the
-    bits of the masks [packs, bytes].
+    documents of each pack, and the position of each pack's first token, which is always 0. Packs
+    with masks also have a column with the bits of the masks [packs, bytes].
     """
     columns: list[np.ndarray] = [
         np.stack([pack.input_ids for pack in packs]).astype(np.uint32, copy=False),
         np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False),
         np.array([len(pack.lengths) for pack in packs], np.int32),
-        np.array([pack.first_position for pack in packs], np.int32),
+        np.zeros(len(packs), np.int32),
     ]
     if masks := [pack.trained for pack in packs if pack.trained is not None]:
         columns.append(np.packbits(np.stack(masks), axis=1, bitorder="little"))
@@ -266,7 +263,7 @@ class ArrowPacks(Packs):
     """Memory-mapped packs of one split in a folder that `write_packs` wrote.
 
     Raises InputError if a file is missing, truncated or damaged. The fingerprint depends on the
-    tokens, lengths, positions and masks of the packs and on their order. It does not depend on how
+    tokens, lengths and masks of the packs and on their order. It does not depend on how
     packs are divided into files.
     """
 
@@ -292,7 +289,7 @@ class ArrowPacks(Packs):
     def __getitem__(self, index: int) -> Pack:
         number = bisect_right(self._starts, checked_index(index, len(self))) - 1
         # `masks` has one array with the masks of all rows, or is empty.
-        ids, lengths, offsets, first_positions, *masks = self._batches[number]
+        ids, lengths, offsets, *masks = self._batches[number]
         row = index - self._starts[number]
         trained = None
         if masks:
@@ -301,7 +298,6 @@ class ArrowPacks(Packs):
         return Pack(
             input_ids=ids[row],
             lengths=lengths[offsets[row] : offsets[row + 1]],
-            first_position=int(first_positions[row]),
             trained=trained,
         )
 
@@ -313,17 +309,16 @@ class ArrowPacks(Packs):
     def _map(self, path: Path) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield the columns of each record batch in the file `path`, as views into the file.
 
-        The columns are the token ids [rows, length], the document lengths of all rows, the offsets
-        [rows + 1] at which the document lengths of each row start, and the first positions [rows].
-        Packs with masks also have a column with the bits of the masks [rows, bytes].
+        The columns are the token ids [rows, length], the document lengths of all rows, and the
+        offsets [rows + 1] at which the document lengths of each row start. Packs with masks also
+        have a column with the bits of the masks [rows, bytes]. First positions are not read.
         """
         with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-            for ids, lengths, first_positions, *masks in (batch.columns for batch in stream):
+            for ids, lengths, _, *masks in (batch.columns for batch in stream):
                 yield (
                     _view(ids.values, np.uint32).reshape(len(ids), self.length),
                     _view(lengths.values, np.int32),
                     _view(lengths.offsets, np.int32),
-                    _view(first_positions, np.int32),
                     *(_view(bits.values, np.uint8).reshape(len(bits), -1) for bits in masks),
                 )
 

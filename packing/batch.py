@@ -41,8 +41,7 @@ class Microbatch:
 
     # Token ids, [1, T] int64.
     input_ids: Tensor
-    # [1, T] int64. Positions start at 0 in each document, but at `Pack.first_position` in the first
-    # document of a pack.
+    # [1, T] int64. Positions start at 0 in each document, and after a cut between packs.
     position_ids: Tensor
     # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE.
     labels: Tensor
@@ -104,14 +103,11 @@ def build_microbatch(
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
-    parts = [sizes_of(pack) for pack in packs]
-    sizes = np.concatenate(parts, dtype=np.int64)
+    sizes = np.concatenate([sizes_of(pack) for pack in packs], dtype=np.int64)
     ends = np.cumsum(sizes)
-    first_positions = np.zeros_like(sizes)
-    first_positions[np.cumsum([0, *map(len, parts[:-1])])] = [pack.first_position for pack in packs]
 
     input_ids = np.concatenate([pack.input_ids for pack in packs], dtype=np.int64)
-    position_ids = np.arange(total) - np.repeat(ends - sizes - first_positions, sizes)
+    position_ids = np.arange(total) - np.repeat(ends - sizes, sizes)
     labels = np.empty(total, dtype=np.int64)
     labels[:-1] = input_ids[1:]
     labels[(ends if mask_boundaries else np.arange(length, total + 1, length)) - 1] = IGNORE
@@ -261,9 +257,6 @@ class Batching:
     # Number of the model's token ids. A pack with an id that is not below this number raises
     # InputError, because the id would crash the device. None disables the check.
     vocab_size: int | None = None
-    # Number of positions that the model supports. InputError is raised if a document that was cut
-    # between packs reaches a later position. None disables the check.
-    positions: int | None = None
 
     def build(self, packs: Packs, indices: Sequence[int], documents: int = 0) -> Microbatch:
         """Return the microbatch of the packs at `indices`.
@@ -271,7 +264,7 @@ class Batching:
         If there are fewer than `microbatch` packs, blank packs without documents are added.
         `documents` is described at `build_microbatch`.
         """
-        chosen = [read_pack(packs, index, self.vocab_size, self.positions) for index in indices]
+        chosen = [read_pack(packs, index, self.vocab_size) for index in indices]
         blank = Pack(np.zeros(packs.length, np.uint32), np.zeros(0, np.int32))
         chosen += [blank] * (self.microbatch - len(chosen))
         return build_microbatch(
@@ -356,13 +349,11 @@ class BatchStream(Batching):
         return Prefetch(self.step, places, self.pin_memory, self.order.stop_waiting)
 
 
-def read_pack(
-    packs: Packs, index: int, vocab_size: int | None, positions: int | None = None
-) -> Pack:
+def read_pack(packs: Packs, index: int, vocab_size: int | None) -> Pack:
     """Return the pack with this index.
 
-    Raises InputError if a token id is not below `vocab_size`, or if the first document reaches a
-    position that is not below `positions`. If one of these arguments is None, its check is skipped.
+    Raises InputError if a token id is not below `vocab_size`. If `vocab_size` is None, the check is
+    skipped.
     """
     pack = packs[index]
     if vocab_size is not None:
@@ -373,12 +364,4 @@ def read_pack(
                 f"only {vocab_size} ids; prepare the packs with the model's own tokenizer "
                 "(`data.tokenizer`)"
             )
-    # Position after the last token of the first document.
-    end = pack.first_position + int(pack.lengths[:1].sum())
-    if positions and end > positions:
-        raise InputError(
-            f"{packs.path}: the first document of pack {index} reaches position {end - 1:,}, "
-            f"but the model's last position is {positions - 1:,}; write packs in which the "
-            "positions restart at 0"
-        )
     return pack

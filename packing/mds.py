@@ -192,16 +192,14 @@ class Shard(Packs):
             numbers = number_documents(len(ids), columns)
             trained = trained_tokens(ids, columns)
         is_real = numbers >= 0
-        first_position = int(columns.get("position_ids", numbers)[0])
-        if first_position < 0 or not is_real[: max(1, is_real.sum())].all():
+        if not is_real[: max(1, is_real.sum())].all():
             raise InputError(
                 f"{where}: the columns {', '.join(columns)} are not supported: a sample must "
-                "start with a document at a position of 0 or more, and have padding only at its end"
+                "start with a document, and have padding only at its end"
             )
         return Pack(
             input_ids=ids.astype(np.uint32, copy=False),
             lengths=np.bincount(numbers[is_real]).astype(np.int32),
-            first_position=first_position,
             trained=None if trained is None else trained & is_real,
         )
 

@@ -140,9 +140,7 @@ def materialise(
     rows[np.arange(layout.length) < filled[:, None]] = ids
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
     return [
-        Pack(row & ~UNTRAINED, row_lengths, 0, row < UNTRAINED)
-        if masked
-        else Pack(row, row_lengths)
+        Pack(row & ~UNTRAINED, row_lengths, row < UNTRAINED) if masked else Pack(row, row_lengths)
         for row, row_lengths in zip(rows, lengths, strict=True)
     ]
 

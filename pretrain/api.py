@@ -320,11 +320,6 @@ class PackedDataset(Dataset[Pack]):
         """
         batch = build_microbatch(packs, mask_boundaries=self.mask_boundaries)
         ends = batch.cu_seqlens.unique()
-        if len(ends) - 2 != (batch.position_ids.diff() != 1).sum():
-            raise InputError(
-                f"{self.packs.path}: a document begins at the position at which the preceding one "
-                "ends, so transformers would join them; write packs whose positions begin at 0"
-            )
         return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,

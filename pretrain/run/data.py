@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from foundation.units import plural
@@ -25,7 +24,6 @@ from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, unprepared
 from packing.stream import StreamedPacks
-from pretrain.model.attention import longest_rotated
 
 # `Data.mean_squared` reads at most this number of evenly spaced packs from a source to estimate the
 # attention cost.
@@ -150,32 +148,15 @@ def open_prepared(settings: DataSettings, *, is_main_process: bool) -> Data:
     return open_data(settings, is_main_process=is_main_process)
 
 
-def document_limit(config: PretrainedConfig) -> int | None:
-    """Return the largest number of tokens that a document may have, or None if there is no limit.
-
-    Without rotary embeddings, the limit is the number of position embeddings. With rotary
-    embeddings, only some models have a limit. If a batch contains a document above this limit, such
-    a model changes the rotation of the whole batch. The long document would then influence the
-    other documents.
-    """
-    text_config = config.get_text_config()
-    if getattr(text_config, "rope_parameters", None):
-        return longest_rotated(text_config)
-    return getattr(text_config, "max_position_embeddings", None)
-
-
-def check_tokens(
-    data: Data, vocab_size: int, fingerprint: str | None, most: int | None = None
-) -> None:
-    """Raise InputError if packs contain token ids or documents that the model does not support.
+def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
+    """Raise InputError if packs contain token ids that the model does not have.
 
     vocab_size: the number of token embeddings of the model.
     fingerprint: the fingerprint of the model's own tokenizer, or None if it is not known.
-    most: the largest number of tokens in a document, or None if there is no limit.
 
-    The packs are read if `most` is set, or if the vocabulary of their tokenizer may be larger than
-    `vocab_size`. At most 65,536 evenly spaced packs of each source are read and checked. All other
-    packs are checked when batches are made from them.
+    The packs are read if the vocabulary of their tokenizer may be larger than `vocab_size`. At most
+    65,536 evenly spaced packs of each source are read and checked. All other packs are checked when
+    batches are made from them.
     """
     name, packed = map((data.train.tokenizer or {}).get, ("name", "fingerprint"))
     if fingerprint and packed and packed != fingerprint:
@@ -186,9 +167,9 @@ def check_tokens(
         )
     for split in filter(None, (data.train, data.held_out)):
         for packs in split.by_source.values():
-            if most or (packs.tokenizer or {}).get("vocab_size", vocab_size + 1) > vocab_size:
+            if (packs.tokenizer or {}).get("vocab_size", vocab_size + 1) > vocab_size:
                 for index in evenly(len(packs), _SCANNED_PACKS):
-                    read_pack(packs, index, vocab_size, most)
+                    read_pack(packs, index, vocab_size)
 
 
 def evaluated_parts(packs: Packs | None, limit: int | None) -> dict[str, tuple[Packs, int]]:

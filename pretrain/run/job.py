@@ -57,7 +57,6 @@ from pretrain.run.data import (
     Data,
     check_labels,
     check_tokens,
-    document_limit,
     open_data,
 )
 from pretrain.run.tokenizer import fingerprint_at, tokenizer_for, with_tokens
@@ -162,7 +161,6 @@ class Job:
             "mask_boundaries": self.recipe.data.mask_boundaries,
             "pin_memory": accelerator.device.type == "cuda",
             "vocab_size": self.shapes.config.vocab_size,
-            "positions": document_limit(self.shapes.config),
         }
 
 
@@ -321,7 +319,7 @@ def _check_data(recipe: Recipe, data: Data, model: PretrainedConfig) -> None:
     check_held_out(recipe, len(data.held_out or ()))
     has_fingerprint = bool(data.tokenizer.get("fingerprint"))
     fingerprint = fingerprint_at(recipe.model.weights_source) if has_fingerprint else None
-    check_tokens(data, model.vocab_size, fingerprint, document_limit(model))
+    check_tokens(data, model.vocab_size, fingerprint)
     check_labels(data, recipe.data, recipe.evaluate.packs)
 
 

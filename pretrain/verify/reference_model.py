@@ -73,7 +73,6 @@ def wrong_batches(
             part = slice(begin, begin + ends[-1])
             labels[0, part] = _labels(pack, tokens, ends if mask_boundaries else ends[-1:])
             position_ids[0, part] = torch.cat([torch.arange(n) for n in pack.lengths.tolist()])
-            position_ids[0, begin : begin + ends[0]] += pack.first_position
             offsets |= {begin + end for end in ends}
         is_right = {
             "labels": torch.equal(batch.labels, labels),

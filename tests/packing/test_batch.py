@@ -66,7 +66,6 @@ def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack
             Pack(
                 np.array(ids, np.uint32),
                 np.array(lengths, np.int32),
-                draw(st.sampled_from([0, 0, 7])),
                 trained,
             )
         )
@@ -150,11 +149,11 @@ def plain_rows(
         length = len(pack.input_ids)
         sizes = pack.lengths.tolist()
         real = sum(sizes)
-        for number, size in enumerate([*sizes, length - real]):
+        for size in [*sizes, length - real]:
             for place in range(size):
                 offset = len(ids) - begin
                 ids.append(int(pack.input_ids[offset]))
-                positions.append(place + (pack.first_position if number == 0 else 0))
+                positions.append(place)
                 ends_document = place == size - 1 and mask_boundaries
                 has_label = (
                     offset + 1 < real
@@ -340,17 +339,11 @@ def test_evaluation_reads_every_pack_once_in_equal_shares(limit):
             assert sum(part.valid_tokens for part in parts) == valid
 
 
-def test_tokens_and_positions_beyond_the_model_are_rejected():
-    beyond = PacksInMemory(
-        [Pack(np.full(LENGTH, 5, np.uint32), np.array([5, 3], np.int32), first_position=60)]
-    )
+def test_tokens_beyond_the_model_are_rejected():
+    beyond = PacksInMemory([Pack(np.full(LENGTH, 5, np.uint32), np.array([5, 3], np.int32))])
     options = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
-    assert len(evaluated(beyond, **options, positions=65, vocab_size=6)) == 1
-    for limits, message in (
-        ({"positions": 64}, "reaches position 64"),
-        ({"vocab_size": 5}, "pack 0 contains the token id 5"),
-    ):
-        with pytest.raises(InputError, match=message):
-            evaluated(beyond, **options, **limits)
-        with pytest.raises(InputError, match=message):
-            BatchStream(beyond, Order(Mixture.alone(1), 0), 1, **options, **limits).step(0)
+    assert len(evaluated(beyond, **options, vocab_size=6)) == 1
+    with pytest.raises(InputError, match="pack 0 contains the token id 5"):
+        evaluated(beyond, **options, vocab_size=5)
+    with pytest.raises(InputError, match="pack 0 contains the token id 5"):
+        BatchStream(beyond, Order(Mixture.alone(1), 0), 1, **options, vocab_size=5).step(0)

@@ -83,7 +83,7 @@ def test_every_sample_equals_that_of_the_formats_library(fixture, name):
                 )
 
 
-def test_columns_determine_documents_and_first_positions():
+def test_columns_determine_documents():
     packs = open_mds(FIXTURES / "reference")
     rows = EXPECTED["reference"]
     assert len(packs) == len(rows) == 12
@@ -99,10 +99,6 @@ def test_columns_determine_documents_and_first_positions():
             and pack.lengths.tolist() == row["attention_mask"]["values"]
         )
         assert pack.trained is None
-        positions = np.concatenate([np.arange(n) for n in pack.lengths])
-        positions[: pack.lengths[0]] += pack.first_position
-        assert positions.tolist() == row["position_ids"]["values"]
-    assert any(packs[index].first_position > 0 for index in range(12))
 
 
 def test_train_and_val_folders_are_the_splits(fixture, tmp_path):

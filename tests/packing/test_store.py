@@ -42,9 +42,7 @@ def some_packs(count: int, seed: int = 0) -> list[Pack]:
             )
         )
         lengths = np.diff([0, *cuts, covered]).astype(np.int32)
-        packs.append(
-            Pack(rng.integers(0, 1000, LENGTH).astype(np.uint32), lengths, int(rng.integers(0, 3)))
-        )
+        packs.append(Pack(rng.integers(0, 1000, LENGTH).astype(np.uint32), lengths))
     return packs
 
 
@@ -78,7 +76,6 @@ def assert_equal(pack: Pack, other: Pack) -> None:
     assert pack.input_ids.dtype == np.uint32 and pack.lengths.dtype == np.int32
     assert pack.input_ids.tolist() == other.input_ids.tolist()
     assert pack.lengths.tolist() == other.lengths.tolist()
-    assert pack.first_position == other.first_position
 
 
 def data_settings(path: Path, **values: object) -> DataSettings:
@@ -118,7 +115,7 @@ def test_huggingface_datasets_reads_each_file(tmp_path):
     assert len(files) > 2
     assert dataset["input_ids"][:] == [pack.input_ids.tolist() for pack in packs]
     assert dataset["lengths"][:] == [pack.lengths.tolist() for pack in packs]
-    assert dataset["first_position"][:] == [pack.first_position for pack in packs]
+    assert dataset["first_position"][:] == [0] * len(packs)
 
 
 def test_the_fingerprint_depends_on_content_and_order_not_on_shards(tmp_path):
@@ -131,16 +128,12 @@ def test_the_fingerprint_depends_on_content_and_order_not_on_shards(tmp_path):
     ]
     assert len(set(fingerprints)) == 1
     swapped = [packs[1], packs[0], *packs[2:]]
-    moved = [Pack(packs[0].input_ids, packs[0].lengths, packs[0].first_position + 1), *packs[1:]]
-    recut = [
-        Pack(packs[0].input_ids, np.array([1, 1], np.int32), packs[0].first_position),
-        *packs[1:],
-    ]
+    recut = [Pack(packs[0].input_ids, np.array([1, 1], np.int32)), *packs[1:]]
     changed = [
         write(tmp_path / f"other{i}", p)["splits"]["train"]["fingerprint"]
-        for i, p in enumerate([swapped, moved, recut])
+        for i, p in enumerate([swapped, recut])
     ]
-    assert len({fingerprints[0], *changed}) == 4
+    assert len({fingerprints[0], *changed}) == 3
 
 
 def test_files_beside_the_packs_are_checked_only_by_verify(tmp_path):

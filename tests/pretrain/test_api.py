@@ -387,14 +387,6 @@ def test_a_recipe_with_phases_is_refused(tmp_path: Path):
         api.open_packs(recipe)
 
 
-def test_documents_that_transformers_would_join_are_refused(folder: Path):
-    packs = api.open_packs(folder)
-    first = Pack(np.arange(8, dtype=np.uint32), np.array([8], np.int32))
-    second = Pack(np.arange(8, dtype=np.uint32), np.array([8], np.int32), first_position=8)
-    with pytest.raises(InputError, match="would join them"):
-        packs.collate([first, second])
-
-
 # ── exact_adamw ──
 
 

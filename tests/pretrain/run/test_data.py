@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from transformers import GPT2Config, LlamaConfig
 
 from foundation.errors import InputError
 from packing.arrow import Pack, write_packs
@@ -18,7 +17,6 @@ from pretrain.run.data import (
     Data,
     check_labels,
     check_tokens,
-    document_limit,
     open_data,
     open_prepared,
 )
@@ -110,31 +108,6 @@ def test_a_token_of_the_tokenizer_that_no_pack_has_needs_no_embedding(
     check_tokens(data, 61, data.tokenizer["fingerprint"])
     with pytest.raises(InputError, match=r"token id 60, but the model has only 60 ids"):
         check_tokens(data, 60, data.tokenizer["fingerprint"])
-
-
-@pytest.mark.parametrize("split", ["train", "held_out"])
-def test_a_document_longer_than_the_position_table_is_rejected(split: str, tmp_path: Path) -> None:
-    """A GPU would read beyond the table's end and abort the process."""
-    lengths = np.array([10, 6], np.int32)
-    splits = {
-        name: [[Pack(np.zeros(16, np.uint32), lengths, 54 if name == split else 16)]]
-        for name in ("train", "held_out")
-    }
-    write_packs(tmp_path / "packs", 16, splits, settings={}, statistics={}, tokenizer=None)
-    data = open_data(DataSettings(packs=tmp_path / "packs", length=16), is_main_process=True)
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    for positions in (64, 63):
-        tables = (
-            GPT2Config(n_positions=positions),
-            LlamaConfig(max_position_embeddings=positions, rope_parameters=dynamic),
-        )
-        for config in tables:
-            if positions == 64:
-                check_tokens(data, 61, None, document_limit(config))
-            else:
-                with pytest.raises(InputError, match="reaches position 63"):
-                    check_tokens(data, 61, None, document_limit(config))
-    check_tokens(data, 61, None, document_limit(LlamaConfig(max_position_embeddings=16)))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def packs(draw: st.DrawFn) -> Pack:
     trained = draw(
         st.none() | st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH).map(np.array)
     )
-    return Pack(tokens.astype(np.uint32), lengths[lengths > 0], draw(st.integers(0, 50)), trained)
+    return Pack(tokens.astype(np.uint32), lengths[lengths > 0], trained)
 
 
 @given(
