@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from packing.records import CHAT_TEMPLATE, Records, chat_template, records_of
 from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source
 from packing.store import all_parts, find_splits, folder_of, is_there
-from packing.stream import POLL_SECONDS
 from packing.tokenizer import load_tokenizer
 
 # Least number of seconds between two commits of tokens.
@@ -54,11 +53,10 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """Return the folder of the packs that `settings` describe. Make packs that do not exist yet.
 
     All processes may call this function. The first process locks the packs and makes them. The
-    other processes wait for the lock, and then find that the packs exist. On a file system without
-    locks, the first rank of a launch makes the packs, and the other ranks wait until the packs
-    exist. On such a file system, a second command that makes the same packs raises InputError.
+    other processes wait for the lock, and then find that the packs exist.
 
-    Raises InputError if settings or text cannot be used, or if the disk is full.
+    Raises InputError if settings or text cannot be used, if the disk is full, or if several
+    processes have to make packs on a file system without locks.
     """
     if not settings.prepares:
         raise InputError(
@@ -98,47 +96,26 @@ def _make_alone(
 ) -> dict[str, Any] | None:
     """Make the packs of `part` while holding a lock, and return their manifest.
 
-    If the packs already exist, do nothing and return None.
+    If the packs already exist, do nothing and return None. Raises InputError if the file system has
+    no locks and this process is one of several ranks.
 
     `part` has the settings of one source, and `settings` has the whole data section.
     """
     lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
-    with (
-        locked(
-            lock, lambda holder: say(f"waiting for {holder} to prepare the packs", progress)
-        ) as has_locks,
-        ExitStack() as claim,
-    ):
-        if not has_locks:
-            _claim(part, claim)
+    with locked(
+        lock, lambda holder: say(f"waiting for {holder} to prepare the packs", progress)
+    ) as has_locks:
+        if not has_locks and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise InputError(
+                f"{part.packs}: the packs are not prepared, and the file system has no locks, so "
+                "the processes of a training cannot prepare them; first run `python -m pretrain "
+                "prepare` with this recipe"
+            )
         if holds_packs_of(part):
             return None
         if part.stream:
             return make_first_part(part, settings, progress)
         return make_packs(part, progress)
-
-
-def _claim(part: DataSettings, claim: ExitStack) -> None:
-    """Reserve the packs of `part` for this process, on a file system without locks.
-
-    The first rank of a launch creates a folder. No second process can create this folder. When
-    `claim` is closed, the folder is removed. If the process is killed, the folder remains. On the
-    other ranks, this function waits until the packs exist. Raises InputError if the folder exists
-    already.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        while not holds_packs_of(part):
-            time.sleep(POLL_SECONDS)
-        return
-    folder = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
-    with as_input_error(
-        (FileExistsError,),
-        f"{folder}: another process prepares these packs, and has created this folder because the "
-        "file system has no locks",
-        "either wait for that process, or if it was killed, remove this folder and start again",
-    ):
-        folder.mkdir()
-    claim.callback(folder.rmdir)
 
 
 def holds_packs_of(settings: DataSettings) -> bool:

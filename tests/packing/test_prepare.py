@@ -371,38 +371,17 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no locks")
-def test_without_locks_a_second_command_is_rejected(
+def test_without_locks_one_process_prepares_and_several_are_rejected(
     settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = TokenLog.append
-    refusals = []
-
-    def append_beside_another(log: TokenLog, result: object) -> None:
-        append(log, result)
-        if not refusals:
-            refusals.append("started")
-            with pytest.raises(InputError, match=r"/\.packs\.preparing: .*remove this folder"):
-                prepare(settings, progress=False)
-
-    monkeypatch.setattr(TokenLog, "append", append_beside_another)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"first run `python -m pretrain prepare`"):
+        prepare(settings, progress=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
     prepare(settings, progress=False)
-    assert refusals and sorted(texts_in(settings)) == sorted(documents)
-    assert not settings.packs.with_name(".packs.preparing").exists()
-
-
-@pytest.mark.filterwarnings("ignore:.*has no locks")
-def test_without_locks_other_ranks_wait_for_the_first(
-    settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    other = multiprocessing.get_context("fork").Process(target=prepare, args=(settings, False))
-    other.start()
-    other.join(0.5)
-    assert other.is_alive() and not settings.packs.with_name(".packs.tokens").exists()
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     prepare(settings, progress=False)
-    other.join()
-    assert other.exitcode == 0 and sorted(texts_in(settings)) == sorted(documents)
+    assert sorted(texts_in(settings)) == sorted(documents)
 
 
 def test_tokens_are_kept_if_memory_runs_out(
