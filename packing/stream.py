@@ -98,13 +98,7 @@ def read_part(folder: Path, start: PartStart) -> Part | None:
     path = part_folder(folder, start.number)
     if not (path / MANIFEST).exists():
         return None
-    try:
-        packs = ArrowPacks(path)
-    except InputError:
-        if (path / MANIFEST).exists():
-            raise
-        # The packer has deleted the part meanwhile.
-        return None
+    packs = ArrowPacks(path)
     recorded = packs.manifest["statistics"]["stream"]
     if PartStart(**recorded["start"]) != start:
         return None
