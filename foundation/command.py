@@ -102,10 +102,6 @@ def run_command(command: Callable[[], int | None]) -> int:
     exit status to this file, unless `command` returns None. A batch script needs this file, because
     `accelerate launch` exits with 1 for every failure.
     """
-    # A daemon may start a command without standard streams. Open the null device for them. Without
-    # this, a file of the run could become the standard output of a library.
-    for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))  # noqa: SIM115
     try:
         status = command()
         # Flush stdout here, so that the BrokenPipeError of a closed stdout is handled below.

@@ -134,26 +134,6 @@ run_command(lambda: 1 / 0)
     assert path.read_text() == "2\n"
 
 
-def test_a_process_without_standard_streams_works_and_keeps_its_files(tmp_path: Path) -> None:
-    """Otherwise the first file that the process opens would be its standard output."""
-    program = f"""
-import os, sys
-from foundation.command import end_process, run_command
-
-def command():
-    print("lost")
-    with open({str(tmp_path / "file")!r}, "w") as file:
-        os.write(1, b"output of a library")
-        return file.fileno()
-
-end_process(run_command(command))
-"""
-    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
-    ended = subprocess.run([*closed, sys.executable, "-c", program])
-    assert ended.returncode > 2
-    assert (tmp_path / "file").read_text() == ""
-
-
 def test_an_error_on_a_full_disk_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     # Closing the file fails too.
     with suppress(OSError), open("/dev/full", "w", buffering=1) as full:
