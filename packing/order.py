@@ -158,10 +158,6 @@ class Order:
     def stop_waiting(self) -> None:
         """Do nothing, because all packs exist and no thread waits. `StreamOrder` overrides this."""
 
-    def epochs(self, place: int) -> dict[str, float]:
-        """Map the name of each source to the number of its epochs before `place`."""
-        return self.mixture.epochs(place)
-
     def figures(self, place: int) -> dict[str, float]:
         """Return the metrics of a run that has read all packs before `place`, by name.
 
@@ -172,7 +168,9 @@ class Order:
         figures = {"epoch": place / sum(self.mixture.counts)}
         if self.mixture.names != ("",):
             shares = self.mixture.shares(place)
-            figures |= {f"epoch/{name}": epoch for name, epoch in self.epochs(place).items()}
+            figures |= {
+                f"epoch/{name}": epoch for name, epoch in self.mixture.epochs(place).items()
+            }
             figures |= {f"share/{name}": share for name, share in shares.items()}
         return figures
 

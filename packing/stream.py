@@ -433,31 +433,24 @@ class StreamOrder(Order):
             done += len(within)
         return packs * len(self.packs.sources) + number
 
-    def epochs(self, place: int) -> dict[str, float]:
-        """Map each source's name to the number of times that it has ended before `place`."""
-        return {name: float(part.after.epoch) for name, part in self._parts_before(place).items()}
-
     def figures(self, place: int) -> dict[str, float]:
         """Return the metrics of a run that has read all packs before `place`, by name.
 
-        The metric `epoch` is the smallest number of completed epochs of a source. The dict also has
-        the number of each source's current part.
+        The epochs of a source are the number of times that it has ended before `place`. The metric
+        `epoch` is the smallest of these numbers. The dict also has the number of each source's
+        current part.
         """
-        figures = super().figures(place) | {"epoch": min(self.epochs(place).values())}
-        for name, part in self._parts_before(place).items():
-            figures[f"part/{name}" if name else "part"] = part.start.number
-        return figures
-
-    def _parts_before(self, place: int) -> dict[str, Part]:
-        """Map each source's name to the part that has the source's last pack before `place`.
-
-        Before the source's first pack, this is its first part.
-        """
+        figures = super().figures(place)
         counts = self.mixture.packs_before(place)
-        return {
+        # The part that has the source's last pack before `place`, or the source's first part.
+        parts = {
             name: source.part_of(max(int(count) - 1, 0), self._wait)
             for (name, source), count in zip(self.packs.sources.items(), counts, strict=True)
         }
+        for name, part in parts.items():
+            end = f"/{name}" if name else ""
+            figures |= {f"epoch{end}": float(part.after.epoch), f"part{end}": part.start.number}
+        return figures | {"epoch": float(min(part.after.epoch for part in parts.values()))}
 
 
 def order_of(packs: Packs, seed: int, steps: int = 1, packs_per_step: int = 1) -> Order:
