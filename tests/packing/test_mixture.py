@@ -218,7 +218,9 @@ def test_weights_change_at_the_ends_of_phases(data: DataSettings, values: dict[s
 def test_every_rank_reads_its_packs_of_a_changing_mixture(values: dict[str, Any]) -> None:
     web, short = values["sources"]
     sources = [web | {"weight": [1, 0]}, short | {"weight": [0, 1]}]
-    packs = open_packs(DataSettings(**values | {"weights_until": [2], "sources": sources}), "train")
+    settings = DataSettings(**values | {"weights_until": [2], "sources": sources})
+    prepare(settings, progress=False)
+    packs = open_packs(settings, "train")
     order = order_of(packs, seed=0, steps=4, packs_per_step=6)
     common = {"packs": packs, "order": order, "packs_per_step": 6, "mask_boundaries": True}
     for step in range(4):
