@@ -37,7 +37,6 @@ from packing.stream import (
     PartStart,
     StreamedPacks,
     bytes_below,
-    check_disk,
     part_folder,
     read_part,
     read_position,
@@ -245,14 +244,10 @@ def write_part(
     return maker.write(folder, arranged, {"start": asdict(start), "after": asdict(after)})
 
 
-def make_first_part(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
-    """Make the first part of one source of a stream, and return the manifest of the part.
-
-    `part` has the settings of the source, and `settings` has the settings of the whole stream.
-    """
-    check_disk(settings)
+def make_first_part(part: DataSettings, progress: bool) -> dict[str, Any]:
+    """Make the first part of one source of a stream, and return the manifest of the part."""
     with (
-        PackMaker(part, usable_cores(2 * len(settings.shares))) as maker,
+        PackMaker(part, usable_cores()) as maker,
         Progress("packing the first part", shown=progress),
     ):
         say(

@@ -67,7 +67,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         if part.source is None:
             continue
         # Look for the packs before a lock file is written, because they may be on a read-only disk.
-        manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
+        manifest = None if holds_packs_of(part) else _make_alone(part, progress)
         if progress:
             say(summary(manifest) if manifest else _exists_message(part))
     return settings.packs
@@ -91,15 +91,11 @@ def _exists_message(part: DataSettings) -> str:
     return message if present == recorded else f"{message}. {_CHANGED}"
 
 
-def _make_alone(
-    part: DataSettings, settings: DataSettings, progress: bool
-) -> dict[str, Any] | None:
+def _make_alone(part: DataSettings, progress: bool) -> dict[str, Any] | None:
     """Make the packs of `part` while holding a lock, and return their manifest.
 
     If the packs already exist, do nothing and return None. Raises InputError if the file system has
     no locks and this process is one of several ranks.
-
-    `part` has the settings of one source, and `settings` has the whole data section.
     """
     lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
     with locked(
@@ -114,7 +110,7 @@ def _make_alone(
         if holds_packs_of(part):
             return None
         if part.stream:
-            return make_first_part(part, settings, progress)
+            return make_first_part(part, progress)
         return make_packs(part, progress)
 
 
