@@ -123,7 +123,7 @@ def run_all(
                     break
                 waiting.remove(ready)
                 shares_device = at_once > (matrix.slots or 1)
-                running.append(start(matrix, ready, running, stop, side_by_side=shares_device))
+                running.append(start(matrix, ready, running, side_by_side=shares_device))
                 say(f"{ready.name}: started; its output goes to {ready.log}")
             _pass_on_signals(running, stop)
             for started in list(running):
@@ -214,7 +214,6 @@ def start(
     matrix: Matrix,
     cell: Cell,
     running: Sequence[StartedCell],
-    stop: StopRequest,
     *,
     side_by_side: bool,
 ) -> StartedCell:
@@ -227,7 +226,6 @@ def start(
         matrix: The matrix.
         cell: The cell to start.
         running: The running cells.
-        stop: Request to stop, by a signal.
         side_by_side: True if the cell shares its devices with other cells.
     """
     used = [started.slot for started in running]
@@ -238,9 +236,7 @@ def start(
     devices = devices_of(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     started = time.monotonic()
-    training = start_training(
-        launch_of(matrix, cell), environment_of(matrix) | devices, cell.log, stop
-    )
+    training = start_training(launch_of(matrix, cell), environment_of(matrix) | devices, cell.log)
     return StartedCell(cell, training, slot, started)
 
 

@@ -21,12 +21,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from threading import Thread
 from typing import BinaryIO
 
 from foundation.command import run_command
 from foundation.files import is_locked
-from foundation.signals import StopRequest
 from pretrain.launch import launcher
 from pretrain.launch.launcher import Launch
 
@@ -35,8 +33,6 @@ POLL_SECONDS = 0.2
 # Modules that the server imports. `set_forkserver_preload` sets them when a training is started.
 PRELOADED = ["pretrain.launch.preloaded"]
 _FORKS = multiprocessing.get_context("forkserver")
-# Errors of multiprocessing if the server ends.
-_SERVER_ENDED = (EOFError, OSError)
 
 
 class Training:
@@ -81,19 +77,15 @@ class Training:
         return 1 if returncode is None else launcher.exit_status(returncode)
 
 
-def start_training(
-    launch: Launch, environment: Mapping[str, str], log: Path, stop: StopRequest
-) -> Training:
+def start_training(launch: Launch, environment: Mapping[str, str], log: Path) -> Training:
     """Start a training in the background.
 
-    The first call starts the server, and waits until the server has imported its modules. If `stop`
-    records a signal before that, no training is started.
+    The first call starts the server, and waits until the server has imported its modules.
 
     Args:
         launch: The training.
         environment: All environment variables of the training.
         log: File to which output is appended. The training locks the file.
-        stop: Request to stop, by a signal.
     """
     _FORKS.set_forkserver_preload(PRELOADED)
     # Create the log, because the training may be killed before it opens the log.
@@ -102,34 +94,13 @@ def start_training(
     process = _FORKS.Process(
         target=_train, args=(launch, dict(environment), log, ready_in_training)
     )
-    with suppress(*_SERVER_ENDED), ready:
-        if _server_has_imported(stop):
-            process.start()
-            ready_in_training.close()
-            # Wait until the training has its process group and has locked its log.
-            ready.recv()
+    # One of these errors is raised if the server or the training ends meanwhile.
+    with suppress(EOFError, OSError), ready:
+        process.start()
+        ready_in_training.close()
+        # Wait until the training has its process group and has locked its log.
+        ready.recv()
     return Training(process, log)
-
-
-def _server_has_imported(stop: StopRequest) -> bool:
-    """Wait until the server has imported its modules. Return False if a signal arrives before.
-
-    After a signal, the server ends together with this process.
-    """
-
-    def start_process() -> None:
-        with suppress(*_SERVER_ENDED):
-            process = _FORKS.Process()
-            process.start()
-            process.join()
-
-    # The server answers after its imports. Python does not interrupt the wait for the answer when a
-    # signal arrives, so wait in a thread.
-    waiting = Thread(target=start_process, daemon=True)
-    waiting.start()
-    while waiting.is_alive() and not stop.requested:
-        waiting.join(POLL_SECONDS)
-    return not waiting.is_alive()
 
 
 def _train(launch: Launch, environment: dict[str, str], log: Path, ready: Connection) -> None:

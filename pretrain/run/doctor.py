@@ -25,7 +25,6 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from foundation.errors import InputError
 from foundation.gpus import link_between_gpus
-from foundation.signals import StopRequest
 from foundation.units import TERA, UNKNOWN, markdown, percent
 from packing.arrow import Pack, write_packs
 from pretrain.launch.launcher import Launch, find_configuration
@@ -220,7 +219,7 @@ def run_trials(
             file.write_text(yaml.safe_dump({**recipe, "run_dir": str(folder / name)}))
             launch = Launch(find_configuration("bf16" if gpu else "cpu"), (str(file),))
             log = folder / f"{name}.log"
-            trainings[name] = start_training(launch, environment, log, StopRequest()), log
+            trainings[name] = start_training(launch, environment, log), log
         for name, (training, log) in trainings.items():
             yield name, error_of(training, log)
     finally:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from foundation.errors import InputError
-from foundation.signals import StopRequest
 from foundation.units import duration
 from pretrain.compare import matrix_run, which
 from pretrain.compare.comparison import group_names
@@ -140,10 +139,8 @@ def test_a_question_is_answered_and_resumed(
     start_training = matrix_run.start_training
     to_kill = ["trial/current.log", "trial/current+head.log", "rounds/fp32-seed=42.log"]
 
-    def start_and_kill_once(
-        launch: Launch, environment: dict[str, str], log: Path, stop: StopRequest
-    ) -> Training:
-        training = start_training(launch, environment, log, stop)
+    def start_and_kill_once(launch: Launch, environment: dict[str, str], log: Path) -> Training:
+        training = start_training(launch, environment, log)
         if to_kill and str(log).endswith(to_kill[0]):
             training.signal(signal.SIGKILL)
             del to_kill[0]

@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from foundation.signals import StopRequest
 from pretrain.__main__ import main
 from pretrain.compare import matrix_run, which
 from pretrain.compare.differences import BETTER, LossDifference, Sample
@@ -94,10 +93,8 @@ def test_candidates_are_judged_as_served_and_resumed(
     start_training = matrix_run.start_training
     to_stop = ["rounds/mean-seed=42.log"]
 
-    def start_and_stop_once(
-        launch: Launch, environment: dict[str, str], log: Path, stop: StopRequest
-    ) -> Training:
-        training = start_training(launch, environment, log, stop)
+    def start_and_stop_once(launch: Launch, environment: dict[str, str], log: Path) -> Training:
+        training = start_training(launch, environment, log)
         if to_stop and str(log).endswith(to_stop[0]):
             del to_stop[0]
             metrics = log.with_suffix("") / "metrics.jsonl"

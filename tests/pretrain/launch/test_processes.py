@@ -18,17 +18,13 @@ from tests.conftest import ROOT
 
 # The module that the server imports in place of `pretrain.launch.preloaded`.
 PRELOADED = """
-import os, signal, sys, time
-from pathlib import Path
+import os, sys, time
 from types import SimpleNamespace
 from foundation.errors import InputError
 from pretrain.launch import launcher
 
 if os.environ.get("BROKEN"):
     raise RuntimeError("a package is broken")
-if os.environ.get("HANGS"):
-    Path("hangs").write_text(str(os.getpid()))
-    signal.pause()
 server = os.getpid()
 sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(_is_in_bad_fork=lambda: False))
 
@@ -53,13 +49,12 @@ import os, signal, sys, time
 from pathlib import Path
 from pretrain.launch import processes
 from pretrain.launch.launcher import Launch
-from foundation.signals import StopRequest
 
 processes.PRELOADED[:] = ["preloaded"]
 
-def start(log, *arguments, stop=StopRequest(), **variables):
+def start(log, *arguments, **variables):
     launch = Launch(Path("a.yaml"), arguments)
-    return processes.start_training(launch, os.environ | variables, Path(log), stop)
+    return processes.start_training(launch, os.environ | variables, Path(log))
 
 def ids(log):
     while not Path(log).read_text().endswith("\\n"):
@@ -187,28 +182,6 @@ assert training.has_ended() and training.status == 1
 """,
         BROKEN="1",
     )
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_wait_for_a_server_that_hangs(
-    number: signal.Signals, client: Callable[..., str], tmp_path: Path
-) -> None:
-    """The server hangs during its imports. The signal arrives while the client waits."""
-    client(
-        f"""
-from threading import Thread
-def send():
-    while not Path("hangs").exists() or not Path("hangs").read_text():
-        time.sleep(0.01)
-    os.kill(os.getpid(), {number})
-with StopRequest(passed_on=True) as stop:
-    Thread(target=send).start()
-    training = start("a.log", "end", stop=stop)
-assert stop.received == [{number}] and training.has_ended()
-""",
-        HANGS="1",
-    )
-    os.kill(int((tmp_path / "hangs").read_text()), signal.SIGKILL)
 
 
 def test_a_training_continues_when_its_command_is_killed(
