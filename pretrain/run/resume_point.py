@@ -345,16 +345,12 @@ def require_same_training(
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
     changed = "".join(f"\n  {line}" for line in lines_of(changes, source.record, job).values())
-    is_named = "{name}" in job.recipe.run_dir
-    example = f", for example by name={job.recipe.name}-new," if is_named else ""
-    new_run = f"Set another `run_dir`{example}" if source.in_run_folder else "Omit --resume"
+    new_run = "Set another `name` or `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
         "start a new run, or pass --accept-changes to continue this run with the present values."
     )
     if only_schedule:
-        before = learning_rate(source.step - 1, *saved_schedule(source.record))
-        after = learning_rate(source.step, *schedule_of(job))
         earlier = (
             f" To continue with this schedule, pass an earlier checkpoint to --resume: {path}."
             for path in run_checkpoints
@@ -362,13 +358,6 @@ def require_same_training(
             and (path / STATE).is_file()
             and repeats_past(load_object(path / STATE, "choose another checkpoint"), job)
         )
-        if before == after:
-            message += " Steps before the checkpoint had another learning rate or precision."
-        else:
-            message += (
-                f" The learning rate then jumps from {before:.3g} in step {source.step:,} to "
-                f"{after:.3g} in the next step."
-            )
         message += next(earlier, "")
     raise InputError(message)
 

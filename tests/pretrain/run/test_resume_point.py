@@ -280,17 +280,8 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
         require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
-    assert (
-        "Set another `run_dir`, for example by name=my-new," if in_run_folder else "Omit --resume"
-    ) in message
-    assert "--accept-changes" in message and "The learning rate" not in message
-
-
-def test_another_name_is_suggested_only_if_it_changes_the_run_folder() -> None:
-    job = job_of()
-    job.recipe.run_dir = "s3://bucket/run"
-    with pytest.raises(InputError, match="Set another `run_dir` to start a new run, or pass"):
-        require_same_training(checkpoint_at(12), SEED_CHANGED, job, [])
+    assert ("Set another `name` or `run_dir`" if in_run_folder else "Omit --resume") in message
+    assert "--accept-changes" in message
 
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
@@ -300,9 +291,7 @@ def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: 
     changes = changes_since(checkpoint.record, job)
     with pytest.raises(InputError, match=rf"to --resume: {early}\.$"):
         require_same_training(checkpoint, changes, job, [newest, early])
-    with pytest.raises(
-        InputError, match=r"from 0\.00015 in step 12 to 0\.0003 in the next step\.$"
-    ):
+    with pytest.raises(InputError, match=r"with the present values\.$"):
         require_same_training(checkpoint, changes, job, [newest])
 
 
@@ -318,8 +307,7 @@ def test_a_shortened_trial_is_refused_with_both_schedules() -> None:
     assert "schedule.warmup" not in message and "schedule.decay" not in message
     assert "warmup 2 + stable 0 + linear decay 1 = 3 steps" in message
     assert "warmup 20 + stable 16 + linear decay 24 = 60 steps" in message
-    assert "name=my-new" in message and "--accept-changes" in message
-    assert "then jumps from 0.0003 in step 3 to 6e-05 in the next step" in message
+    assert "--accept-changes" in message
 
 
 @pytest.mark.parametrize(
