@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -87,10 +85,6 @@ def main(parsed: argparse.Namespace) -> int:
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
         if datasets:
-            # Delete the temporary folder also if one of these signals ends the command.
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, lambda number, frame: sys.exit(128 + number))
             folder = packing_folder(recipe, accelerator, stack)
             with_dataset = [*overrides, *dataset_overrides(datasets[0], folder)]
             recipe = recipe.model_copy(update={"data": load_recipe(path, with_dataset).data})

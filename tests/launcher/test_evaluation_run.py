@@ -228,17 +228,6 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     assert [*temporary.iterdir()] == [foreign]
     assert [*contents(foreign)] == ["thesis.tex"]
 
-    # A signal during the evaluation deletes the folder too.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        monkeypatch.setattr(
-            evaluate_command, "held_out_figures", lambda *_, n=number: os.kill(os.getpid(), n)
-        )
-        with pytest.raises(SystemExit) as ended:
-            train_here("evaluate", f"data.tokenizer={words}", str(text))
-        assert ended.value.code == 128 + number
-        assert [*temporary.iterdir()] == [foreign]
-        signal.signal(number, signal.SIG_DFL)
-
 
 def test_an_evaluation_that_is_killed_before_its_samples_is_repeated(
     train_here: Callable, small_recipe: dict[str, Any], words: Path, monkeypatch: pytest.MonkeyPatch
