@@ -7,10 +7,9 @@ file does not import torch, so that a mistake in a recipe is reported at once.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from foundation.settings import Count, LocalPath, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings, split_revision
@@ -588,7 +587,7 @@ class Recipe(Settings):
     UNKNOWN_KEY_HELP: ClassVar = "; docs/coming_from.md lists the names in other trainers"
     LIST_HELP: ClassVar = "; to train with each value of a list, use `matrix` (docs/sweeps.md)"
 
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run. It is also part of the name of the run folder."""
 
     seed: Seed = 42
@@ -656,16 +655,6 @@ class Recipe(Settings):
     With s3://bucket/run, the run trains in runs/s3/bucket/run, and is stored in the bucket too.
     Keys in braces, such as {seed} and {optimizer.learning_rate}, are replaced by their values.
     """
-
-    @field_validator("name")
-    @classmethod
-    def _is_part_of_a_path(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError(
-                f"{name!r} cannot be part of the name of a folder; use only letters, digits and "
-                ". _ -, and begin with a letter or a digit"
-            )
-        return name
 
     @property
     def gradients_kept_in(self) -> Literal["fp32", "bf16"]:
