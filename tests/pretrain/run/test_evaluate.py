@@ -133,19 +133,6 @@ def test_evaluation_keeps_mode_weights_and_gradients(
     assert all(torch.equal(tensor, before[name]) for name, tensor in packed.state_dict().items())
 
 
-def test_an_evaluation_with_a_module_in_training_mode_is_refused(
-    held_out: Packs,
-    accelerator: Accelerator,
-    build_model: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    packed = build_model()
-    layer = packed.hf.model.layers[1]
-    monkeypatch.setattr(layer, "train", lambda mode=True: layer)
-    with pytest.raises(RuntimeError, match="in training mode"):
-        evaluate(packed, held_out, accelerator)
-
-
 @pytest.mark.parametrize(("precision", "fused"), [("bf16", True), ("mxfp8", False)])
 def test_an_evaluation_uses_the_weights_after_the_last_update(
     precision: str, fused: bool, accelerator: Accelerator
