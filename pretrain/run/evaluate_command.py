@@ -140,7 +140,7 @@ def supported_precisions(names: Sequence[str], recipe: Recipe) -> tuple[Sequence
     """Return `names` and [], unless `names` contains "all".
 
     For "all", return the quantized precisions that suit the pack length and the model of `recipe`,
-    and a message for each other quantized precision. Raise InputError if no precision suits them.
+    and a message for each other quantized precision.
     """
     if "all" not in names:
         return names, []
@@ -155,8 +155,6 @@ def supported_precisions(names: Sequence[str], recipe: Recipe) -> tuple[Sequence
             skipped.append(f"skipped: {error}")
         else:
             supported.append(name)
-    if not supported:
-        raise InputError("\n".join(skipped))
     return supported, skipped
 
 
