@@ -59,13 +59,11 @@ def main(parsed: argparse.Namespace) -> int:
             "checkpoint of the run"
         )
     datasets = [argument for argument in parsed.overrides if "=" not in argument]
-    if len(datasets) > 1:
+    if len(datasets) + bool(parsed.tasks) > 1:
         raise InputError(
-            f"command line: {' '.join(datasets)}: only one dataset can be evaluated at a time; "
-            "choose either one file or a folder of files"
+            f"command line: {' '.join(datasets)}: evaluate one file, one folder of files or "
+            "--tasks at a time"
         )
-    if parsed.tasks and datasets:
-        raise InputError(f"command line: remove either --tasks or {datasets[0]}")
     of_tasks = (parsed.num_fewshot, parsed.limit, parsed.include_path)
     if not parsed.tasks and any(option is not None for option in of_tasks):
         raise InputError(
