@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from contextlib import suppress
 
 from pretrain.launch import script
@@ -17,11 +16,8 @@ from pretrain.launch.launcher import SCRIPT
 # Leave the terminal's process group: Ctrl-C would end the server during its imports.
 os.setpgid(0, 0)
 # The server prints nothing. Each training writes to its own log.
-for _descriptor, _name in ((1, "stdout"), (2, "stderr")):
+for _descriptor in (1, 2):
     os.dup2(os.open(os.devnull, os.O_WRONLY), _descriptor)
-    # A command that was started without standard streams has no Python objects for them either.
-    if getattr(sys, _name) is None:
-        setattr(sys, _name, os.fdopen(_descriptor, "w", buffering=1, closefd=False))
 # Let torch look for GPUs through NVML instead of CUDA. CUDA does not work in a fork of a process
 # that has used CUDA.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
