@@ -28,14 +28,13 @@ from packing.follow import follow
 from packing.prepare import prepare, summary
 from packing.records import PLAIN, Records, TextTemplate, chat_columns
 from packing.sources import open_source, reading_settings
-from packing.store import find_splits, lines_of_phases
+from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.settings.config import load_data
 
 # Largest number of characters on which a tokenizer is trained. More characters need more memory and
 # do not give better tokens.
 _MOST_TEXT = 10**9
-_RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 # ── tokenizer ─────────────────────────────────────────────────────────────────────────────────────
@@ -119,12 +118,8 @@ def follow_command(options: argparse.Namespace) -> None:
 def inspect_command(options: argparse.Namespace) -> None:
     """Describe all packs at or below a path. With --index, also print the text of one pack."""
     path = options.path
-    if path.suffix in _RECIPE_SUFFIXES and path.is_file():
-        settings = load_data([str(path)])
-        path = settings.packs
-        if settings.sources:
-            ends = [*map(str, settings.weights_until or ()), "the end"]
-            print("\n".join(lines_of_phases(settings, ends)))
+    if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
+        path = load_data([str(path)]).packs
     for folder in sorted(file.parent for file in path.rglob(MANIFEST)) or [path]:
         _describe(folder, options.verify)
     if options.index is not None:

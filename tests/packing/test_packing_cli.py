@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from packing.arrow import ArrowPacks
 from packing.tokenizer import load_tokenizer
@@ -57,18 +56,6 @@ def test_inspect_reads_the_packs_of_a_recipe(recipe: Path, tmp_path: Path, capsy
     assert re.search(r"  cut documents +9\n", printed.err)
     assert main(["prepare", str(recipe), "data.packing=best_fit", f"data.packs={tmp_path}/b"]) == 0
     assert re.search(r"  cut documents +\d\n", capsys.readouterr().err)
-
-
-def test_inspect_shows_the_shares_of_each_phase(recipe: Path, capsys) -> None:
-    text = yaml.safe_load(recipe.read_text())
-    source = text["data"].pop("source")
-    sources = [{"source": source, "weight": [3, 1]}, {"source": source, "weight": 1, "name": "b"}]
-    text["data"] |= {"weights_until": [0.8], "sources": sources}
-    recipe.write_text(yaml.safe_dump(text))
-    assert main(["prepare", str(recipe)]) == 0 and main(["inspect", str(recipe)]) == 0
-    printed = capsys.readouterr().out
-    assert "until 0.8: 75.0 % x, 25.0 % b of the tokens\n" in printed
-    assert "until the end: 50.0 % x, 50.0 % b of the tokens\n" in printed
 
 
 def test_data_in_place_of_a_recipe_is_named(recipe: Path, tmp_path: Path, capsys) -> None:
