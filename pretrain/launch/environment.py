@@ -152,7 +152,6 @@ def _check_recipe_options(
     precision, *later_precisions = quantized or chosen[:1]
     # An option that the precision of another phase accepts is not a mistake.
     elsewhere = {key for later in later_precisions for key in later.options}
-    elsewhere -= set(precision.options)
     remaining = settings.model_copy(update=dict.fromkeys(elsewhere))
     _check_options(remaining, precision, f"`precision: {precision.name}`{phase}")
 
