@@ -269,15 +269,14 @@ def train(run: Run, stop: StopRequest) -> int | RollbackPoint:
     run.assembly.model.train()
     steps_left = run.state.steps - run.state.step
     with run.job.batches(run.accelerator).steps(run.state.place, steps_left) as steps:
-        ended = train_on(run, steps, stop)
-    # Save before the last evaluation, so that the weights are not lost if the evaluation fails.
-    return ended or checkpointing.save_last(run, stop)
+        return train_on(run, steps, stop)
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int | RollbackPoint:
     """Train on the batches `steps` until the last step of the run, a rollback or a stop signal.
 
-    Returns the checkpoint to go back to, or the signal's number, or 0 after the last step.
+    Save the last step if a setting needs its checkpoint. Returns the checkpoint to go back to, or
+    the signal's number, or 0 after the last step.
     """
     recipe = run.job.recipe
     state = run.state
@@ -314,7 +313,13 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             return checkpointing.save_and_stop(run, code, steps)
         if (is_saved or run.is_best) and not state.finished:
             checkpointing.save(run, in_background=True)
-    return 0
+    # Save before the last evaluation, so that the weights are not lost if the evaluation fails.
+    if state.step > run.resumed_step and (recipe.checkpoint.at_end or recipe.evaluate.served):
+        checkpointing.save(run)
+    run.checkpoints.wait()
+    # A signal may have arrived during the save. Then the last step is saved in any case.
+    code = distributed.largest_over_ranks(run.accelerator, stop_code())
+    return checkpointing.save_and_stop(run, code, steps) if code else 0
 
 
 def train_step(

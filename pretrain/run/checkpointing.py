@@ -28,7 +28,6 @@ from pretrain.metrics.health import (
     some_of,
 )
 from pretrain.metrics.run_record import read_metrics
-from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import named_state, set_updates_done
 from pretrain.optimizer.exact_weights import master_of
@@ -131,7 +130,7 @@ def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> in
 
 
 def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
-    """Save a checkpoint after a signal or a failure. Return the signal's number.
+    """Save a checkpoint after a signal or a failure. Print and return the signal's number.
 
     code: the largest stop code of all ranks, see `stop_code`.
     batches: the prefetched batches of this rank. `batches.failure` is the exception that was raised
@@ -148,40 +147,14 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
         raise training_halted(run, decision)
     if run.state.step > run.resumed_step:
         save(run)
-    if code != FAILED:
-        return report_stop(run, code)
-    raise batches.failure or InputError("another process has no more packs; see its message")
-
-
-def report_stop(run: Run, signal_number: int) -> int:
-    """Print which signal stopped the run and how to continue it. Return the signal's number."""
+    if code == FAILED:
+        raise batches.failure or InputError("another process has no more packs; see its message")
     next_action = "evaluate and export it" if run.state.finished else "resume from here"
     run.console.notice(
-        f"stopped by {signal.Signals(signal_number).name} after step {run.state.step}; "
+        f"stopped by {signal.Signals(code).name} after step {run.state.step}; "
         f"start the run again to {next_action}"
     )
-    return signal_number
-
-
-def save_last(run: Run, stop: StopRequest) -> int:
-    """Save the last step if this process has trained it and a setting needs its checkpoint.
-
-    Also wait for a save in the background. Raises InputError if that save has failed.
-
-    All ranks must call this function. Returns the number of a signal that arrived after the last
-    stop code was read, else 0. After a signal, the last step is saved in any case.
-    """
-    if run.state.step <= run.resumed_step:
-        return 0
-    if run.job.recipe.checkpoint.at_end or run.job.recipe.evaluate.served:
-        save(run)
-    run.checkpoints.wait()
-    signal_number = largest_over_ranks(run.accelerator, stop.requested or 0)
-    if not signal_number:
-        return 0
-    # This writes nothing if the step is already saved.
-    save(run)
-    return report_stop(run, signal_number)
+    return code
 
 
 @torch.no_grad()
