@@ -231,11 +231,10 @@ def build(
         recorder=recorder_of(job, accelerator),
         trackers=Trackers(job.recipe.log, folder.path, state.step),
         console=console,
-        profile=profile,
     )
     if source:
         checkpoints.abandon_newer(state.step)
-    run.observers = startup.make_observers(run)
+    run.observers = startup.make_observers(run, profile)
     run.graphs = MicrobatchGraphs(
         assembly.surroundings["cuda_graphs"],
         run.report_graphs,

@@ -34,7 +34,6 @@ from pretrain.model.distributed import describe_topology
 from pretrain.model.graphs import MicrobatchGraphs
 from pretrain.observe.audit import console_rows
 from pretrain.observe.observers import Observers, is_due
-from pretrain.observe.profile import StepProfile
 from pretrain.plan.rendering import render
 from pretrain.plan.speed import Prediction
 from pretrain.precision.model_precision import ModelPrecision
@@ -65,8 +64,6 @@ class Run:
     recorder: Recorder
     trackers: Trackers
     console: Console
-    # The observer that records one step (`--profile`), or None.
-    profile: StepProfile | None
     observers: Observers = field(init=False)
     graphs: MicrobatchGraphs = field(init=False)
     # The predicted speed in the precision of this process's first step.

@@ -28,6 +28,7 @@ from pretrain.observe.audit import ProductAudit
 from pretrain.observe.bf16_gap import GapMeter
 from pretrain.observe.observers import Observer, Observers, PeriodicFigures
 from pretrain.observe.operand_statistics import OperandWatch
+from pretrain.observe.profile import StepProfile
 from pretrain.observe.step_check import StepCheck
 from pretrain.plan.memory import TAKES_LESS
 from pretrain.run.assembly import Assembly, first_tokens
@@ -51,16 +52,17 @@ _MESSAGES = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not eno
 # ── Observers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_observers(run: Run) -> Observers:
-    """Create the observers of a run, and add its profile."""
+def make_observers(run: Run, profile: StepProfile | None) -> Observers:
+    """Create the observers of a run.
+
+    profile: the observer that records one step (`--profile`), or None.
+    """
     recipe = run.job.recipe
     model = run.assembly.model
     optimizer = run.assembly.optimizer
     accelerator = run.accelerator
     every = recipe.log.fp8_statistics
-    observers: list[Observer] = []
-    if run.profile:
-        observers.append(run.profile)
+    observers: list[Observer] = [profile] if profile else []
     if recipe.log.gap:
         # The GapMeter must come before the observers below. Otherwise they would also observe the
         # additional pass of the GapMeter in BF16.
