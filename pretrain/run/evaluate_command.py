@@ -77,7 +77,8 @@ def main(parsed: argparse.Namespace) -> int:
     named = load_recipe(path, overrides)
     names, skipped = supported_precisions(parsed.precisions or [], named)
     # The default folder has the name of the precision, but --precisions selects no other run.
-    overrides += [f"run_dir={run_address_of(with_precision(named, os.environ))}"]
+    # `with_precision` removes variables, and the second call needs them too.
+    overrides += [f"run_dir={run_address_of(with_precision(named, dict(os.environ)))}"]
     overrides += precision_overrides(names)
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)

@@ -137,6 +137,16 @@ def test_an_fp32_run_can_be_evaluated_in_bf16(
     assert "skipped: `data.length: 32` is not a multiple of 128" in evaluated.output
 
 
+def test_a_run_is_evaluated_in_the_precision_of_the_accelerate_file(
+    train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in ((), ("evaluate",)):
+        # A process removes the variable.
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        evaluated = train_here("train.steps=2", *command)
+    assert [*losses_printed(evaluated)] == ["bf16"], evaluated.output
+
+
 def test_all_precisions_are_those_that_suit_the_model(
     train_here: Callable, low_precision_recipe: dict[str, Any]
 ) -> None:
