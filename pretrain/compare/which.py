@@ -534,16 +534,13 @@ def announce(rounds: Rounds, hours: float) -> None:
             "another --run_dir."
         )
     trunk = f"from {plan.begin_with}" if plan.begin_with else f"in {plan.base}"
-    together = ""
-    if (number := rounds.rounds_together()) > 1:
-        together = f", the first {number} of them together if the time suffices"
     say(
         f"\nBaseline {plan.base}, candidates {', '.join(plan.candidates)}. The margin is "
         f"fixed at {100 * plan.margin:g} % of the loss.\n"
         "Each round has one seed and takes about "
         f"{duration(rounds.seconds(plan.candidates))}. Each run has {plan.steps:,} steps. "
         f"The first {plan.trunk:,} steps are {trunk}.\n"
-        f"{plan.seeds} rounds are planned{together}. They take about "
+        f"{plan.seeds} rounds are planned. They take about "
         f"{duration(rounds.planned_seconds())}, and the limit is {hours:g} hours."
     )
 
@@ -617,12 +614,12 @@ def next_rounds(
 
 def train_rounds(rounds: Rounds, matrix: Matrix) -> None:
     """Train the cells of `matrix`, which are one or more rounds. Add their runs to `rounds`."""
-    seeds = {cell.recipe.seed for cell in matrix.cells}
+    seeds = dict.fromkeys(cell.recipe.seed for cell in matrix.cells)
     _, *candidates = dict.fromkeys(map(candidate_of, matrix.cells))
-    first = len(rounds.runs) + 1
-    last = len(rounds.runs) + len(seeds)
-    title = f"round {first}" if first == last else f"rounds {first} to {last}"
-    say(f"\n{title}, about {duration(rounds.seconds(candidates, len(seeds)))}")
+    say(
+        f"\nnext round: seed {', '.join(map(str, seeds))}, about "
+        f"{duration(rounds.seconds(candidates, len(seeds)))}"
+    )
     train(matrix, may_fail=False)
     add_runs(rounds, matrix)
 
