@@ -160,11 +160,6 @@ def notes_on(compared_runs: Sequence[ComparedRun]) -> list[str]:
             notes.append(
                 f"{compared.label} changed its settings during training: {'; '.join(changes)}."
             )
-        if lost := run.summary["steps"] - run.steps[0]["step"] + 1 - len(run.steps):
-            notes.append(
-                f"{compared.label}: metrics.jsonl has {len(run.steps):,} lines of steps, and "
-                f"{len(run.steps) + lost:,} are expected. Means are computed from these lines."
-            )
     runs = [compared.run for compared in compared_runs]
     if any(run.side_by_side for run in runs):
         notes.append("Speeds are omitted for runs that shared their machine with other runs.")

@@ -73,30 +73,3 @@ def test_folders_of_several_runs_are_skipped_with_a_message(tmp_path, capsys):
     assert main(["report", str(runs / "rates")]) == 2
     assert "skipped: " in capsys.readouterr().err
     assert main(["report", *map(str, (runs / "rates").iterdir())]) == 0
-
-
-def test_a_table_of_learning_rates_has_no_ratio_of_speeds(tmp_path):
-    rate = "optimizer.learning_rate"
-    runs = [trained(tmp_path / value, (4.0, 3.0), f"{rate}={value}") for value in ("1e-3", "2e-3")]
-    assert "× baseline" not in tables(runs, rate)
-    faster = trained(tmp_path / "faster", (4.0, 3.0), f"{rate}=2e-3", "precision=delayed")
-    assert "× baseline" in tables([*runs, faster], rate)
-    again = trained(tmp_path / "again", (4.0, 3.0), f"{rate}=1e-3")
-    assert "× baseline" in tables([runs[0], again], rate)
-
-
-def test_titles_say_if_losses_are_averaged_over_all_steps(tmp_path):
-    short = [trained(tmp_path / name, [3.0] * 64) for name in ("a", "b")]
-    assert "loss over all steps" in tables(short)
-    long = tables([trained(tmp_path / name, [3.0] * 65) for name in ("c", "d")])
-    assert "loss at the end" in long
-
-
-def test_lost_lines_of_metrics_are_noted(tmp_path):
-    run = make_run(tmp_path / "lost", [3.0] * 9)
-    assert "lines of steps" not in tables([read_run(run)])
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:2] + lines[5:]))
-    assert "lost: metrics.jsonl has 6 lines of steps, and 9 are expected." in tables(
-        [read_run(run)]
-    )
