@@ -106,26 +106,9 @@ def _averaged_steps(run: RunRecord) -> str:
     return f" (steps {last - run.summary[END_KEY] + 1:,} to {last:,})"
 
 
-# Keys and sections of settings that have no effect on the speed of a step.
-NO_EFFECT_ON_SPEED = (
-    "seed",
-    "schedule.",
-    "train.",
-    "optimizer.learning_rate",
-    "optimizer.betas",
-    "optimizer.eps",
-    "optimizer.weight_decay",
-    "optimizer.muon.",
-)
 AT_END = (
     f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if that is more"
 )
-RUN = Column("run", "", lambda compared: compared.label, is_text=True)
-
-
-def _end_of(run: RunRecord) -> str:
-    """Return the steps over which losses are averaged, for the title of a column."""
-    return "over all steps" if run.summary.get(END_KEY) == len(run.steps) else "at the end"
 
 
 def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
@@ -136,16 +119,9 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
     # The loss at the end is a mean over steps. If the averaged steps differ between the runs, the
     # suffix of the loss shows the averaged steps.
     runs = [compared.run for compared in compared_runs]
-    keys = distinguishing_keys(runs)
-    # A ratio of speeds is noise if the runs differ only in settings without an effect on the speed.
-    is_noise = (
-        keys
-        and all(key.startswith(NO_EFFECT_ON_SPEED) for key in keys)
-        and len({(run.precision, run.config.get("weights")) for run in runs}) == 1
-    )
     ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in runs}
     columns = [
-        RUN,
+        Column("run", "", lambda compared: compared.label, is_text=True),
         Column(
             "precision",
             "precision of the matrix products",
@@ -158,7 +134,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             lambda compared: compared.run.config.get("weights"),
             is_text=True,
         ),
-        *map(_setting_column, keys),
+        *map(_setting_column, distinguishing_keys(runs)),
         Column(
             "backend",
             "engine that computes the matrix products",
@@ -168,7 +144,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
         _summary_column("steps", "", "steps", "{:,}".format, suffix=_end_suffix),
         _summary_column("tokens", "", "tokens", count),
         _summary_column(
-            f"loss {_end_of(compared_runs[0].run)}",
+            "loss at the end",
             f"training loss in nats per token, {AT_END}",
             LOSS_KEY,
             "{:.4f}".format,
@@ -206,7 +182,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
         Column(
             "× baseline",
             "speed divided by the baseline's speed, if both runs used the same kind of machine",
-            lambda compared: None if is_noise else compared.speedup,
+            lambda compared: compared.speedup,
             "{:.2f}".format,
         ),
         _summary_column(

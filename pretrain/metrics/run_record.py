@@ -506,9 +506,8 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
         f"in {duration(figures['hours'] * 3600)}"
     }
     if LOSS_KEY in figures:
-        averaged = "all" if figures[END_KEY] == len(run.steps) else "the last"
         steps_at_end = plural(figures[END_KEY], "step")
-        rows["mean loss"] = f"{figures[LOSS_KEY]:.4f} (training loss, {averaged} {steps_at_end})"
+        rows["mean loss"] = f"{figures[LOSS_KEY]:.4f} (training loss, the last {steps_at_end})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = (
             f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"

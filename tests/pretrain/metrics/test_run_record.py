@@ -61,7 +61,7 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
     assert title == "small-bf16-fp32: done"
     for label, facts in {
         "trained": ["60 steps", "7.86 M tokens", "30 s"],
-        "mean loss": ["2.9695", "(training loss, all 60 steps)"],
+        "mean loss": ["2.9695", "(training loss, the last 60 steps)"],
         "held-out loss": ["2.9512", "19.13"],
         "speed": ["47.5k tokens/s", "49.6 % MFU", "0.2 % of the time waiting for data"],
         "memory": ["80.9 GiB (whole process)"],
