@@ -7,21 +7,16 @@ its own.
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field, TypeAdapter
 
 from foundation.files import CACHE, write_json
 from foundation.gpus import driver_version
 from pretrain.metrics.cards import card_of
 from pretrain.metrics.run_folder import version_of
-
-# A number above 0. JSON files of Python may contain "Infinity".
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -32,14 +27,14 @@ class CardRates:
     device: str
     # FLOP/s of long GEMMs at the power limit, by precision: bf16, and each quantized precision that
     # the GPU computes. Quantization is not included.
-    gemm: dict[str, Rate]
+    gemm: dict[str, float]
     # Bytes/s of a copy within the GPU's memory, counted as bytes read plus bytes written.
-    bandwidth: Rate
+    bandwidth: float
     # Seconds of the host for the launch of one kernel.
-    launch: Rate
+    launch: float
     # Bus bandwidth between the GPUs in bytes/s, as nccl-tests defines it, by operation and size of
     # the complete message in bytes, such as "all_gather 100000000". Empty with one GPU.
-    nccl: dict[str, Rate]
+    nccl: dict[str, float]
     # Versions of the libraries and of the driver, see `versions_here`.
     versions: dict[str, str]
     # Date of the measurement, such as 2026-11-28.
@@ -65,10 +60,9 @@ def read_rates(device: str) -> CardRates | None:
 
     device: name of the GPU, as the driver reports it, or the short name of its card.
     """
-    with suppress(OSError, ValueError):
-        rates = TypeAdapter(CardRates).validate_json(rates_file(device).read_bytes())
-        is_same = rates_file(rates.device) == rates_file(device)
-        if is_same and versions_here().items() <= rates.versions.items():
+    with suppress(OSError, ValueError, TypeError):
+        rates = CardRates(**json.loads(rates_file(device).read_bytes()))
+        if versions_here().items() <= rates.versions.items():
             return rates
     return None
 

@@ -74,24 +74,9 @@ def test_a_damaged_file_counts_as_missing(content: bytes) -> None:
     assert read_rates(H100) is None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"device": "NVIDIA H200"},
-        {"bandwidth": 0.0},
-        {"launch": -1.0},
-        {"gemm": {"bf16": float("nan")}},
-        {"launch": float("inf")},
-        {"gemm": {"bf16": "fast"}},
-        {"versions": {}},
-        {"versions": {**RATES.versions, "torch": "1.0"}},
-    ],
-)
-def test_wrong_values_and_other_versions_count_as_missing(changes: dict[str, object]) -> None:
-    write_rates(replace(RATES, device=H100))
-    wrong = replace(RATES, **changes)  # type: ignore[arg-type]
-    write_rates(wrong)
-    rates_file(wrong.device).replace(rates_file(H100))
+@pytest.mark.parametrize("versions", [{}, {**RATES.versions, "torch": "1.0"}])
+def test_rates_of_other_versions_count_as_missing(versions: dict[str, str]) -> None:
+    write_rates(replace(RATES, versions=versions))
     assert read_rates(H100) is None
 
 
