@@ -113,10 +113,11 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    base = compared_runs[0].run
     html = templates.get_template("page.html").render(
         compared_runs=compared_runs,
         seeds=seeds,
-        about=_about(compared_runs[0].run),
+        about=f"{model_name(base)} · {machine_of(base)}",
         notes=notes,
         written_by=WRITTEN_BY,
         figures=figures_of(compared_runs),
@@ -129,13 +130,6 @@ def render(
         library=get_plotlyjs(),
     )
     return html.encode()
-
-
-def _about(run: RunRecord) -> str:
-    """Return one line with the model, the machine and the torch version of `run`, the baseline."""
-    about = f"{model_name(run)} · {machine_of(run)}"
-    torch = (run.environment.get("packages") or {}).get("torch")
-    return f"{about} · torch {torch}" if torch else about
 
 
 def curves_of(compared: ComparedRun) -> dict[str, Curve]:
