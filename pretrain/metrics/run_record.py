@@ -25,7 +25,7 @@ from foundation.errors import InputError, as_input_error
 from foundation.reading import load_object, load_yaml
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import NO_PAST
-from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
+from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
 from pretrain.precision.settings import label
 from pretrain.settings.config import flatten
 
@@ -151,8 +151,10 @@ class RunRecord:
     metrics: list[dict[str, Any]]
     # Summary of `metrics`.
     summary: dict[str, Any]
-    # Content of audit.json, or an empty dict if the run has not written the file yet.
+    # Content of audit.json and of summary.json, or an empty dict if the run has not written the
+    # file yet.
     audit: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
     # True if the run temporarily shared its machine with other runs of a matrix. Then its speed
     # cannot be compared with the speed of other runs.
     side_by_side: bool = False
@@ -336,14 +338,9 @@ class RunRecord:
         """Return True if the run has reached its last step and has then written its summary.
 
         The summary is the last file that a run writes. If the summary is for another step than the
-        last step in metrics.jsonl, it is outdated, and the run is not finished. A summary that
-        cannot be read counts as missing.
+        last step in metrics.jsonl, it is outdated, and the run is not finished.
         """
-        with suppress(InputError):
-            written_summary = _read_object(self.path / SUMMARY_FILE)
-            is_current = written_summary.get("steps") == self.summary["steps"]
-            return is_current and not self.is_unfinished
-        return False
+        return self.written.get("steps") == self.summary["steps"] and not self.is_unfinished
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────
@@ -379,6 +376,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
             metrics=metrics,
             summary=summary(metrics),
             audit=_read_object(folder.audit),
+            written=_read_object(folder.summary),
             side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
         )
 
