@@ -103,29 +103,17 @@ def picture_of_run(run: RunRecord) -> bytes:
         axes.plot(evaluated, held_out, "o-", color=HELD_OUT_COLOUR, linewidth=1, label=label)
     axes.set_ylim(range_after_the_fall([losses], [held_out]))
     axes.legend(frameon=False, loc="upper right")
-    axes.set_title(_title_of(run), loc="left", parse_math=False)
+    axes.set_title(
+        f"{run.name}\n{model_name(run)} · {run.precision}, weights {run.config.get('weights')} · "
+        f"{count(run.summary['tokens'])} tokens",
+        loc="left",
+        parse_math=False,
+    )
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     return picture.getvalue()
-
-
-def _title_of(run: RunRecord) -> str:
-    """Return the plot's title, which has two lines.
-
-    The first line has the name of the run, and the reason if the run has failed. The second
-    line has the model, the precision and the numbers of tokens.
-    """
-    precision = f"{run.precision}, weights {run.config.get('weights')}"
-    if run.emulated:
-        precision += " (emulated)"
-    tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} per step"
-    failure = f", which {run.broke_off}" if run.broke_off else ""
-    return (
-        f"Training and held-out loss of {run.name}{failure}\n"
-        f"{model_name(run)} · {precision} · {tokens}"
-    )
 
 
 def model_name(run: RunRecord) -> str:
