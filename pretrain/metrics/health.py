@@ -315,10 +315,10 @@ class Health:
                 "skip", f"step {step} skipped: {reason} ({state.skipped_steps} skipped so far)"
             )
         if key == "on_nan":
-            restart = "start again in another `run_dir`"
-            if can_go_back:
-                restart = "resume from an earlier checkpoint"
-            remedy = f"Lower `optimizer.learning_rate` or raise `schedule.warmup`, and {restart}"
+            remedy = (
+                "Lower `optimizer.learning_rate` or raise `schedule.warmup`. Then either resume "
+                "from an earlier checkpoint, or start again in another `run_dir`"
+            )
         else:
             remedy = (
                 "If the data of this step is correct, lower `optimizer.learning_rate` or "
