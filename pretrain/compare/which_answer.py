@@ -120,10 +120,7 @@ def table(rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
         tokens=1.0,
         gain_interval=None,
     )
-    evaluated = f"served in {plan.served or 'BF16'}"
-    # Without --served, a baseline in FP32 is evaluated in FP32 instead of BF16.
-    if not plan.served and (plan.base == "fp32" or plan.settings):
-        evaluated = "held out"
+    evaluated = f"served in {plan.served}" if plan.served else "held-out loss"
     columns = [
         Column(
             "candidate" if plan.settings else "precision",
