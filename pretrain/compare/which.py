@@ -40,7 +40,7 @@ from pretrain.compare.differences import error_of, fewest_seeds
 from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix_file import Cell, Matrix, MatrixSettings, Values, make_matrix
 from pretrain.compare.matrix_run import say, wait_for_earlier_start
-from pretrain.compare.verdicts import Verdict, verdicts_after
+from pretrain.compare.verdicts import verdicts_after
 from pretrain.compare.which_answer import VERDICT_FILE, write_answer
 from pretrain.compare.which_plan import MOST_SEEDS, Rounds, WhichPlan
 from pretrain.compare.which_trainings import (
@@ -129,15 +129,14 @@ def main(options: argparse.Namespace) -> int:
             plan = new_plan(trainings, options, deadline)
         rounds = Rounds(plan, trainings.trial([plan.base]).slots or 1)
         announce(rounds, options.hours)
-        verdicts = read_ended_rounds(trainings, rounds)
+        read_ended_rounds(trainings, rounds)
         if rounds.runs:
-            say(f"\n{write_answer(trainings, rounds, verdicts)}")
-        while matrix := next_rounds(trainings, rounds, verdicts, deadline - time.monotonic()):
+            say(f"\n{write_answer(trainings, rounds)}")
+        while matrix := next_rounds(trainings, rounds, deadline - time.monotonic()):
             train_rounds(rounds, matrix)
-            verdicts = verdicts_after(rounds)
-            say(f"\n{write_answer(trainings, rounds, verdicts)}")
+            say(f"\n{write_answer(trainings, rounds)}")
     say(f"\nWritten: {folder / VERDICT_FILE}")
-    return 1 if any(verdict.is_open for verdict in verdicts) else 0
+    return 1 if any(verdict.is_open for verdict in verdicts_after(rounds)) else 0
 
 
 def checked_recipe(options: argparse.Namespace) -> Recipe:
@@ -545,29 +544,23 @@ def announce(rounds: Rounds, hours: float) -> None:
     )
 
 
-def read_ended_rounds(trainings: WhichTrainings, rounds: Rounds) -> list[Verdict]:
-    """Add the rounds whose runs have all ended in earlier starts of the command to `rounds`.
-
-    Return the verdicts after these rounds.
-    """
-    verdicts = verdicts_after(rounds)
-    while candidates := open_candidates(rounds, verdicts):
+def read_ended_rounds(trainings: WhichTrainings, rounds: Rounds) -> None:
+    """Add the rounds whose runs have all ended in earlier starts of the command to `rounds`."""
+    while candidates := open_candidates(rounds):
         matrix = matrix_of(trainings, rounds, candidates, number=1)
         if not all(has_ended(matrix, cell) for cell in matrix.cells):
             break
         add_runs(rounds, matrix)
-        verdicts = verdicts_after(rounds)
-    return verdicts
 
 
-def open_candidates(rounds: Rounds, verdicts: Sequence[Verdict]) -> list[str]:
+def open_candidates(rounds: Rounds) -> list[str]:
     """Return the candidates with an open verdict, which need another round.
 
     The list is empty after MOST_SEEDS rounds.
     """
     if len(rounds.runs) >= MOST_SEEDS:
         return []
-    return [verdict.name for verdict in verdicts if verdict.is_open]
+    return [verdict.name for verdict in verdicts_after(rounds) if verdict.is_open]
 
 
 def matrix_of(
@@ -578,9 +571,7 @@ def matrix_of(
     return trainings.rounds(rounds.plan, range(seed, seed + number), candidates)
 
 
-def next_rounds(
-    trainings: WhichTrainings, rounds: Rounds, verdicts: Sequence[Verdict], seconds_left: float
-) -> Matrix | None:
+def next_rounds(trainings: WhichTrainings, rounds: Rounds, seconds_left: float) -> Matrix | None:
     """Return the runs of the next round as a matrix, or of several rounds to train together.
 
     Return None if no candidate needs another round. If the next round would not end within the time
@@ -589,10 +580,9 @@ def next_rounds(
     Args:
         trainings: The recipe and the folder of the runs.
         rounds: The trained rounds.
-        verdicts: The verdicts after these rounds.
         seconds_left: Seconds until the time limit.
     """
-    candidates = open_candidates(rounds, verdicts)
+    candidates = open_candidates(rounds)
     if not candidates:
         return None
     # The plan uses the whole time, and a little of it has passed since then.

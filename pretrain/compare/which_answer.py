@@ -11,7 +11,7 @@ from foundation.units import count, memory, signed
 from pretrain.compare.columns import Column, table_of
 from pretrain.compare.differences import EQUIVALENT, WITHIN_MARGIN, LossDifference
 from pretrain.compare.matrix_file import as_overrides
-from pretrain.compare.verdicts import NO_GAIN, USE, Verdict, verdict_of
+from pretrain.compare.verdicts import NO_GAIN, USE, Verdict, verdict_of, verdicts_after
 from pretrain.compare.which_plan import Rounds, WhichPlan
 from pretrain.compare.which_trainings import WhichTrainings
 from pretrain.launch.launcher import Launch
@@ -22,12 +22,13 @@ VERDICT_FILE = "verdict.json"
 BASELINE = "baseline"
 
 
-def write_answer(trainings: WhichTrainings, rounds: Rounds, verdicts: Sequence[Verdict]) -> str:
+def write_answer(trainings: WhichTrainings, rounds: Rounds) -> str:
     """Write verdict.json, and return the text to print.
 
     The text has the table, the answer, and the conditions for the answer to be valid.
     """
     plan = rounds.plan
+    verdicts = verdicts_after(rounds)
     text = answer(trainings, plan, verdicts)
     write_json(
         trainings.folder / VERDICT_FILE,

@@ -282,7 +282,7 @@ def test_rounds_before_the_first_verdict_share_the_gpus(question: TrainedRounds)
     names = PLAN.candidates
 
     def seeds_within(seconds: float) -> list[int]:
-        matrix = which.next_rounds(trainings, rounds, verdicts_after(rounds), seconds)
+        matrix = which.next_rounds(trainings, rounds, seconds)
         assert matrix is not None
         baselines = [cell for cell in matrix.cells if candidate_of(cell) == "bf16"]
         assert len(matrix.cells) == (1 + len(names)) * len(baselines)
