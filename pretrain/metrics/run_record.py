@@ -364,21 +364,16 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
             f"{run_dir / METRICS_FILE}: holds no step yet; wait until the run has completed its "
             "first step"
         )
-    with as_input_error(
-        (LookupError, TypeError),
-        f"{run_dir / METRICS_FILE}: a line of a step lacks a number",
-        "remove that line",
-    ):
-        return RunRecord(
-            path=run_dir,
-            config=load_yaml(folder.config),
-            environment=_read_object(folder.environment),
-            metrics=metrics,
-            summary=summary(metrics),
-            audit=_read_object(folder.audit),
-            written=_read_object(folder.summary),
-            side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
-        )
+    return RunRecord(
+        path=run_dir,
+        config=load_yaml(folder.config),
+        environment=_read_object(folder.environment),
+        metrics=metrics,
+        summary=summary(metrics),
+        audit=_read_object(folder.audit),
+        written=_read_object(folder.summary),
+        side_by_side=_read_object(run_dir / MATRIX_FILE).get("side_by_side", False),
+    )
 
 
 def read_finished(run_dir: Path) -> RunRecord | None:

@@ -75,7 +75,7 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["[1]", "3", "null", '{"loss": 2.0}', '{"step": "x"}', '{"step": 9}', '{"step": 1.5}']
+    "line", ["[1]", "3", "null", '{"loss": 2.0}', '{"step": "x"}', '{"step": 1.5}']
 )
 def test_a_line_of_another_shape_is_one_message(line: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
