@@ -56,14 +56,6 @@ def load_of(index: int) -> tuple[int, float]:
     return 1, 0.0
 
 
-def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, or None if the machine has no driver."""
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()
-    return None
-
-
 def link_between_gpus() -> str | None:
     """Return "NVLink" if NVLink connects the first of several GPUs to all others, else "PCIe".
 

@@ -14,9 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foundation.files import CACHE, write_json
-from foundation.gpus import driver_version
 from pretrain.metrics.cards import card_of
-from pretrain.metrics.run_folder import version_of
 
 
 @dataclass(frozen=True)
@@ -35,35 +33,15 @@ class CardRates:
     # Bus bandwidth between the GPUs in bytes/s, as nccl-tests defines it, by operation and size of
     # the complete message in bytes, such as "all_gather 100000000". Empty with one GPU.
     nccl: dict[str, float]
-    # Versions of the libraries and of the driver, see `versions_here`.
-    versions: dict[str, str]
-    # Date of the measurement, such as 2026-11-28.
-    date: str
-
-
-def versions_here() -> dict[str, str]:
-    """Return the versions of torch, Transformer Engine and the driver, if they are installed."""
-    versions = {
-        "torch": version_of("torch"),
-        "transformer-engine": version_of("transformer-engine"),
-        "driver": driver_version(),
-    }
-    return {name: version for name, version in versions.items() if version}
 
 
 def read_rates(device: str) -> CardRates | None:
-    """Return the stored rates of a GPU, or None if they must be measured.
-
-    This is the case if no rates are stored, if the file is damaged, or if a version differs from
-    the one that this machine has. A library or driver that this machine does not have is not
-    compared, so a machine without a GPU can use the rates too.
+    """Return the stored rates of a GPU. Return None if no rates are stored or the file is damaged.
 
     device: name of the GPU, as the driver reports it, or the short name of its card.
     """
     with suppress(OSError, ValueError, TypeError):
-        rates = CardRates(**json.loads(rates_file(device).read_bytes()))
-        if versions_here().items() <= rates.versions.items():
-            return rates
+        return CardRates(**json.loads(rates_file(device).read_bytes()))
     return None
 
 

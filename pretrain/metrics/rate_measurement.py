@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from torch import distributed, multiprocessing
 from torch.utils.benchmark import Timer
 
 from foundation.errors import one_line
-from pretrain.metrics.card_rates import CardRates, versions_here
+from pretrain.metrics.card_rates import CardRates
 from pretrain.precision.gemm import TorchGemm
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.selection import make_engines, missing_on, select_precision
@@ -61,8 +60,6 @@ def _measure_gpu(rank: int, count: int, address: str, results: Any) -> None:
         bandwidth=copy_rate(device),
         launch=launch_seconds(device),
         nccl={},
-        versions=versions_here(),
-        date=time.strftime("%Y-%m-%d"),
     )
     if count > 1:
         torch.cuda.empty_cache()

@@ -145,8 +145,6 @@ def rates_of(card: Card, costs: Mapping[str, StepCosts] = COSTS) -> CardRates:
         bandwidth=OF_BANDWIDTH * 1e12 * card.bandwidth,
         launch=LAUNCH,
         nccl={},
-        versions={},
-        date="",
     )
 
 

@@ -1,4 +1,4 @@
-"""The rates of a GPU are stored, and read if the file and the versions are right."""
+"""The rates of a GPU are stored, and read unless the file is damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pretrain.metrics.card_rates import (
     CardRates,
     rates_file,
     read_rates,
-    versions_here,
     write_rates,
 )
 
@@ -23,8 +22,6 @@ RATES = CardRates(
     bandwidth=2.9e12,
     launch=4.2e-6,
     nccl={"all_gather 100000000": 3.5e11},
-    versions=versions_here(),
-    date="2026-11-28",
 )
 
 
@@ -71,20 +68,4 @@ def test_names_of_devices_are_safe_names_of_files() -> None:
 def test_a_damaged_file_counts_as_missing(content: bytes) -> None:
     write_rates(RATES)
     rates_file(H100).write_bytes(content)
-    assert read_rates(H100) is None
-
-
-@pytest.mark.parametrize("versions", [{}, {**RATES.versions, "torch": "1.0"}])
-def test_rates_of_other_versions_count_as_missing(versions: dict[str, str]) -> None:
-    write_rates(replace(RATES, versions=versions))
-    assert read_rates(H100) is None
-
-
-def test_a_driver_is_compared_if_this_machine_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for driver in ("580.1", None):
-        monkeypatch.setattr(card_rates, "driver_version", lambda driver=driver: driver)
-        if driver:
-            write_rates(replace(RATES, versions=versions_here()))
-        assert read_rates(H100) is not None
-    monkeypatch.setattr(card_rates, "driver_version", lambda: "590.2")
     assert read_rates(H100) is None
