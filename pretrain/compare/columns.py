@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -56,12 +56,6 @@ def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     # `markdown` aligns the first `names` columns to the left. These are the text columns, because
     # text columns always come before number columns.
     return markdown(header, cells, names=sum(column.is_text for column in columns))
-
-
-def meanings(columns: Iterable[Column]) -> list[str]:
-    """Return a text "title: meaning." for each column that has a meaning, without duplicates."""
-    texts = [f"{column.title}: {column.meaning}." for column in columns if column.meaning]
-    return list(dict.fromkeys(texts))
 
 
 def _summary_column(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.compare.columns import figures_of, meanings, scores_of, table_of
+from pretrain.compare.columns import figures_of, scores_of, table_of
 from pretrain.compare.comparison import ComparedRun, compare, notes_on
 from pretrain.compare.differences import MARGIN
 from pretrain.compare.fairness import check_comparable
@@ -63,9 +63,12 @@ class Report:
         parts = [self.seeds.answer()]
         if len(self.seeds.results) > 1:
             columns = self.seeds.columns()
+            meanings = [
+                f"{column.title}: {column.meaning}." for column in columns if column.meaning
+            ]
             parts += [
                 table_of(columns, self.seeds.results),
-                _bullets([*meanings(columns), *self.seeds.notes]),
+                _bullets([*meanings, *self.seeds.notes]),
             ]
         parts.append(table_of(figures_of(self.compared_runs), self.compared_runs))
         columns, rows = scores_of(self.compared_runs)
