@@ -585,14 +585,8 @@ def build_on_first_rank(
     # Draw random weights on the device of the run, because a seed gives different random numbers
     # on another device.
     device = torch.device("cpu") if has_source else accelerator.device
-
-    def built() -> PreTrainedModel | None:
-        if not accelerator.is_main_process:
-            return None
-        model = build(settings, config, weights=kept, seed=seed, device=device, backend=backend)
-        return model.cpu()
-
-    full = refused_together(built)
+    make = partial(build, settings, config, weights=kept, seed=seed, device=device, backend=backend)
+    full = refused_together(lambda: make().cpu() if accelerator.is_main_process else None)
     with accelerator.device, init_empty_weights(include_buffers=False):
         hf = AutoModelForCausalLM.from_config(
             config, dtype=kept if has_source else torch.float32, attn_implementation=backend
