@@ -189,54 +189,60 @@ def _obstacle(
     Example: "needs a CPU, and the device is cuda". The caller puts the name of the backend before
     this text. Return None if the backend can run. See `choose` for `capability`.
     """
-    if kind == "sdpa":
-        return None
-    if kind == "documents":
-        return None if device_type == "cpu" else f"needs a CPU, and the device is {device_type}"
+    if kind in ("sdpa", "documents"):
+        needs_cpu = kind == "documents" and device_type != "cpu"
+        return f"needs a CPU, and the device is {device_type}" if needs_cpu else None
     if device_type != "cuda":
         return f"needs a CUDA device, and the device is {device_type}"
     generation, minor = capability or torch.cuda.get_device_capability()
     gpu = f"the GPU is sm_{generation}{minor}"
-    if generation < 8:
-        return f"needs an Ampere GPU (sm_80) or newer, and {gpu}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        computed = str(dtype).removeprefix("torch.")
-        return f"needs BF16, and the run computes in {computed} (set precision: bf16)"
-    if kind == "triton":
-        if head_dim in TRITON_HEAD_DIMS:
-            return None
-        return f"needs heads of 16, 32 or 64 values, and the model's heads have {head_dim}"
-    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
-        return (
-            f"needs a head dimension that is a multiple of 8 and at most {MAX_FLASH_HEAD_DIM}, and "
-            f"the model's head dimension is {head_dim}"
-        )
-    if kind == "varlen":
-        return None
-    if generation not in FLASH_GENERATIONS:
-        return f"needs an sm_90 or sm_100 GPU, and {gpu}"
-    if kind == "cudnn":
-        return _obstacle_of_cudnn(head_dim, capability)
-    if head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256):
-        return f"has no kernel that was measured on this GPU for a head dimension of {head_dim}"
-    try:
-        # This check is the last one, because the import takes seconds.
-        if capability is None:
-            _flash()
-    except (ImportError, OSError, AttributeError) as error:
-        return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
-    return None
-
-
-def _obstacle_of_cudnn(head_dim: int, capability: tuple[int, int] | None) -> str | None:
-    """Return the reason why cuDNN cannot run on a GPU of FLASH_GENERATIONS, as `_obstacle`."""
-    if head_dim not in CUDNN_HEAD_DIMS:
-        return f"needs heads of 64 or 128 values, and the model's heads have {head_dim}"
-    if torch.are_deterministic_algorithms_enabled():
+    computed = str(dtype).removeprefix("torch.")
+    heads = f"the model's heads have {head_dim}"
+    # Map each reason to a value that is true if the reason applies.
+    reasons = {
+        f"needs an Ampere GPU (sm_80) or newer, and {gpu}": generation < 8,
+        f"needs BF16, and the run computes in {computed} (set precision: bf16)": (
+            dtype not in (torch.bfloat16, torch.float16)
+        ),
+        f"needs heads of 16, 32 or 64 values, and {heads}": (
+            kind == "triton" and head_dim not in TRITON_HEAD_DIMS
+        ),
+        f"needs a head dimension that is a multiple of 8 and at most {MAX_FLASH_HEAD_DIM}, and "
+        f"the model's head dimension is {head_dim}": (
+            kind != "triton" and (head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8)
+        ),
+        f"needs an sm_90 or sm_100 GPU, and {gpu}": (
+            kind in ("fa4", "cudnn") and generation not in FLASH_GENERATIONS
+        ),
+        f"needs heads of 64 or 128 values, and {heads}": (
+            kind == "cudnn" and head_dim not in CUDNN_HEAD_DIMS
+        ),
         # On Hopper, the workspace of the deterministic backward grows with the square of T.
-        return "has no deterministic backward (set deterministic: false)"
-    missing = transformer_engine.missing() if capability is None else None
-    return f"needs Transformer Engine: {missing}" if missing else None
+        "has no deterministic backward (set deterministic: false)": (
+            kind == "cudnn" and torch.are_deterministic_algorithms_enabled()
+        ),
+        f"has no kernel that was measured on this GPU for a head dimension of {head_dim}": (
+            kind == "fa4"
+            and (head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256))
+        ),
+    }
+    obstacle = next((reason for reason, applies in reasons.items() if applies), None)
+    # This check is the last one, because the imports take seconds.
+    if obstacle is None and capability is None:
+        obstacle = _missing_package(kind)
+    return obstacle
+
+
+def _missing_package(kind: str) -> str | None:
+    """Return the package of a backend that cannot be imported, as `_obstacle`."""
+    if kind == "cudnn" and (missing := transformer_engine.missing()):
+        return f"needs Transformer Engine: {missing}"
+    if kind == "fa4":
+        try:
+            _flash()
+        except (ImportError, OSError, AttributeError) as error:
+            return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
+    return None
 
 
 def check(model: PreTrainedModel, length: int) -> None:
