@@ -266,6 +266,8 @@ def check(model: PreTrainedModel, length: int) -> None:
     # Map each reason for a rejection to a value that is true if this reason applies. All reasons
     # are formatted for every model, so formatting must not fail without `sinks` or without a `cap`.
     lacking = {
+        "has tokens that attend to later tokens": config.is_encoder_decoder
+        or any(getattr(module, "is_causal", None) is False for module in model.modules()),
         f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
         "kernels that reset their state at each document": (
             unsupported or (model._is_stateful and layer_types is None)

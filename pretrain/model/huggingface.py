@@ -385,11 +385,6 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     """
     name = type(model).__name__
     config: Any = model.config.get_text_config()
-    is_encoder = any(getattr(module, "is_causal", None) is False for module in model.modules())
-    if model.config.is_encoder_decoder or is_encoder:
-        raise InputError(
-            f"`model`: in {name}, tokens attend to later tokens; choose a causal language model"
-        )
     heads = getattr(config, "num_attention_heads", None)
     kv = getattr(config, "num_key_value_heads", None)
     if heads and kv and heads % kv:
