@@ -122,11 +122,6 @@ class _Group:
         """List with the FSDPParam of torch for each trained parameter."""
         return [param for param in self.fsdp.fsdp_params if param.sharded_param.requires_grad]
 
-    @property
-    def is_accumulating(self) -> bool:
-        """True if the main gradients contain sums that FSDP2 has not reduced yet."""
-        return bool(self.trained) and self.trained[0].unsharded_accumulated_grad is not None
-
     def find_quantized(self, engine: GemmEngine, weights: Collection[int]) -> None:
         """Store the weights that `engine` quantizes. `weights` has the ids of their parameters.
 
@@ -185,8 +180,6 @@ class Sharding:
         # input.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
-        # The last group whose backward has used the shared memory of main gradients.
-        self._last_to_share: _Group | None = None
         for group in self._groups:
             # The group of the root, and the group of a tied embedding and head, do not share
             # memory, because their backward overlaps with the backward of other groups.
@@ -382,17 +375,10 @@ class Sharding:
         or mark them to be overwritten, and pass them to FSDP2 again.
         """
         group.fsdp._orig_dtype = self.kept
-        # Do not clear the main gradients if an earlier microbatch, or another module of the group,
-        # has already added to them.
-        if group.is_accumulating or not group.trained:
+        # Do not clear sums that FSDP2 has not reduced yet. An earlier microbatch, or another module
+        # of the group, has added to them.
+        if not group.trained or group.trained[0].unsharded_accumulated_grad is not None:
             return
-        if group.shares_memory:
-            if self._last_to_share is not None and self._last_to_share.is_accumulating:
-                raise RuntimeError(
-                    "FSDP2: the backward of a shard group started before the backward of another "
-                    "group had ended, although both groups use the same memory"
-                )
-            self._last_to_share = group
         for sums in group.cleared:
             empty_sums(sums)
         for weight in group.overwritten:
