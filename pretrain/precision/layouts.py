@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pretrain.precision.quantizers import E2M1, E4M3, Quantized
 from pretrain.precision.quantizers.blocks import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK
-from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, decode_scale
+from pretrain.precision.quantizers.tensor import decode_scale
 
 # The values of E2M1, in the order of their codes. The first half are the magnitudes.
 _E2M1_VALUES = (
@@ -46,7 +46,7 @@ class Layout:
     # `weight_packed`, then their scales. Scales are factors of the codes, even if their name ends
     # in `inv`. A third tensor is the reciprocal of a further factor, the scale of the weight.
     parts: tuple[str, ...] = ("weight", "weight_scale")
-    # The dtype of scales: FP32, uint8 for exponents of powers of two (E8M0), or E4M3.
+    # The dtype of scales: FP32, E8M0 for powers of two, which files store as uint8, or E4M3.
     scale_dtype: torch.dtype = torch.float32
 
     @property
@@ -65,12 +65,13 @@ class Layout:
         scales = weight.tensor_scale.reshape(1)
         if columns:
             scales = weight.block_scale[::rows, ::columns]
-        is_e8m0 = self.scale_dtype == torch.uint8
+        is_e8m0 = self.scale_dtype == torch.float8_e8m0fnu
+        scales = scales.to(self.scale_dtype).contiguous()
         # The cast to FP8 is exact, because the codes are E4M3 values.
         fp8 = weight.codes.to(torch.float8_e4m3fn).contiguous()
         tensors = (
             _packed_e2m1(weight.codes) if self.is_packed else fp8,
-            _e8m0(scales) if is_e8m0 else scales.to(self.scale_dtype).contiguous(),
+            scales.view(torch.uint8) if is_e8m0 else scales,
             decode_scale(weight.tensor_scale).reshape(1),
         )
         return dict(zip(self.parts, tensors, strict=False))
@@ -93,8 +94,8 @@ class Layout:
         block_rows = min(self.block[0] or rows, rows)
         block_columns = min(self.block[1] or columns, columns)
         shape = (math.ceil(rows / block_rows), math.ceil(columns / block_columns))
-        if self.scale_dtype == torch.uint8:
-            scales = scales.view(torch.float8_e8m0fnu)
+        if self.scale_dtype == torch.float8_e8m0fnu:
+            scales = scales.view(self.scale_dtype)
         factors = scales.float() / (divisor[0].max() if divisor else 1)
         largest = E2M1.maximum if self.is_packed else E4M3.maximum
         # A scale of the weight has one element, and any number of dimensions. The weights of models
@@ -114,11 +115,6 @@ class Layout:
         factors = factors.reshape(shape).repeat_interleave(block_rows, 0)[:rows]
         factors = factors.repeat_interleave(block_columns, 1)[:, :columns]
         return Quantized(codes, factors, torch.ones(()), E2M1 if self.is_packed else E4M3)
-
-
-def _e8m0(scales: Tensor) -> Tensor:
-    """Return the biased exponents of FP32 powers of two as uint8."""
-    return (scales.contiguous().view(torch.int32) >> FP32_MANTISSA_BITS).to(torch.uint8)
 
 
 def _packed_e2m1(codes: Tensor) -> Tensor:
@@ -201,7 +197,7 @@ LAYOUTS = {
             _arguments(8, "group", **_MX, dynamic=True),
         ),
         _MX_ACTIVATIONS,
-        scale_dtype=torch.uint8,
+        scale_dtype=torch.float8_e8m0fnu,
     ),
     "MXFP4": Layout(
         (1, MX_BLOCK),
@@ -212,7 +208,7 @@ LAYOUTS = {
         ),
         _MX_ACTIVATIONS,
         parts=("weight_packed", "weight_scale"),
-        scale_dtype=torch.uint8,
+        scale_dtype=torch.float8_e8m0fnu,
     ),
     "NVFP4": Layout(
         (1, NVFP4_BLOCK),
