@@ -194,10 +194,6 @@ def was_reached(parameter: nn.Parameter) -> bool:
     gradient = gradient_of(parameter)
     if gradient is None:
         return False
-    # Without FSDP2, `.grad` exists only if backward has reached the parameter. With FSDP2, `.grad`
-    # may exist anyway, because FSDP2 also reduces sums to which nothing has been added.
-    if gradient is parameter.grad and not isinstance(gradient, DTensor):
-        return True
     local = local_part(gradient)
     reached = ((local != 0).any() | ~local.signbit().all()).int()
     if isinstance(gradient, DTensor):
