@@ -108,10 +108,6 @@ class EmulationEngine(GemmEngine):
         """Return a context without autocast, which would round FP32 operands to BF16."""
         return torch.autocast(self.device.type, enabled=False)
 
-    def kinds(self, gemm: GemmKind) -> list[str]:
-        """Return the kinds of the left and of the right operand of a product, for observers."""
-        return [self.precision.operand_kind(role) for role in OPERANDS[gemm]]
-
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
         """Return a function that quantizes x [rows, features] for a product along `along`.
 
@@ -196,28 +192,13 @@ class EmulatedGemm(Gemm):
         ends: Tensor | None = None,
     ) -> Tensor:
         a, b = self.factors(kind, left, right)
-        if ends is not None:
-            return self._grouped_matmul(kind, a, b, dtype, ends)
-        kinds = self._engine.kinds(kind)
+        # The kinds of the operands, for observers.
+        kinds = [self._engine.precision.operand_kind(role) for role in OPERANDS[kind]]
         with watched(self.members, kind, kinds), self._engine.without_autocast():
+            if ends is not None:
+                return multiply_grouped(kind, a, b, dtype, ends)
             y = multiply(a, b, dtype, bias)
         return y if residual is None else y.add_(residual)
-
-    def _grouped_matmul(
-        self, kind: GemmKind, a: Operand, b: Operand, dtype: torch.dtype | None, ends: Tensor
-    ) -> Tensor:
-        """Return a grouped product of `a` and `b`, computed in FP32.
-
-        The result is FP32 if `dtype` is None. `ends` is the same as in `Gemm.matmul`.
-        """
-        right = grouped.by_expert(kind, b.values.float(), len(ends))
-        kinds = self._engine.kinds(kind)
-        with watched(self.members, kind, kinds), self._engine.without_autocast():
-            product = F.grouped_mm(a.values.float(), right, offs=ends)
-        scale = _product_scale(a, b)
-        if scale is not None:
-            product.mul_(scale)
-        return product if dtype is None else product.to(dtype)
 
     @staticmethod
     def codes(operand: BothWays) -> Tensor:
@@ -264,3 +245,19 @@ def multiply(
     if bias is None:
         return torch.mul(product, scale, out=out)
     return torch.addcmul(bias.float(), product, scale, out=out)
+
+
+def multiply_grouped(
+    kind: GemmKind, left: Operand, right: Operand, dtype: torch.dtype | None, ends: Tensor
+) -> Tensor:
+    """Return the grouped product `kind` of two operands, computed in FP32.
+
+    The result is rounded to `dtype`. If `dtype` is None, it stays FP32. `ends` is the same as in
+    `Gemm.matmul`.
+    """
+    by_expert = grouped.by_expert(kind, right.values.float(), len(ends))
+    product = F.grouped_mm(left.values.float(), by_expert, offs=ends)
+    scale = _product_scale(left, right)
+    if scale is not None:
+        product.mul_(scale)
+    return product if dtype is None else product.to(dtype)
