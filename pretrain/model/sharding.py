@@ -219,7 +219,7 @@ class Sharding:
             group.fsdp.reduce_grads = group.shares_memory
             group.fsdp.all_reduce_grads = False
             # A pass without quantization reads all weights. It must not keep them beside the codes.
-            keeps_codes = self._context.quantizing and self._is_quantized(group)
+            keeps_codes = self._context.quantizing and self._context.engine in group.quantized
             group.fsdp.reshard_after_backward = group.shares_memory and not keeps_codes
         try:
             yield
@@ -236,7 +236,7 @@ class Sharding:
             for param in group.fsdp.fsdp_params:
                 param.unsharded_accumulated_grad = None
                 param._unsharded_param.grad = None
-        self._reshard()
+            group.reshard()
 
     def stale_weights(self) -> list[str]:
         """Return the names of weights whose gathered values differ from the shards.
@@ -261,18 +261,10 @@ class Sharding:
             group.reshard()
         return stale
 
-    def _is_quantized(self, group: _Group) -> bool:
-        """Return True if a group can keep codes in the current precision."""
-        return self._context.engine in group.quantized
-
     def _keeps_codes(self, group: _Group) -> bool:
         """Return True if the current forward caches the codes of a group's weights."""
         is_low = self._context.low_precision and torch.is_grad_enabled()
-        return is_low and self._is_quantized(group)
-
-    def _reshard(self) -> None:
-        for group in self._groups:
-            group.reshard()
+        return is_low and self._context.engine in group.quantized
 
     def _find_quantized(self) -> None:
         """Find the groups that can keep codes. FSDP2 must not reshard them after each forward."""
@@ -360,7 +352,7 @@ class Sharding:
         """
         if self._keeps_codes(group):
             group.free(self._context.engine)
-        elif group.quantized and (self._is_quantized(group) or not self.once_a_step):
+        elif self._context.engine in group.quantized or (group.quantized and not self.once_a_step):
             # FSDP2 does not reshard groups that can keep codes.
             group.reshard()
         if torch.is_grad_enabled():
@@ -393,7 +385,8 @@ class Sharding:
         weights.
         """
         if not torch.is_grad_enabled():
-            self._reshard()
+            for group in self._groups:
+                group.reshard()
 
 
 def _groups_of(model: nn.Module) -> list[_Group]:
