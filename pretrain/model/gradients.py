@@ -290,8 +290,8 @@ class RankSums:
         All ranks must call this method, and pass the same parameters. The main gradients of the
         parameters must be in one allocation.
         """
-        attached = {id(p): p for p in parameters if getattr(p, "main_grad", None) is not None}
-        in_order = sorted(attached.values(), key=lambda p: p.main_grad.storage_offset())
+        attached = [p for p in parameters if getattr(p, "main_grad", None) is not None]
+        in_order = sorted(attached, key=lambda p: p.main_grad.storage_offset())
         memory = in_order[0].main_grad._base
         self._group = dist.new_group()
         self._buckets: list[Tensor] = []  # slices of `memory`

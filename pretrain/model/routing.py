@@ -157,10 +157,9 @@ class Routing:
         # Names of the modules that contain grouped experts. Their routers are in the same modules.
         mixtures = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
         for name, router in self._hf.named_modules():
-            if router not in self.routers or name.rpartition(".")[0] not in mixtures:
-                continue
+            is_grouped = router in self.routers and name.rpartition(".")[0] in mixtures
             matrices = [parameter for parameter in router.parameters() if parameter.dim() == 2]
-            if len(matrices) == 1:
+            if is_grouped and len(matrices) == 1:
                 router.forward = _with_logits_in_fp32(router.forward)
 
     @cached_property
