@@ -255,7 +255,7 @@ def check(model: PreTrainedModel, length: int) -> None:
         length: Pack length in tokens.
     """
     config: Any = model.config
-    name = f"model: {type(model).__name__}"
+    text_config = config.get_text_config()
     # The kind of each layer, or None if all layers are of one kind. For example, all layers of
     # Mistral have the same sliding window.
     layer_types = getattr(config, "layer_types", None)
@@ -263,48 +263,49 @@ def check(model: PreTrainedModel, length: int) -> None:
     unsupported = sorted({*(layer_types or ())} - supported)
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
+    heads = getattr(text_config, "num_attention_heads", None)
+    kv = getattr(text_config, "num_key_value_heads", None)
+    longest = longest_rotated(text_config)
+    other = "choose another model"
     # Map each reason for a rejection to a value that is true if this reason applies. All reasons
     # are formatted for every model, so formatting must not fail without `sinks` or without a `cap`.
-    lacking = {
-        "has tokens that attend to later tokens": config.is_encoder_decoder
+    reasons = {
+        f"has tokens that attend to later tokens; {other}": config.is_encoder_decoder
         or any(getattr(module, "is_causal", None) is False for module in model.modules()),
         f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
-        "kernels that reset their state at each document": (
+        f"kernels that reset their state at each document; {other}": (
             unsupported or (model._is_stateful and layer_types is None)
         ),
         # A model that does not use the registry would ignore the attention function of this
         # project, and tokens would attend to other documents.
-        "does not use transformers' attention registry, which keeps documents apart": (
-            not model._supports_attention_backend
-        ),
+        "does not use transformers' attention registry, which keeps documents apart; "
+        f"{other}": not model._supports_attention_backend,
         f"has attention sinks ({', '.join(sinks[:1])}); they need kernels with a sink in "
-        "the softmax": sinks,
-        "has latent keys; they need kernels for keys wider than values": (
+        f"the softmax; {other}": sinks,
+        f"has latent keys; they need kernels for keys wider than values; {other}": (
             getattr(config, "kv_lora_rank", None)
         ),
-        f"caps its scores at {cap}, which no kernel here computes (to train from scratch without "
-        "the cap, set `model.config.attn_logit_softcapping: null`)": cap,
-        "has attention scores that torch's own attention does not compute": (
+        f"caps its scores at {cap}, which no kernel here computes; {other}, or train from scratch "
+        "without the cap (`model.config.attn_logit_softcapping: null`)": cap,
+        f"has attention scores that torch's own attention does not compute; {other}": (
             not model._supports_sdpa and not hasattr(config, "attn_logit_softcapping")
         ),
+        f"has `num_attention_heads: {heads}`, which is not a multiple of `num_key_value_heads: "
+        f"{kv}`; change one of them in `model.config`": heads and kv and heads % kv,
+        **{
+            f"has {key} {getattr(config, key, None)}, but packed attention does not compute "
+            f"dropout; set `model.config.{key}: 0.0` (dropout elsewhere, such as resid_pdrop and "
+            "embd_pdrop of GPT-2, has keys of its own)": getattr(config, key, None)
+            for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+        },
+        f"has a longrope or dynamic rotation, which a document of more than {longest} tokens would "
+        f"change for all documents in its batch; set `data.length` to {longest} or less": (
+            longest is not None and length > longest
+        ),
     }
-    for reason, is_lacking in lacking.items():
-        if is_lacking:
-            raise InputError(f"{name} {reason}; choose another model")
-    for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if value := getattr(config, key, None):
-            raise InputError(
-                f"{name} has {key} {value}, but packed attention does not compute dropout; "
-                f"set `model.config.{key}: 0.0` (dropout elsewhere, such as resid_pdrop and "
-                "embd_pdrop of GPT-2, has keys of its own)"
-            )
-    longest = longest_rotated(config.get_text_config())
-    if longest is not None and length > longest:
-        raise InputError(
-            f"{name}: with longrope or dynamic rotation, a document of more than {longest} tokens "
-            f"would change the rotation of all documents in its batch; set `data.length` to "
-            f"{longest} or less"
-        )
+    for reason, applies in reasons.items():
+        if applies:
+            raise InputError(f"model: {type(model).__name__} {reason}")
 
 
 def admit_packed_sdpa(config: PretrainedConfig) -> None:

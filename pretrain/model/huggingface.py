@@ -367,21 +367,12 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
 
     `model` may be on the meta device. `length` is the pack length in tokens.
     """
-    name = type(model).__name__
-    config: Any = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    kv = getattr(config, "num_key_value_heads", None)
-    if heads and kv and heads % kv:
-        raise InputError(
-            f"`model.config`: `num_attention_heads: {heads}` must be a multiple of "
-            f"`num_key_value_heads: {kv}`"
-        )
     supported = (model.base_model, model.get_output_embeddings())
     unsupported = [key for key, child in model.named_children() if child not in supported]
     if unsupported:
         raise InputError(
-            f"`model`: {name} has modules besides the base model and the output embedding: "
-            f"{', '.join(unsupported)}; choose another model"
+            f"`model`: {type(model).__name__} has modules besides the base model and the output "
+            f"embedding: {', '.join(unsupported)}; choose another model"
         )
     attention.check(model, length)
     if getattr(model.config, "output_router_logits", None):
