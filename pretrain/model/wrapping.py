@@ -68,18 +68,20 @@ def not_fused_because(
     `assess_layer` later checks the architecture of each layer. Raise InputError if
     `model.fused: on` is impossible.
     """
-    if setting == "off":
-        return "none, because model.fused is off"
-    if active.engine == "emulation":
-        reason = "because the emulation computes each linear layer separately"
-        if setting == "on":
-            raise InputError(
-                f"`model.fused: on` is impossible in this run, {reason}; set `model.fused: auto`"
-            )
-        return f"none, {reason}"
-    if setting == "on" or active.engine == "transformer_engine" or _is_faster(device_type, dtype):
-        return None
-    return "none, because they are faster only on a GPU in BF16 or below (model.fused=on uses them)"
+    # Map each reason to a value that is true if the reason applies.
+    reasons = {
+        "because model.fused is off": setting == "off",
+        "because the emulation computes each linear layer separately": active.engine == "emulation",
+        "because they are faster only on a GPU in BF16 or below (model.fused=on uses them)": (
+            setting == "auto" and active.engine == "torch" and not _is_faster(device_type, dtype)
+        ),
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if reason and setting == "on":
+        raise InputError(
+            f"`model.fused: on` is impossible in this run, {reason}; set `model.fused: auto`"
+        )
+    return f"none, {reason}" if reason else None
 
 
 def _is_faster(device_type: str, dtype: torch.dtype) -> bool:
