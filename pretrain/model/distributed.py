@@ -25,9 +25,10 @@ from pretrain.settings.recipe import Recipe
 T = TypeVar("T")
 # Timeout of a collective: the maximum time for which ranks wait for a rank that saves or exports.
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
-_REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
 _explaining_accelerate = partial(
-    as_input_error, _REFUSED, "Accelerate configuration: Accelerate does not accept it"
+    as_input_error,
+    (ValueError, LookupError, TypeError, ImportError, AssertionError),
+    "Accelerate configuration: Accelerate does not accept it",
 )
 
 

@@ -39,7 +39,6 @@ from torch.distributed.tensor import DTensor
 # Main gradients start at multiples of this number of values. This is an alignment of at least 256
 # bytes, which allows the widest memory access of any kernel.
 _ALIGNMENT = 128
-_EMPTY = -0.0
 # Ranks exchange main gradients in buckets, each by one all-reduce. BUCKET is the maximum number of
 # values in a bucket, 64 MiB in FP32. Only a bucket with a single parameter may have more. Latency
 # would dominate the all-reduce of smaller buckets, and the all-reduce of larger buckets would
@@ -167,7 +166,7 @@ def _aligned(values: int) -> int:
 
 def empty_sums(memory: Tensor) -> None:
     """Mark all main gradients in `memory` as empty by filling it with -0.0."""
-    memory.fill_(_EMPTY)
+    memory.fill_(-0.0)
 
 
 def clear_main_gradients(parameters: Iterable[Summed]) -> None:

@@ -50,8 +50,6 @@ from pretrain.precision.layouts import stored_weights
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
-# Keys that the layers of many models read, although the classes of their configurations lack them.
-_READ_BY_LAYERS = ("head_dim",)
 # Files that some exports contain and others do not.
 _OPTIONAL_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
@@ -308,7 +306,8 @@ def _check_effect(
         is_kept = without[key] == values[key] or isinstance(values[key], dict)
         accepted = has_effect or is_kept or not over_source
     else:
-        accepted = has_effect or key in _READ_BY_LAYERS or _reacts(kind, remaining, key)
+        # The layers of many models read `head_dim`, although their configurations lack it.
+        accepted = has_effect or key == "head_dim" or _reacts(kind, remaining, key)
     if key.startswith("_") or not accepted:
         near = _nearest(key, {*without, *kind.attribute_map} - {key})
         raise InputError(

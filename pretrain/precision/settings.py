@@ -36,17 +36,19 @@ WEIGHT_DTYPES: dict[Weights, str] = {
     "bf16_exact": "bfloat16",
 }
 
-_QUANTIZED = (
-    delayed.PRECISION,
-    current.PRECISION,
-    block.PRECISION,
-    mxfp8.PRECISION,
-    nvfp4.PRECISION,
-    mxfp4.PRECISION,
-)
 # Map each precision's name to the precision. Tables and messages list precisions in this order.
 PRECISIONS: dict[str, Precision] = {
-    precision.name: precision for precision in (FP32, BF16, *_QUANTIZED)
+    precision.name: precision
+    for precision in (
+        FP32,
+        BF16,
+        delayed.PRECISION,
+        current.PRECISION,
+        block.PRECISION,
+        mxfp8.PRECISION,
+        nvfp4.PRECISION,
+        mxfp4.PRECISION,
+    )
 }
 # Map the dtype of activations to the precision of a linear layer that is not quantized.
 UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
