@@ -24,7 +24,7 @@ PRECISION = QuantizedPrecision(
     # 12.x is supported although `mxfp8` does not support it. Transformer Engine stores transposed
     # copies of the codes of `block`, so all MXFP8 products have the layout TN.
     hardware=Hardware((9, 0), "H100, H200, B200, RTX 5090"),
-    scales=Scaling("power of two", 0.5, 128),
+    scales=Scaling("power of two", 128),
     square_weights=True,
     quantize=lambda x, *, grid, square, **_: quantizers.blocks.quantize_fp8(
         x, grid, two_dimensional=square
@@ -43,8 +43,7 @@ PRECISION = QuantizedPrecision(
                 "H100, H200; later GPUs need `fp8_config.use_f32_scales: false`",
                 below=BLACKWELL,
             ),
-            # FP32 scales map the largest value of a block to the largest code, up to rounding.
-            "scales": Scaling("FP32", 0.95, 128),
+            "scales": Scaling("FP32", 128),
             "quantize": lambda x, *, grid, square, **_: quantizers.blocks.quantize_fp8(
                 x, grid, two_dimensional=square, power_of_two=False
             ),

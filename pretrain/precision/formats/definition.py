@@ -33,15 +33,10 @@ Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
 
 @dataclass(frozen=True)
 class Scaling:
-    """The blocks of an operand, and the scales that a block may have."""
+    """The blocks of an operand, and the numbers to which their scales are rounded."""
 
     # The numbers to which scales are rounded.
     kind: Literal["FP32", "power of two", "E4M3"]
-    # A lower bound for the ratio of a block's largest code to the maximum of the format. The bound
-    # is 0.5 if scales are rounded to powers of two, because the rounding can halve the codes. The
-    # bound is 0 if scales are computed from past microbatches, because the tensor may have become
-    # smaller.
-    least: float
     # The number of values along the contraction dimension that share a scale. None: all values of
     # the tensor share one scale.
     block: int | None = None

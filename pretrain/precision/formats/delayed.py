@@ -18,7 +18,7 @@ PRECISION = QuantizedPrecision(
         "amax_compute_algo": "max",
     },
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),
-    scales=Scaling("FP32", 0.0),
+    scales=Scaling("FP32"),
     quantize=lambda x, *, grid, scale, **_: quantizers.tensor.quantize(x, scale, grid),
     served_as="static FP8",
     keeps_history=True,

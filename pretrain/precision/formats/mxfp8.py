@@ -15,7 +15,7 @@ PRECISION = QuantizedPrecision(
         "B200, B300; Transformer Engine does not train in MXFP8 on later GPUs",
         below=(11, 0),
     ),
-    scales=Scaling("power of two", 0.5, 32),
+    scales=Scaling("power of two", 32),
     quantize=lambda x, *, grid, **_: quantizers.blocks.quantize_mx(x, grid),
     served_as="MXFP8",
     te_recipe="MXFP8BlockScaling",

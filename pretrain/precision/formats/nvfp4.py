@@ -23,9 +23,7 @@ PRECISION = QuantizedPrecision(
         "B200, B300; Transformer Engine does not train in NVFP4 on later GPUs",
         below=(11, 0),
     ),
-    # Rounding a scale to E4M3 changes it by at most 1/17. So the largest value of a block, divided
-    # by its scale, lies between 5.6 and 6.4. Stochastic rounding can round it down to 4.
-    scales=Scaling("E4M3", 4 / 6, 16),
+    scales=Scaling("E4M3", 16),
     square_weights=True,
     codes=quantizers.E2M1,
     quantize=lambda x, *, square, amax, uniform, **_: quantizers.blocks.quantize_nvfp4(
