@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +78,11 @@ class Compared:
     def of(cls, name: str, error: float, excess: float) -> Compared:
         """Return a comparison with these values. If `excess` is not finite, it becomes infinity."""
         return cls(name, error, excess if math.isfinite(excess) else math.inf)
+
+
+def worst_first(compared: Iterable[Compared]) -> list[Compared]:
+    """Return the comparisons sorted by their excess, the largest excess first."""
+    return sorted(compared, key=lambda comparison: comparison.excess, reverse=True)
 
 
 def judge_product(
@@ -168,26 +173,6 @@ def _surprise(statistic: Tensor) -> float:
     return bound.item() / math.log(FALSE_ALARM)
 
 
-@contextmanager
-def watching_products(
-    packed: PackedLanguageModel, active: ActivePrecision
-) -> Iterator[tuple[list[Compared], list[str]]]:
-    """Check the products of the microbatch that runs in the caller's `with` statement.
-
-    All ranks must call this function. Yields two lists, which are filled when the caller's `with`
-    statement ends. The first list has a comparison for each product, the largest excess first. The
-    second list has the operands with wrong histories (see `watching_histories`).
-    """
-    check = _ProductCheck(packed, active)
-    context = packed.context
-    worst_first: list[Compared] = []
-    with watching_histories(context, active) as wrong_histories, context.probing(check):
-        yield worst_first, wrong_histories
-    # Judge the results after the passes, so that the host does not wait for each product.
-    compared = filter(None, (judge() for judge in check.products.values()))
-    worst_first += sorted(compared, key=lambda product: product.excess, reverse=True)
-
-
 class _Sample(NamedTuple):
     """Some rows of an operand, as [rows, k]. The product sums over the last axis, k."""
 
@@ -203,14 +188,18 @@ class _Sample(NamedTuple):
     rows: Tensor | slice
 
 
-class _ProductCheck(Probe):
-    """Sample the operands and results of one microbatch, and compare each result."""
+class ProductCheck(Probe):
+    """Probe that samples the operands and results of one microbatch, and compares each result."""
 
     observes_results = True
 
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
+        """Create the check before the microbatch.
+
+        active: the precision of the microbatch.
+        """
         # Map (name of the linear, gemm) to a call of `judge_product`.
-        self.products: dict[tuple[str, str], Callable[[], Compared | None]] = {}
+        self._products: dict[tuple[str, str], Callable[[], Compared | None]] = {}
         self._precision = active.quantized_precision
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         # The name of the LM head, whose products run once for each chunk of tokens.
@@ -219,6 +208,13 @@ class _ProductCheck(Probe):
         # samples.
         self._quantize = {role: self._precision.along_features(role) for role in get_args(Role)}
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
+
+    def compared(self) -> list[Compared]:
+        """Return a comparison for each product, the largest excess first.
+
+        Call this method after the microbatch, because the host waits for the device.
+        """
+        return worst_first(filter(None, (judge() for judge in self._products.values())))
 
     @torch.no_grad()
     def operand(
@@ -260,7 +256,7 @@ class _ProductCheck(Probe):
         """
         roles = OPERANDS[gemm]
         keys = [(name, *key) for key in zip(roles, ALONG[gemm], strict=True)]
-        is_repeated = name != self._head and (name, gemm) in self.products
+        is_repeated = name != self._head and (name, gemm) in self._products
         if is_repeated or not self._samples.keys() >= {*keys}:
             return
         operands = {key[1]: self._samples[key] for key in keys}
@@ -269,7 +265,7 @@ class _ProductCheck(Probe):
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         exact, plain = self._references(name, operands, added, result.dtype)
         error = result[rows][:, columns].float() - added - exact
-        self.products[name, gemm] = partial(judge_product, f"{name} {gemm}", exact, error, plain)
+        self._products[name, gemm] = partial(judge_product, f"{name} {gemm}", exact, error, plain)
 
     def _references(
         self,

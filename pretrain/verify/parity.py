@@ -30,7 +30,12 @@ from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gathered, gradients_of, local_part
 from pretrain.model.packed import PackedLanguageModel, forward_backward
-from pretrain.observe.product_check import Compared, watching_products
+from pretrain.observe.product_check import (
+    Compared,
+    ProductCheck,
+    watching_histories,
+    worst_first,
+)
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.reference_model import (
@@ -39,7 +44,7 @@ from pretrain.verify.reference_model import (
     reference_pass,
     wrong_batches,
 )
-from pretrain.verify.reference_quantizer import watching_quantizers
+from pretrain.verify.reference_quantizer import QuantizerCheck
 
 # Type of functions that run forward and backward of a step and return the loss.
 Pass = Callable[..., float]
@@ -396,10 +401,15 @@ def _compare_quantized(
     if model.context.state():
         run_pass(step)
     parity.sums = _compare_sums(model, run_pass, step)
-    with ExitStack() as watching:
-        parity.products, wrong_histories = watching.enter_context(watching_products(model, active))
-        parity.codes = watching.enter_context(watching_quantizers(model.context, active))
-        loss = run_pass(step, watching) * mean_over_compared
+    products = ProductCheck(model, active)
+    codes = QuantizerCheck(model.context, active)
+    with ExitStack() as first_microbatch:
+        wrong_histories = first_microbatch.enter_context(watching_histories(model.context, active))
+        first_microbatch.enter_context(model.context.probing(products))
+        first_microbatch.enter_context(model.context.probing(codes))
+        loss = run_pass(step, first_microbatch) * mean_over_compared
+    parity.products = products.compared()
+    parity.codes = codes.compared()
     norm = gradient_norm(model.parameters()).item()
     parity.quantized_loss = loss
     parity.quantized_gradient_norm = norm
@@ -517,11 +527,6 @@ def too_far(name: str, actual: float, expected: float, tolerated: float) -> list
         f"{name} of the packed path: {actual:.6f}, loss of plain transformers: {expected:.6f}, "
         f"allowed difference: {tolerated:.2g}"
     ]
-
-
-def worst_first(compared: Sequence[Compared]) -> list[Compared]:
-    """Return the comparisons sorted by their excess, the largest excess first."""
-    return sorted(compared, key=lambda comparison: comparison.excess, reverse=True)
 
 
 def worst_of(compared: Sequence[Compared], subject: str, meaning: str) -> list[str]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.observe.product_check import Compared, token_rows
+from pretrain.observe.product_check import Compared, token_rows, worst_first
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, OptionValues, Role, Scaling
 from pretrain.precision.product import PrecisionContext, Probe
@@ -44,49 +43,47 @@ COLUMNS = 1024
 TOLERATED_SHARE = 2.0**-8
 
 
-@contextmanager
-def watching_quantizers(
-    context: PrecisionContext, active: ActivePrecision
-) -> Iterator[list[Compared]]:
-    """Compare the codes of some operands with the codes of the reference quantizers.
+class QuantizerCheck(Probe):
+    """Probe that compares the codes of some operands with the codes of the reference quantizers.
 
-    The caller must compute one microbatch in its `with` statement. For each role and each number
-    of features, one operand is quantized along both axes and compared. Yield a list of comparisons.
-    The list is filled when the `with` statement ends, and begins with the worst comparison. Draws
-    random numbers.
+    The probe stores a part of one operand for each role and each number of features.
     """
-    probe = _Operands()
-    before = {name: tensor.clone() for name, tensor in context.state().items()}
-    compared: list[Compared] = []
 
-    with context.probing(probe):
-        yield compared
-    for (role, _), (name, operand) in probe.operands.items():
-        # The state is empty without delayed scaling.
-        scale = of_operand(before, name, role, "scale") if before else None
-        for along in get_args(Along):
-            share = differing_share(active, role, along, operand, scale)
-            excess = share / TOLERATED_SHARE
-            compared.append(Compared.of(f"{name} {role} along {along}", share, excess))
-    compared.sort(key=lambda comparison: comparison.excess, reverse=True)
+    def __init__(self, context: PrecisionContext, active: ActivePrecision) -> None:
+        """Create the check before the microbatch.
 
-
-class _Operands(Probe):
-    """Store a part of one operand for each role and each number of features."""
-
-    def __init__(self) -> None:
+        active: the precision of the microbatch.
+        """
+        self._active = active
+        self._before = {name: tensor.clone() for name, tensor in context.state().items()}
         # Map (role, number of features) to the name of the linear and the part of its operand.
-        self.operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
+        self._operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
 
     def operand(
         self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
     ) -> None:
+        """Store a part of the operand, unless a similar operand is stored."""
         tensor = values()
-        if (role, tensor.shape[1]) not in self.operands:
+        if (role, tensor.shape[1]) not in self._operands:
             # Rows of zeros, such as gradients of tokens without a label, would show no fault.
             part = tensor[token_rows(tensor), :COLUMNS]
             if part.any():
-                self.operands[role, tensor.shape[1]] = name, part
+                self._operands[role, tensor.shape[1]] = name, part
+
+    def compared(self) -> list[Compared]:
+        """Quantize each operand along both axes, and return comparisons, the worst one first.
+
+        Draws random numbers.
+        """
+        compared = []
+        for (role, _), (name, operand) in self._operands.items():
+            # The state is empty without delayed scaling.
+            scale = of_operand(self._before, name, role, "scale") if self._before else None
+            for along in get_args(Along):
+                share = differing_share(self._active, role, along, operand, scale)
+                excess = share / TOLERATED_SHARE
+                compared.append(Compared.of(f"{name} {role} along {along}", share, excess))
+        return worst_first(compared)
 
 
 def differing_share(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS
-from pretrain.verify.reference_quantizer import differing_share, watching_quantizers
+from pretrain.verify.reference_quantizer import QuantizerCheck, differing_share
 from tests.pretrain.conftest import active_in
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -55,10 +55,8 @@ def test_a_gradient_is_compared_although_its_last_tokens_have_no_label() -> None
     gradient = torch.zeros(512, 128, dtype=torch.bfloat16)
     gradient[64:96] = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
     context = PrecisionContext(None, torch.bfloat16)
-    with watching_quantizers(context, active_in("mxfp8")) as compared:
-        context.probes[0].operand("linear", "grad_output", lambda: gradient, None)
-    assert [comparison.excess for comparison in compared] == [0, 0]
-    with watching_quantizers(context, active_in("mxfp8")) as compared:
-        context.probes[0].operand("linear", "grad_output", lambda: gradient, None)
-        context.probes[0].operand("linear", "grad_output", lambda: gradient / 3, None)
-    assert len(compared) == 2, "one operand of each role and size"
+    check = QuantizerCheck(context, active_in("mxfp8"))
+    check.operand("linear", "grad_output", lambda: gradient, None)
+    assert [comparison.excess for comparison in check.compared()] == [0, 0]
+    check.operand("linear", "grad_output", lambda: gradient / 3, None)
+    assert len(check.compared()) == 2, "one operand of each role and size"
