@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from foundation.overrides import overridden
 from packing.arrow import IGNORE, Pack
@@ -29,6 +30,7 @@ from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gathered, gradients_of, local_part
+from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.observe.product_check import (
     Compared,
@@ -358,6 +360,10 @@ def _reference(
         * The distances of the gradients in BF16 from the gradients in FP32.
     """
     plain = reference_model(model.hf, accelerator.device)
+    for layer in decoder_layers(plain).values():
+        # Recompute layers in backward, because eager attention stores heads x length^2 scores per
+        # layer. The recomputation repeats the same operations, so the gradients do not change.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     loss_settings = model.hf.get_output_embeddings().settings
 
     def computed() -> tuple[Tensor, dict[str, Tensor]]:

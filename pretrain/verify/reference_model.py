@@ -17,13 +17,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch
 from pretrain.model.gradients import gathered
-from pretrain.model.huggingface import decoder_layers, named_tensors
+from pretrain.model.huggingface import named_tensors
 from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
@@ -35,8 +34,6 @@ from pretrain.settings.recipe import LossSettings
 # a token's logits, averaged over tokens. In most small correct models the difference is at most
 # 0.15.
 NEAR = 0.25
-# The longest document, in tokens, for which layers are not recomputed in backward.
-SHORT = 512
 
 
 def wrong_batches(
@@ -105,11 +102,8 @@ def _labels(pack: Pack, tokens: Tensor, unlabelled_ends: Sequence[int]) -> Tenso
 def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Return a new model in FP32 with the class, configuration and stored weights of `hf`.
 
-    The model is in evaluation mode. Attention and experts use transformers' eager code. For long
-    documents, layers are recomputed in backward to save memory, because eager attention stores
-    heads x length^2 scores per layer. The recomputation repeats the same operations on the same
-    values, so it does not change the gradients. Draws random numbers. If `hf` is sharded, all ranks
-    must call this function.
+    The model is in evaluation mode. Attention and experts use transformers' eager code. Draws
+    random numbers. If `hf` is sharded, all ranks must call this function.
     """
     with device:
         plain = type(hf)._from_config(
@@ -125,22 +119,10 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
         for name, tensor in named_tensors(plain).items():
             tensor.copy_(gathered(stored[name]))
             tensor.requires_grad_(stored[name].requires_grad)
-    for layer in decoder_layers(plain).values():
-        layer.forward = partial(_forward_of_layer, layer.forward)
     routers = Routing(plain).routers
     for (_, experts), router in zip(stacked_experts(plain), routers, strict=False):
         experts.register_forward_pre_hook(partial(_follow_recorded_choices, router))
     return plain.eval()
-
-
-def _forward_of_layer(forward: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Call `forward` of a decoder layer. Recompute it in backward if the document is long.
-
-    hidden_states: hidden states of one document [1, tokens, hidden].
-    """
-    if hidden_states.shape[1] <= SHORT:
-        return forward(hidden_states, *arguments, **options)
-    return checkpoint(forward, hidden_states, *arguments, use_reentrant=False, **options)
 
 
 def _follow_recorded_choices(

@@ -467,6 +467,12 @@ def test_parity_passes_for_correct_models_and_changes_nothing(dtype: torch.dtype
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_parity_compares_documents_of_600_tokens():
+    ids = torch.randint(64, (1, 600), generator=torch.Generator().manual_seed(0))
+    result = api.parity(llama(), {"input_ids": ids, "labels": ids})
+    assert not result.failures, result.summary()
+
+
 @pytest.mark.parametrize("labels", [{}, {"labels": None}])
 def test_parity_needs_labels(labels: dict[str, None]):
     unlabelled = {"input_ids": batch_of()["input_ids"]} | labels

@@ -29,7 +29,6 @@ from pretrain.precision.observed import OPERANDS
 from pretrain.precision.product import LinearFunction
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify import reference_model as reference_module
 from pretrain.verify.parity import DOCUMENTS, LABELS, LEAST, TOTAL, draw_microbatch
 from pretrain.verify.reference_model import (
     Documents,
@@ -131,7 +130,6 @@ def test_the_reference_pass_is_the_mean_over_separate_documents(
     plain_loss: Callable,
     random_packs: Callable,
     build_model: Callable,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen, packed = random_packs([[5, 1, 10], [7, 5], [16]], LENGTH), build_model(kind)
     parts = [
@@ -145,8 +143,6 @@ def test_the_reference_pass_is_the_mean_over_separate_documents(
         tokens = torch.tensor(np.array([ids for ids in parts if len(ids) == length]))
         labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)], dim=1)
         microbatches.append(Documents(tokens, labels, torch.zeros_like(tokens)))
-    # Recompute the layers of longer documents only.
-    monkeypatch.setattr(reference_module, "SHORT", 6)
     losses, gradients = reference_pass(
         reference_model(packed.hf, CPU), microbatches, LossSettings()
     )
