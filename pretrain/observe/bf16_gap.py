@@ -30,7 +30,7 @@ from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.recorder import layer_of
 from pretrain.model.experts import recording_choices
-from pretrain.model.gradients import gradient_of, local_part
+from pretrain.model.gradients import gradients_of, local_part
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.observe.observers import Observer, Step, is_due
@@ -118,8 +118,8 @@ class GapMeter(Observer):
             self._choices[1] += differs.numel()
         # Map the names of parameters to the results of `_products`.
         self._products = {
-            name: _products(gradient, self._in_bf16[name])
-            for name, gradient, _ in self._gradients()
+            name: _products(local_part(gradient), self._in_bf16[name])
+            for name, gradient in gradients_of(self._packed.hf).items()
             if name in self._in_bf16
         }
         # Free the memory of the BF16 gradients and of the experts that were chosen in BF16.
@@ -173,29 +173,16 @@ class GapMeter(Observer):
             self._accelerator.backward(loss * (1 / max(batches.valid_tokens, 1)))
         self._losses[1] = loss.detach()
         self._losses[2] = (inputs["labels"] != IGNORE).sum()
-        # Map the names of parameters to their BF16 gradients.
-        # Clone gradient sums, because `clear_gradients` overwrites sums in place. Do not clone
-        # `.grad`, because `clear_gradients` only drops the reference to this tensor.
+        # Map the names of parameters to their BF16 gradients. Under FSDP2, a gradient is this
+        # process's sum over microbatches while parameters are gathered. Otherwise it is this
+        # process's shard of the reduced gradient.
         self._in_bf16 = {
-            name: part.clone() if is_sum else part for name, part, is_sum in self._gradients()
+            name: local_part(gradient).clone() for name, gradient in gradients_of(packed.hf).items()
         }
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
             # Drop the unquantized weight that the BF16 pass has cached. The step must not use it.
             product.plain.forget()
-
-    def _gradients(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield one tuple (parameter name, gradient, is_sum) for each trained parameter.
-
-        The yielded gradient is the part that this process stores. `is_sum` is True if the gradient
-        is stored in a buffer of sums, and False if it is the parameter's `.grad`. Under FSDP2 there
-        are two cases. While parameters are gathered, the gradient is this process's sum over
-        microbatches. Otherwise it is this process's shard of the reduced gradient.
-        """
-        for name, parameter in self._packed.hf.named_parameters():
-            gradient = gradient_of(parameter)
-            if parameter.requires_grad and gradient is not None:
-                yield name, local_part(gradient), gradient is not parameter.grad
 
     def _measure(self) -> None:
         """Compute the figures of the step, and wait for the device.
