@@ -221,14 +221,6 @@ class ProductCheck(Probe):
         self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
     ) -> None:
         """Sample an operand before it is quantized."""
-        is_repeated = (name, role, "features") in self._samples
-        if role != "input" and name != self._head and is_repeated:
-            # The weight or the gradient of this layer was already sampled. It occurs again because
-            # the layer is recomputed, so ignore it. There are two exceptions. The LM head is always
-            # sampled again, so that its input, gradient and results are from the same chunk of
-            # tokens, which is the last one. An input is always sampled again, because a forward may
-            # call a layer several times, and backward starts with the last call.
-            return
         tensor = values()
         # The infinity norm is the largest magnitude. It makes no copy of the tensor.
         amax = torch.linalg.vector_norm(tensor, math.inf).float()
