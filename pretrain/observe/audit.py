@@ -12,7 +12,6 @@ in the requested precision.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -47,9 +46,9 @@ Entry = dict[str, Any]
 # ── Before the first step ─────────────────────────────────────────────────────────────────────────
 
 
-# (module, weight, all_three): a module, its weight matrix, and a flag. The flag is True for the
-# matrices of fused layers and of grouped experts. The audit requires that forward, dgrad and wgrad
-# of such a matrix have all run.
+# (module, weight, is_announced): a module, its weight matrix, and a flag. The flag is True for the
+# matrices of fused layers and of grouped experts, whose code announces each product (`watched`).
+# The audit requires that forward, dgrad and wgrad of such a matrix have all run.
 _Matrix = tuple[nn.Module, Tensor, bool]
 
 
@@ -80,32 +79,32 @@ def audit_products(
         for name, decision in decisions.items()
         if active.precision.quantized and decision.requested == active.precision.name
     }
-    # Observe the whole forward of each module, to find products that should not be there: a
+    # Observe the whole forward of each other module, to find products that should not be there: a
     # low-precision linear must compute only its low-precision product. A low-precision LM head is
     # an exception, because its forward may also multiply operands by a Hadamard matrix.
-    watched = {
+    modules = {
         name: module
-        for name, (module, _, _) in matrices.items()
-        if not (name in low and isinstance(module, LossHead))
+        for name, (module, _, is_announced) in matrices.items()
+        if not (is_announced or (name in low and isinstance(module, LossHead)))
     }
     observer = ProductObserver()
     with (
         torch.compiler.set_stance("force_eager"),
         observer.observing(),
-        _watching_forwards(watched, observer),
+        _watching_forwards(modules, observer),
     ):
         compute_loss().backward()
     ran_low = _effective_in(active, observer, low)
     in_routers = {module for router in packed.routing.routers for module in router.modules()}
     entries = []
-    for name, (module, weight, is_member) in matrices.items():
+    for name, (module, weight, is_announced) in matrices.items():
         observed = observer.products.get(name, ())
         decision = decisions.get(name, Decision(active.precision.name))
         entry: Entry = {
             "name": name,
             "module": f"{'fused ' if name in fused else ''}{type(module).__name__}",
             "requested": decision.requested,
-            "effective": ran_low.get(name) or _multiplied(observed, all_three=is_member),
+            "effective": ran_low.get(name) or _multiplied(observed, all_three=is_announced),
             "products": {
                 product.gemm: f"{product.left} x {product.right}"
                 for product in observed
@@ -161,17 +160,13 @@ def _watching_forwards(
     The whole forward is observed. So the audit also finds a product in another precision that was
     added to the forward of a module.
     """
-    # Map each module to its names. A module of grouped experts has two names.
-    names: dict[nn.Module, list[str]] = defaultdict(list)
-    for name, module in modules.items():
-        names[module].append(name)
     with ExitStack() as undo:
-        for module, of_module in names.items():
+        for name, module in modules.items():
             if "forward" in vars(module):
                 undo.callback(setattr, module, "forward", module.forward)
             else:
                 undo.callback(delattr, module, "forward")
-            module.forward = observer.during(of_module, "forward")(module.forward)
+            module.forward = observer.during([name], "forward")(module.forward)
         yield
 
 
