@@ -51,9 +51,6 @@ LOSSES = {
         "`precision=current`, `fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin`",
     ),
 }
-# The scale of delayed scaling before the first microbatch. An operand with this scale gets no
-# warning, because the scale of its next step is computed from an observed amax.
-NEVER_SCALED = 1.0
 # The largest number of values of an operand that are measured. They are sampled in whole blocks.
 SAMPLED_VALUES = 2**15
 # The number of consecutive values in a sampled block if the whole tensor has one scale.
@@ -112,14 +109,9 @@ def warning_of(
     given: the keys of LOSSES about which the user was already warned. There is no second warning
         about these keys. The keys of the returned warning are added to this set.
     """
-    scaled = [
-        record
-        for record in records
-        if not (precision.keeps_history and record["scale"] == NEVER_SCALED)
-    ]
     warnings = []
     for share, limit in precision.limits.items():
-        above = [record for record in scaled if record[share] > limit]
+        above = [record for record in records if record[share] > limit]
         if not above or share in given:
             continue
         given.add(share)
@@ -127,7 +119,7 @@ def warning_of(
         loss, remedy = LOSSES[share]
         warnings.append(
             f"{percent(worst[share])} of {worst['layer']}'s {worst['operand']} {loss} "
-            f"({len(above)} of {len(scaled)} operands are above {percent(limit)}); {remedy} "
+            f"({len(above)} of {len(records)} operands are above {percent(limit)}); {remedy} "
             "loses less"
         )
     return f"step {number}: {'; '.join(warnings)}" if warnings else None

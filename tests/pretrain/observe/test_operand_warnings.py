@@ -53,12 +53,6 @@ def test_a_warning_names_the_operand_its_share_and_the_remedy(recipe, record, re
     )
 
 
-def test_initial_delayed_scales_cause_no_warning():
-    first = [operand("grad_output", scale=1.0, underflow=1.0), operand(scale=1.0, saturation=0.5)]
-    assert warnings_of("delayed")(1, first) is None
-    assert warnings_of("current")(1, first) is not None
-
-
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_the_first_share_above_the_limit_causes_one_warning(recipe, shares):
