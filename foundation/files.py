@@ -113,11 +113,9 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     pattern = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.writing"
     for lock in path.parent.glob(f"{pattern}/{_LOCK}"):
-        # Another process creates an empty file before it locks the file. A folder of another user
-        # cannot be opened.
-        with suppress(PermissionError):
-            if lock.stat().st_size and not is_locked(lock):
-                shutil.rmtree(lock.parent, ignore_errors=True)
+        # Another process creates an empty file before it locks the file.
+        if lock.stat().st_size and not is_locked(lock):
+            shutil.rmtree(lock.parent, ignore_errors=True)
     # The name is random, so that it is neither the name of a user's folder nor of another process.
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
     with locked(folder / _LOCK, str):
@@ -266,7 +264,7 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
 
 
 def is_locked(path: Path, *, without_locks: bool = True) -> bool:
-    """Return True if a process holds a lock on the file `path`.
+    """Return True if a process holds a lock on the file `path`, or if `path` cannot be opened.
 
     If the file system has no locks, return `without_locks`.
 
@@ -279,9 +277,5 @@ def is_locked(path: Path, *, without_locks: bool = True) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno in NOT_IMPLEMENTED:
-            return without_locks
-        if error.errno != errno.EWOULDBLOCK:
-            raise
-        return True
+        return without_locks or error.errno not in NOT_IMPLEMENTED
     return False
