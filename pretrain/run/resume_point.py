@@ -119,8 +119,8 @@ def where_to_resume(
 
     Changes nothing on the disk. All ranks must call this function. Raises InputError as
     `find_checkpoint` does. Also raises InputError if the checkpoint belongs to another training
-    (unless `accept_changes` is set) or to another stream of packs, if no step is left to train
-    after the checkpoint, or if the run would overwrite files of another training.
+    (unless `accept_changes` is set), if no step is left to train after the checkpoint, or if the
+    run would overwrite files of another training.
     """
     checkpoints = Checkpoints(
         job.run_dir / "checkpoints",
@@ -138,7 +138,6 @@ def where_to_resume(
         if not accept_changes:
             require_same_training(source, changes, job, step_folders(checkpoints.folder))
         source = with_changes(source, changes, job)
-        require_same_stream(source, job)
         require_steps_to_train(source, job)
         if job.recipe.loss.chunk == "auto":
             # Keep the chunk of the checkpoint, because it determines the order in which the loss
@@ -360,18 +359,6 @@ def require_same_training(
         )
         message += next(earlier, "")
     raise InputError(message)
-
-
-def require_same_stream(source: ResumePoint, job: Job) -> None:
-    """Raise InputError if a checkpoint to resume does not belong to the run's stream of packs.
-
-    The checkpoint that a run branches from may belong to any stream.
-    """
-    if source.is_of_another_stream(job) and not source.is_branch:
-        raise InputError(
-            f"{source.path}: the checkpoint belongs to another stream of packs; to start a new run "
-            f"with its weights, set another `run_dir` and `train.begin_with: {source.path}`"
-        )
 
 
 def require_steps_to_train(source: ResumePoint, job: Job) -> None:

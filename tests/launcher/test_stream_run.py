@@ -258,3 +258,21 @@ def test_a_packers_error_before_the_first_step_ends_all_ranks(
     assert "texts.jsonl:61: no column `text`" in ended.output, ended.output
     assert "another process has no more packs" in ended.output
     assert "step-0000" not in ended.output
+
+
+def test_accepted_changes_read_another_stream_from_its_first_pack(
+    recipe: dict[str, Any], start_here: Callable, tmp_path: Path
+) -> None:
+    recipe = elsewhere(recipe, tmp_path) | {"train": {"steps": 4}, "evaluate": {}}
+    prepare(DataSettings(**recipe["data"]), progress=False)
+    assert start_here(recipe, tmp_path).status == 0
+    texts = Path(recipe["data"]["source"]).read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(reversed(texts)))
+    other = elsewhere(recipe, tmp_path, source=str(tmp_path / "other.jsonl"))
+    other["data"]["packs"] = str(tmp_path / "other")
+    other |= {"train": {"steps": 6}}
+    prepare(DataSettings(**other["data"]), progress=False)
+    assert "data.fingerprint: saved" in start_here(other, tmp_path).err
+    accepted = start_here(other, tmp_path, "--accept-changes")
+    assert accepted.status == 0, accepted.output
+    assert len(accepted.losses()) == 6

@@ -23,7 +23,6 @@ from pretrain.run.resume_point import (
     find_checkpoint,
     repeats_past,
     require_own_records,
-    require_same_stream,
     require_same_training,
     require_steps_to_train,
     where_to_resume,
@@ -352,15 +351,10 @@ def test_a_horizon_in_tokens_needs_steps_of_equal_size() -> None:
         require_steps_to_train(source, job_of())
 
 
-def test_another_stream_is_refused_unless_a_branch_starts_it() -> None:
+def test_another_stream_is_read_from_its_first_pack() -> None:
     job = job_of(stream=object(), **{"data.fingerprint": "b"})
     record = record_of(4, **{"data.fingerprint": "a"})
-    resumed = ResumePoint(Path("step"), record)
-    with pytest.raises(InputError, match=r"belongs to another stream.*`train.begin_with: step`"):
-        require_same_stream(resumed, job)
-    branch = ResumePoint(Path("step"), record, is_branch=True)
-    require_same_stream(branch, job)
-    assert branch.state(job).place == 0
+    assert ResumePoint(Path("step"), record).state(job).place == 0
 
 
 @pytest.mark.parametrize("file", ["summary.json", "final"])
