@@ -344,10 +344,10 @@ def require_same_training(
     if source.is_branch or not changes or (only_schedule and source.step > job.plan.steps):
         return
     changed = "".join(f"\n  {line}" for line in lines_of(changes, source.record, job).values())
-    new_run = "Set another `name` or `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
-        f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
-        "start a new run, or pass --accept-changes to continue this run with the present values."
+        f"{source.path}: the checkpoint was made by another recipe:{changed}\nEither pass "
+        "--accept-changes to continue this run with the present values, or start a new run: set "
+        "another `name` or `run_dir`, without --resume."
     )
     if only_schedule:
         earlier = (
@@ -381,10 +381,10 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
             f"`train.steps: {steps}` to train the same number of tokens"
         )
     if source.step > plan.steps or (source.step == plan.steps and not source.in_run_folder):
-        new_run = ", or set another `run_dir` to start a new run" if source.in_run_folder else ""
         raise InputError(
             f"{source.path}: the checkpoint is from step {source.step:,}, but `train` ends the run "
-            f"at step {plan.steps:,}; raise the length of the run in `train`{new_run}"
+            f"at step {plan.steps:,}; raise the length of the run in `train`, or start a new run: "
+            "set another `name` or `run_dir`, without --resume"
         )
 
 
