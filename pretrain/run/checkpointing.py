@@ -149,10 +149,9 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
         save(run)
     if code == FAILED:
         raise batches.failure or InputError("another process has no more packs; see its message")
-    next_action = "evaluate and export it" if run.state.finished else "resume from here"
     run.console.notice(
-        f"stopped by {signal.Signals(code).name} after step {run.state.step}; "
-        f"start the run again to {next_action}"
+        f"stopped by {signal.Signals(code).name} after step {run.state.step}; start the run again "
+        "to continue from here"
     )
     return code
 
