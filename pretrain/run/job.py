@@ -73,8 +73,6 @@ class CheckedRecipe:
     phases: list[Phase]
     # The unquantized precision of the run, or None if no phase is quantized.
     unquantized: ActivePrecision | None
-    # Lines about a shortened schedule.
-    notices: list[str]
 
 
 @dataclass(frozen=True)
@@ -251,24 +249,26 @@ def check_recipe(
 ) -> CheckedRecipe:
     """Check what needs neither the model nor the packs: the settings, files and precisions.
 
+    The schedule is checked too, unless the length is given in epochs.
+
     processes: the number of processes that will train, or None if it is not known.
     missing: function that checks a precision against the devices that will train.
     """
     branch_checkpoint(recipe)
     check_ours(run_dir_of(recipe))
     check_trackers(recipe.log)
-    notices: list[str] = []
+    fitted = recipe
     if recipe.train.epochs is None:
         steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
-        recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
+        fitted, _ = schedule.fit_to_command_line(recipe, overrides, steps)
     phases, unquantized = select_phases(recipe.precision, recipe.fp8_config, missing)
     _, first = phases[0]
-    check_settings(recipe, first.precision.name, processes, replicas_of(accelerator))
+    check_settings(fitted, first.precision.name, processes, replicas_of(accelerator))
     if recipe.model.source:
         # Load the configuration before the tokenizer, so that a missing network is reported early.
         # Without a network, each request to the hub fails only after half a minute.
         load_config(recipe.model)
-    return CheckedRecipe(recipe, phases, unquantized, notices)
+    return CheckedRecipe(recipe, phases, unquantized)
 
 
 # ── 2: the model and the packs ────────────────────────────────────────────────────────────────────
@@ -339,15 +339,12 @@ def _plan_of(
     overrides: the key=value overrides on the command line.
     """
     recipe = checked.recipe
-    notices = checked.notices
     packs = None
     if data and not (data.stream and data.stream.continues):
         packs = len(data.readable)
     steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
-    # If the length is not given in epochs, `check_recipe` has fitted and checked the schedule.
-    if recipe.train.epochs is not None:
-        recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
-        schedule.check(recipe.schedule, steps)
+    recipe, notices = schedule.fit_to_command_line(recipe, overrides, steps)
+    schedule.check(recipe.schedule, steps)
     return Plan(
         recipe,
         PrecisionSchedule(checked.phases, steps, checked.unquantized),
