@@ -243,7 +243,6 @@ def build(
     )
     if source:
         checkpointing.resume_precision(run, source)
-    parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
     if source is None and accelerator.is_main_process:
         notes += served.compare_with_source(
             job.recipe.model,
@@ -253,7 +252,8 @@ def build(
         )
     run.introduce(notes)
     run.best = evaluate.best_so_far(run)
-    startup.require_parity(run, parity)
+    if job.recipe.parity and run.is_new:
+        startup.require_parity(run)
     return run
 
 

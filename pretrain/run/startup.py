@@ -306,33 +306,28 @@ def explaining_errors() -> Iterator[None]:
 # ── Parity ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_parity(run: Run) -> list[Parity | str]:
-    """Compare step 0 with plain transformers in each precision of the run.
+def require_parity(run: Run) -> None:
+    """Compare step 0 with plain transformers in each precision of the run, and print the results.
 
-    All ranks must call this function.
-
-    Returns one result for each precision: the comparison, or a text with the reason why it was
-    skipped. The results are also recorded in the audit.
+    The results are also recorded in the audit. All ranks must call this function. Raises
+    TrainingHalted if a comparison has failed.
     """
-    results = []
-    with run.console.progress("parity with plain transformers"):
-        for name, in_model in run.precision.in_model.items():
-            with run.precision.using(name):
-                result = _compare_first_step(run)
-            record = {"left_out": result} if isinstance(result, str) else result.record()
-            in_model.audit["parity"] = {"source": "this run"} | record
-            results.append(result)
-    return results
-
-
-def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
-    """Print the results of `find_parity`. Raise TrainingHalted if a comparison has failed."""
-    for active, result in zip(run.job.plan.precisions, parity, strict=False):
-        name = f"{active.precision.name}: " if len(parity) > 1 else ""
+    in_models = run.precision.in_model
+    for name, in_model in in_models.items():
+        with (
+            run.console.progress("parity with plain transformers"),
+            run.precision.using(name),
+        ):
+            result = _compare_first_step(run)
+        in_model.audit["parity"] = (
+            {"left_out": result} if isinstance(result, str) else result.record()
+        )
+        run.write_audit()
+        prefix = f"{name}: " if len(in_models) > 1 else ""
         if isinstance(result, str):
-            run.console.notice(f"{name}parity skipped: {result}")
+            run.console.notice(f"{prefix}parity skipped: {result}")
         else:
-            run.console.notice(f"{name}{result.summary()}")
+            run.console.notice(f"{prefix}{result.summary()}")
             result.require()
 
 
