@@ -263,7 +263,7 @@ def predict(plan: Plan, rates: CardRates | None = None) -> Prediction:
         parts,
         tokens,
         bar,
-        _basis(plan, bar, rates),
+        _basis(bar, rates),
         in_bf16 / sum(parts.values()),
         GAIN if bar and bar <= MEASURED else ROUGH_GAIN,
     )
@@ -311,7 +311,7 @@ def measured_ratio(card: Card, work: Work, steps: Sequence[Mapping[str, str]]) -
     return ratios[max(ratios)] if ratios else None
 
 
-def _basis(plan: Plan, bar: float | None, rates: CardRates | None) -> str:
+def _basis(bar: float | None, rates: CardRates | None) -> str:
     """Return the basis of a speed with this bar, see `Prediction`."""
     if bar is None:
         return "no step was measured on a similar card"
@@ -320,8 +320,6 @@ def _basis(plan: Plan, bar: float | None, rates: CardRates | None) -> str:
         basis = f"measured (hosts differ by {100 * SAME:.0f} %)"
     if rates:
         basis += f", {HERE}"
-    if plan.mean_squared == plan.recipe.data.length:
-        basis += ", each pack counted as one document"
     return basis
 
 

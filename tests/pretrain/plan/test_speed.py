@@ -316,7 +316,6 @@ def test_a_measured_plan_quotes_the_newest_measured_speed() -> None:
     [
         ("H200", "delayed", {"mean_squared": 3000.0}, "± 7 %", 0.05),
         ("H200", "delayed", {"mean_squared": 4000.0}, "measured (hosts differ by 4 %)", 0.05),
-        ("H200", "current", {"mean_squared": 4096.0}, "± 7 %, each pack counted as one", 0.05),
         ("H200", "current", {"mean_squared": 4000.0}, "± 7 %", 0.05),
         (
             "H200",
