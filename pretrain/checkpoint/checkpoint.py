@@ -222,7 +222,7 @@ class Checkpoints:
             }
         )
         index = {
-            kind: on_disk.lay_out(kind, [offer[kind] for offer in offers], checksums(group))
+            kind: on_disk.lay_out(kind, group, [offer[kind] for offer in offers], checksums(group))
             for kind, group in groups.items()
         }
         files: dict[str, dict[str, Tensor]] = {}

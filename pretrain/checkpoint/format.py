@@ -40,6 +40,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -204,7 +205,7 @@ class Piece:
     The key of the block in the file is the name of the tensor.
     """
 
-    # Name of the file.
+    # Name of the file. "" until `lay_out` assigns the block to a file.
     file: str
     # Index of the block's first value in the full tensor, for each dimension.
     offset: tuple[int, ...]
@@ -272,24 +273,8 @@ def read_manifest(folder: Path) -> Manifest:
 # ── The assignment of blocks to ranks ──
 
 
-@dataclass(frozen=True)
-class ShardBlock:
-    """Description of one process's block of a tensor. It is sent to all ranks."""
-
-    # Name of the dtype in safetensors.
-    dtype: str
-    # Shape of the full tensor.
-    global_shape: tuple[int, ...]
-    # Index of the block's first value in the full tensor, for each dimension.
-    offset: tuple[int, ...]
-    # Shape of the block.
-    shape: tuple[int, ...]
-    # Number of bytes of the block.
-    bytes: int
-
-
-def block_of(tensor: Tensor) -> ShardBlock:
-    """Return a description of this process's block of `tensor`.
+def block_of(tensor: Tensor) -> Piece:
+    """Return this process's block of `tensor`, without a file.
 
     Raises ValueError if `tensor` is a DTensor and this process holds several blocks of it, or none.
     """
@@ -300,9 +285,7 @@ def block_of(tensor: Tensor) -> ShardBlock:
         # placements.
         (chunk,) = tensor.__create_chunk_list__()
         offset = tuple(chunk.offsets)
-    return ShardBlock(
-        DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.nbytes
-    )
+    return Piece("", offset, tuple(local.shape))
 
 
 def rank_stem(kind: str, rank: int, world_size: int) -> str:
@@ -315,7 +298,8 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
 
 def lay_out(
     kind: str,
-    offers: list[dict[str, ShardBlock]],
+    tensors: Mapping[str, Tensor],
+    offers: list[dict[str, Piece]],
     checksums: Mapping[str, int],
 ) -> dict[str, TensorEntry]:
     """Assign the blocks of all tensors to ranks and files.
@@ -330,29 +314,36 @@ def lay_out(
 
     Args:
         kind: "model" or "optimizer".
+        tensors: Tensors by name. Their dtypes and shapes are the same on all ranks.
         offers: For each rank, a dict that maps the name of each tensor to the block that this rank
-            holds.
+            holds (see `block_of`).
         checksums: Map the name of each tensor to its checksum.
     """
-    any_block = {name: block for offer in offers for name, block in offer.items()}
-    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(any_block)}
-    holders: dict[tuple[str, ShardBlock], list[int]] = {}
+    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(tensors)}
+    holders: dict[tuple[str, Piece], list[int]] = {}
     for rank, offer in enumerate(offers):
         for named_block in offer.items():
             holders.setdefault(named_block, []).append(rank)
+    sizes = {
+        (name, block): math.prod(block.shape) * tensors[name].element_size()
+        for name, block in holders
+    }
     written = [0] * len(offers)  # bytes assigned to each rank
-    largest_first = sorted(holders, key=lambda item: (-item[1].bytes, item[0], item[1].offset))
+    largest_first = sorted(holders, key=lambda item: (-sizes[item], item[0], item[1].offset))
     for name, block in largest_first:
-        if not block.bytes:  # the tensor has fewer rows than there are ranks
+        if not sizes[name, block]:  # the tensor has fewer rows than there are ranks
             continue
         rank = min(holders[name, block], key=lambda rank: (written[rank], rank))
         stem = rank_stem(kind, rank, len(offers))
         file = f"{stem}-part-{written[rank] // PART_BYTES:03d}.safetensors"
-        pieces[name].append(Piece(file, block.offset, block.shape))
-        written[rank] += block.bytes
+        pieces[name].append(replace(block, file=file))
+        written[rank] += sizes[name, block]
     return {
         name: TensorEntry(
-            any_block[name].dtype, any_block[name].global_shape, tuple(parts), checksums[name]
+            DTYPE_NAMES[tensors[name].dtype],
+            tuple(tensors[name].shape),
+            tuple(parts),
+            checksums[name],
         )
         for name, parts in pieces.items()
     }
@@ -434,7 +425,7 @@ def load_tensors(
                     overlap.copy_(saved[_slices(piece, block)])
 
 
-def _slices(block: Piece | ShardBlock, other: Piece | ShardBlock) -> tuple[slice, ...]:
+def _slices(block: Piece, other: Piece) -> tuple[slice, ...]:
     """Return the slices of `block` that select its overlap with `other`.
 
     `block` and `other` are blocks of the same tensor. If they do not overlap, the slices select

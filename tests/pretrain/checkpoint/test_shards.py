@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pretrain.checkpoint.checkpoint import checksums
 from pretrain.checkpoint.format import (
     DTYPE_NAMES,
-    ShardBlock,
+    Piece,
     block_of,
     lay_out,
     load_tensors,
@@ -49,20 +49,18 @@ def test_safetensors_reads_the_files_and_their_hash_is_recorded(tmp_path):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=8), st.integers(1, 4))
 def test_replicas_share_the_writing_evenly(shapes, ranks):
-    offer = {
-        f"t{n}": ShardBlock("F32", shape, (0, 0), shape, 4 * math.prod(shape))
-        for n, shape in enumerate(shapes)
-    }
-    index = lay_out("model", [offer] * ranks, dict.fromkeys(offer))
+    tensors = {f"t{n}": torch.empty(shape) for n, shape in enumerate(shapes)}
+    offer = {name: Piece("", (0, 0), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    index = lay_out("model", tensors, [offer] * ranks, dict.fromkeys(offer))
     load = [0] * ranks
-    for name, block in offer.items():
+    for name, tensor in tensors.items():
         pieces = index[name].pieces
-        assert [piece.shape for piece in pieces if math.prod(piece.shape)] == [block.shape] * (
-            block.bytes > 0
+        assert [piece.shape for piece in pieces if math.prod(piece.shape)] == [tensor.shape] * (
+            tensor.nbytes > 0
         )
         for piece in pieces:
-            load[int(piece.file.split("-")[1])] += block.bytes
-    assert max(load) - min(load) <= max((block.bytes for block in offer.values()), default=0)
+            load[int(piece.file.split("-")[1])] += tensor.nbytes
+    assert max(load) - min(load) <= max((tensor.nbytes for tensor in tensors.values()), default=0)
 
 
 # ── From any number of processes to any other, simulated in this process ──
@@ -106,7 +104,7 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(data: st.DataObject):
     parts = [
         as_rank(rank, saved_mesh, saved_placements, tensor) for rank in range(math.prod(saved_mesh))
     ]
-    index = lay_out("model", [{"t": block_of(part)} for part in parts], {"t": None})
+    index = lay_out("model", {"t": tensor}, [{"t": block_of(part)} for part in parts], {"t": None})
     with tempfile.TemporaryDirectory() as folder:
         for piece in index["t"].pieces:
             write_tensors(
