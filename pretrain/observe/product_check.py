@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -82,9 +81,7 @@ def worst_first(compared: Iterable[Compared]) -> list[Compared]:
     return sorted(compared, key=lambda comparison: comparison.excess, reverse=True)
 
 
-def judge_product(
-    name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]
-) -> Compared | None:
+def judge_product(name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> Compared:
     """Compare the error of the run's product with the error of our plain quantizer.
 
     name: the name of the product, for the message.
@@ -93,16 +90,16 @@ def judge_product(
     plain: the errors of the plain quantizer, each of the same shape. There are DRAWS errors if the
         quantizer rounds the left operand stochastically, otherwise one.
 
-    Waits for the device. Returns None if `exact` and `error` are zero.
+    Waits for the device.
     """
     norm = exact.norm(dtype=torch.float64)
-    if norm == 0 and not error.any():
-        return None
+    if not norm:
+        # The relative error of a product that should be zero is infinite or zero.
+        size = math.inf if error.any() else 0.0
+        return Compared.of(name, size, size)
     error, *plain = (values.double() / norm for values in (error, *plain))
     size = error.norm().item()
     sizes = [values.norm().item() for values in plain]
-    if not norm:
-        return Compared.of(name, size, size / ORDER_OF_SUMS)
     excess = size / (LEEWAY * max(sizes) + ORDER_OF_SUMS)
     if min(sizes) <= 8 * ORDER_OF_SUMS:
         # Differences in the order of sums would make the directions of such small errors differ.
@@ -195,8 +192,9 @@ class ProductCheck(Probe):
 
         active: the precision of the microbatch.
         """
-        # Map (name of the linear, gemm) to a call of `judge_product`.
-        self._products: dict[tuple[str, str], Callable[[], Compared | None]] = {}
+        # Map (name of the linear, gemm) to the exact product, the run's error, and the errors of
+        # the plain quantizer.
+        self._products: dict[tuple[str, str], tuple[Tensor, Tensor, list[Tensor]]] = {}
         self._precision = active.quantized_precision
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         # The name of the LM head, whose products run once for each chunk of tokens.
@@ -211,7 +209,10 @@ class ProductCheck(Probe):
 
         Call this method after the microbatch, because the host waits for the device.
         """
-        return worst_first(filter(None, (judge() for judge in self._products.values())))
+        return worst_first(
+            judge_product(f"{name} {gemm}", *errors)
+            for (name, gemm), errors in self._products.items()
+        )
 
     @torch.no_grad()
     def operand(
@@ -254,7 +255,7 @@ class ProductCheck(Probe):
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         exact, plain = self._references(name, operands, added, result.dtype)
         error = result[rows][:, columns].float() - added - exact
-        self._products[name, gemm] = partial(judge_product, f"{name} {gemm}", exact, error, plain)
+        self._products[name, gemm] = exact, error, plain
 
     def _references(
         self,
