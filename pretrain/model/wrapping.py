@@ -106,15 +106,15 @@ def fuse(
             Empty if nothing is quantized.
         arithmetic: Arithmetic that the fused layers use.
     """
-    low_precision = {engine: quantized_names(by_name) for engine, by_name in decisions.items()}
+    low_precision = [quantized_names(by_name) for by_name in decisions.values()]
     fused = {}
     # Map the name of each layer that is not fused to the reason from `assess_layer`.
     reasons = {}
     for name, layer in layers.items():
-        if reason := assess_layer(name, layer, low_precision.values()):
+        if reason := assess_layer(name, layer, low_precision):
             reasons[name] = reason
         else:
-            fused[name] = FusedLayer(layer, name, arithmetic, low_precision=low_precision)
+            fused[name] = FusedLayer(layer, name, arithmetic)
             layer.forward = fused[name]
     return FusedLayers(fused, reasons, arithmetic)
 
@@ -130,13 +130,18 @@ def convert(
     Each linear layer that `decisions` quantizes gets a Gemm of the current engine. Before that, a
     linear layer of transformers is replaced by a `LowPrecisionLinear` with the same Parameters. The
     LM head is not replaced, because `LossHead` can have Gemms itself. The experts of a layer are
-    replaced by `GroupedExperts`. Linear layers inside of `fused` layers are not changed, because
-    fused layers have their own Gemms.
+    replaced by `GroupedExperts`. Linear layers inside of `fused` layers are not changed. Each
+    product of a fused layer gets a Gemm for all its linear layers.
     """
     engine: Any = context.engine
     group_experts(hf, context)
     fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
     quantized = quantized_names(decisions)
+    for product in fused.products if fused else ():
+        # `fuse` stacks only linear layers that are all quantized, or all unquantized.
+        if product.members[0] in quantized:
+            sizes = [features_of(linear) for linear in product.linears]
+            product.add(engine, sizes[0][0], sum(size for _, size in sizes))
     for name, module in list(hf.named_modules()):
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():

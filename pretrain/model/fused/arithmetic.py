@@ -31,9 +31,8 @@ from transformers.pytorch_utils import Conv1D
 from pretrain.model.fused import formulas
 from pretrain.model.gradients import Summed
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.gemm import Gemm, GemmEngine, Operand, TorchGemm
+from pretrain.precision.gemm import Gemm, Operand, TorchGemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, present
-from pretrain.precision.scope import features_of
 from pretrain.precision.transformer_engine import TransformerEngineGemm
 
 
@@ -48,7 +47,6 @@ class StackedLinear(LinearState):
         name: str,
         linears: Mapping[str, nn.Linear | Conv1D],
         arithmetic: Arithmetic,
-        engines: Sequence[GemmEngine] = (),
     ) -> None:
         """Create the stacked linear without moving any parameter.
 
@@ -56,16 +54,12 @@ class StackedLinear(LinearState):
             name: Name of the amax histories and scales of the product in checkpoints.
             linears: Map the name of each linear layer in the model to the layer.
             arithmetic: The arithmetic of the model's fused layers.
-            engines: The engines that quantize this product.
         """
         super().__init__(name, arithmetic.context, tuple(linears))
         self.linears = tuple(linears.values())
         # True for a Conv1D of transformers, which is never stacked. Its weight is [in, out].
         self.transposed = isinstance(self.linears[0], Conv1D)
         self.arithmetic = arithmetic
-        sizes = [features_of(linear) for linear in self.linears]
-        for engine in engines:
-            self.add(engine, sizes[0][0], sum(size for _, size in sizes))
         # The Gemm without quantization. It casts the weight once a step and caches the result for
         # the other microbatches of the step.
         self.plain = TorchGemm(name, self.members)

@@ -34,7 +34,6 @@ from pretrain.model.fused.arithmetic import (
 )
 from pretrain.model.fused.formulas import NAMES, Activation, HeadNorms, Heads
 from pretrain.model.gradients import Summed
-from pretrain.precision.gemm import GemmEngine
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -260,30 +259,16 @@ class FusedLayer:
         layer: The decoder layer.
         name: Name of the layer in its model.
         arithmetic: Computes the norms, the rotation and the activation between the products.
-        low_precision: Map each engine to the full names of the linear layers of this decoder layer
-            that the engine computes in low precision. All other linear layers are computed in the
-            compute dtype of the context.
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        name: str,
-        arithmetic: Arithmetic,
-        *,
-        low_precision: Mapping[GemmEngine | None, Collection[str]],
-    ) -> None:
+    def __init__(self, layer: Any, name: str, arithmetic: Arithmetic) -> None:
         self.unfused = layer.forward
         self.arithmetic = arithmetic
         self.parts = Parts.of(layer)
         products = []
         for stacked_name, stack in self.parts.stacks.items():
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
-            # Under one engine, either all linear layers of a stack are in low precision or none is.
-            # So it suffices to look up the first one.
-            first = next(iter(linears))
-            engines = [engine for engine, low in low_precision.items() if engine and first in low]
-            product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic, engines)
+            product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic)
             product.lay_together()
             products.append(product)
         self.products = tuple(products)
