@@ -84,16 +84,6 @@ def _summary_column(
     return Column(title, meaning, value, form, **options)
 
 
-def _end_suffix(compared: ComparedRun) -> str:
-    """Return the suffix ", halted" or ", not finished", or "" for a finished run.
-
-    A run is not finished if it has not reached its last step.
-    """
-    if "halted" in compared.run.summary:
-        return ", halted"
-    return ", not finished" if compared.run.is_unfinished else ""
-
-
 def _averaged_steps(run: RunRecord) -> str:
     """Return the steps over which the loss at the end is averaged, as " (steps 937 to 1,000)"."""
     last = run.summary["steps"]
@@ -135,7 +125,13 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             lambda compared: compared.run.engine,
             is_text=True,
         ),
-        _summary_column("steps", "", "steps", "{:,}".format, suffix=_end_suffix),
+        _summary_column(
+            "steps",
+            "",
+            "steps",
+            "{:,}".format,
+            suffix=lambda compared: ", not finished" if compared.run.is_unfinished else "",
+        ),
         _summary_column("tokens", "", "tokens", count),
         _summary_column(
             "loss at the end",
