@@ -7,6 +7,7 @@ it has logged a step. The processes are forked from a server that has imported t
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import multiprocessing
@@ -69,6 +70,8 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
         kept = [0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
         for below, above in itertools.pairwise(kept):
             os.closerange(below + 1, above)
+        # An exit function of pytest's worker would end each forked process with status 0.
+        atexit._clear()
         # Logging handlers, also of transformers, write to pytest's files, which are closed now.
         for name in (None, *logging.root.manager.loggerDict):
             logging.getLogger(name).handlers.clear()
