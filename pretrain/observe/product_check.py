@@ -202,7 +202,8 @@ class ProductCheck(Probe):
         # One quantizer for each role is enough, because the products sum over the last axis of all
         # samples.
         self._quantize = {role: self._precision.along_features(role) for role in get_args(Role)}
-        self._samples: dict[tuple[str, Role, Along], _Sample] = {}
+        # Map (name of the linear, role, axis of the sum) to the sample of the operand.
+        self.samples: dict[tuple[str, Role, Along], _Sample] = {}
 
     def compared(self) -> list[Compared]:
         """Return a comparison for each product, the largest excess first.
@@ -213,6 +214,10 @@ class ProductCheck(Probe):
             judge_product(f"{name} {gemm}", *errors)
             for (name, gemm), errors in self._products.items()
         )
+
+    def scale_of(self, name: str, role: Role) -> Tensor | None:
+        """Return the delayed scale of an operand, or None if the precision has no histories."""
+        return of_operand(self._before, name, role, "scale") if self._before else None
 
     @torch.no_grad()
     def operand(
@@ -229,12 +234,12 @@ class ProductCheck(Probe):
         # Copy the rows and columns, because a view would keep the whole operand in memory.
         of_rows = part[rows].clone()
         of_columns = part[:, columns].clone().t()
-        self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax, rows)
+        self.samples[name, role, "features"] = _Sample(of_rows, of_rows, amax, rows)
         transform = self._precision.transform(role)
         if transform is not None and self._precision.tensor_scaled:
             amax = transform(tensor.t()).abs().amax().float()
         transformed = of_columns if transform is None else transform(of_columns)
-        self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax, columns)
+        self.samples[name, role, "rows"] = _Sample(of_columns, transformed, amax, columns)
 
     @torch.no_grad()
     def result(
@@ -247,9 +252,9 @@ class ProductCheck(Probe):
         roles = OPERANDS[gemm]
         keys = [(name, *key) for key in zip(roles, ALONG[gemm], strict=True)]
         is_repeated = name != self._head and (name, gemm) in self._products
-        if is_repeated or not self._samples.keys() >= {*keys}:
+        if is_repeated or not self.samples.keys() >= {*keys}:
             return
-        operands = {key[1]: self._samples[key] for key in keys}
+        operands = {key[1]: self.samples[key] for key in keys}
         result = _of_largest_expert(result.flatten(0, -2), ends, is_weight=gemm == "wgrad")
         rows, columns = (operand.rows for operand in operands.values())
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
@@ -273,11 +278,6 @@ class ProductCheck(Probe):
         There are DRAWS errors if a factor is rounded stochastically, otherwise one error.
         """
         is_stochastic = any(map(self._precision.is_stochastic, operands))
-        # The scales of delayed scaling. Other precisions have no state.
-        scales = {
-            role: of_operand(self._before, name, role, "scale") if self._before else None
-            for role in operands
-        }
         plain = []
         with overridden(torch.backends.cuda.matmul, fp32_precision="ieee"):
             left, right = (operand.values.float() for operand in operands.values())
@@ -285,7 +285,7 @@ class ProductCheck(Probe):
             for _ in range(DRAWS if is_stochastic else 1):
                 left, right = (
                     self._quantize[role](
-                        operand.to_quantize, scales[role], operand.amax
+                        operand.to_quantize, self.scale_of(name, role), operand.amax
                     ).dequantize()
                     for role, operand in operands.items()
                 )

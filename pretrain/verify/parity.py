@@ -46,7 +46,7 @@ from pretrain.verify.reference_model import (
     reference_pass,
     wrong_batches,
 )
-from pretrain.verify.reference_quantizer import QuantizerCheck
+from pretrain.verify.reference_quantizer import compare_codes
 
 # Type of functions that run forward and backward of a step and return the loss.
 Pass = Callable[..., float]
@@ -408,14 +408,12 @@ def _compare_quantized(
         run_pass(step)
     parity.sums = _compare_sums(model, run_pass, step)
     products = ProductCheck(model, active)
-    codes = QuantizerCheck(model.context, active)
     with ExitStack() as first_microbatch:
         wrong_histories = first_microbatch.enter_context(watching_histories(model.context, active))
         first_microbatch.enter_context(model.context.probing(products))
-        first_microbatch.enter_context(model.context.probing(codes))
         loss = run_pass(step, first_microbatch) * mean_over_compared
     parity.products = products.compared()
-    parity.codes = codes.compared()
+    parity.codes = compare_codes(products, active)
     norm = gradient_norm(model.parameters()).item()
     parity.quantized_loss = loss
     parity.quantized_gradient_norm = norm

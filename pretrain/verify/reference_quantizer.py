@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.observe.product_check import Compared, token_rows, worst_first
-from pretrain.precision.delayed_state import of_operand
+from pretrain.observe.product_check import Compared, ProductCheck, worst_first
 from pretrain.precision.formats.definition import Along, OptionValues, Role, Scaling
-from pretrain.precision.product import PrecisionContext, Probe
 from pretrain.precision.settings import ActivePrecision
 
 Array = np.ndarray
@@ -43,47 +40,30 @@ COLUMNS = 1024
 TOLERATED_SHARE = 2.0**-8
 
 
-class QuantizerCheck(Probe):
-    """Probe that compares the codes of some operands with the codes of the reference quantizers.
+def compare_codes(check: ProductCheck, active: ActivePrecision) -> list[Compared]:
+    """Compare the codes of some operands with the codes of the reference quantizers.
 
-    The probe stores a part of one operand for each role and each number of features.
+    For each role and each number of features, one operand is quantized along both axes. Return the
+    comparisons, the worst one first. Draws random numbers.
+
+    Args:
+        check: Check that has sampled the operands of a microbatch.
+        active: Precision of the microbatch.
     """
-
-    def __init__(self, context: PrecisionContext, active: ActivePrecision) -> None:
-        """Create the check before the microbatch.
-
-        active: the precision of the microbatch.
-        """
-        self._active = active
-        self._before = {name: tensor.clone() for name, tensor in context.state().items()}
-        # Map (role, number of features) to the name of the linear and the part of its operand.
-        self._operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
-
-    def operand(
-        self, name: str, role: Role, values: Callable[[], Tensor], ends: Tensor | None
-    ) -> None:
-        """Store a part of the operand, unless a similar operand is stored."""
-        tensor = values()
-        if (role, tensor.shape[1]) not in self._operands:
-            # Rows of zeros, such as gradients of tokens without a label, would show no fault.
-            part = tensor[token_rows(tensor), :COLUMNS]
-            if part.any():
-                self._operands[role, tensor.shape[1]] = name, part
-
-    def compared(self) -> list[Compared]:
-        """Quantize each operand along both axes, and return comparisons, the worst one first.
-
-        Draws random numbers.
-        """
-        compared = []
-        for (role, _), (name, operand) in self._operands.items():
-            # The state is empty without delayed scaling.
-            scale = of_operand(self._before, name, role, "scale") if self._before else None
-            for along in get_args(Along):
-                share = differing_share(self._active, role, along, operand, scale)
-                excess = share / TOLERATED_SHARE
-                compared.append(Compared.of(f"{name} {role} along {along}", share, excess))
-        return worst_first(compared)
+    # Map (role, number of features) to the name of the linear and a part of its operand.
+    operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
+    for (name, role, along), sample in check.samples.items():
+        key = (role, sample.values.shape[1])
+        # An operand of zeros would show no fault.
+        if along == "features" and key not in operands and sample.values.any():
+            operands[key] = name, sample.values[:, :COLUMNS]
+    compared = []
+    for (role, _), (name, operand) in operands.items():
+        for along in get_args(Along):
+            share = differing_share(active, role, along, operand, check.scale_of(name, role))
+            excess = share / TOLERATED_SHARE
+            compared.append(Compared.of(f"{name} {role} along {along}", share, excess))
+    return worst_first(compared)
 
 
 def differing_share(

@@ -7,14 +7,16 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretrain.observe.product_check import ProductCheck, token_rows
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS
-from pretrain.verify.reference_quantizer import QuantizerCheck, differing_share
+from pretrain.verify.reference_quantizer import compare_codes, differing_share
 from tests.pretrain.conftest import active_in
+from tests.pretrain.verify.small_runs import build_run
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name, precision in PRECISIONS.items() if precision.quantized),
@@ -51,12 +53,21 @@ def test_operands_that_are_not_finite_do_not_match() -> None:
     assert np.isnan(differing_share(active_in("mxfp8", "emulation"), "input", "features", x, None))
 
 
-def test_a_gradient_is_compared_although_its_last_tokens_have_no_label() -> None:
+def test_a_gradient_is_sampled_although_its_last_tokens_have_no_label() -> None:
     gradient = torch.zeros(512, 128, dtype=torch.bfloat16)
     gradient[64:96] = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
-    context = PrecisionContext(None, torch.bfloat16)
-    check = QuantizerCheck(context, active_in("mxfp8"))
-    check.operand("linear", "grad_output", lambda: gradient, None)
-    assert [comparison.excess for comparison in check.compared()] == [0, 0]
-    check.operand("linear", "grad_output", lambda: gradient / 3, None)
-    assert len(check.compared()) == 2, "one operand of each role and size"
+    assert (gradient[token_rows(gradient)] != 0).any(dim=1).sum() == 32
+
+
+def test_one_operand_of_each_role_and_size_is_compared(accelerator: Accelerator) -> None:
+    run = build_run(accelerator, "mxfp8", layers=2)
+    check = ProductCheck(run.packed, run.active)
+    for scale in (0.0, 1.0, 2.0):
+        operand = scale * torch.randn(128, 128, dtype=torch.bfloat16)
+        check.operand(f"linear {scale}", "input", lambda operand=operand: operand, None)
+    compared = compare_codes(check, run.active)
+    assert [comparison.excess for comparison in compared] == [0, 0]
+    assert {comparison.name for comparison in compared} == {
+        "linear 1.0 input along features",
+        "linear 1.0 input along rows",
+    }
