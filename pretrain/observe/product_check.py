@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foundation.overrides import overridden
-from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, OptionValues, Role
 from pretrain.precision.gemm import GemmKind
@@ -187,18 +186,17 @@ class ProductCheck(Probe):
 
     observes_results = True
 
-    def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
+    def __init__(self, context: PrecisionContext, active: ActivePrecision) -> None:
         """Create the check before the microbatch.
 
+        context: the context of the model's products.
         active: the precision of the microbatch.
         """
         # Map (name of the linear, gemm) to the exact product, the run's error, and the errors of
         # the plain quantizer.
         self._products: dict[tuple[str, str], tuple[Tensor, Tensor, list[Tensor]]] = {}
         self._precision = active.quantized_precision
-        self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
-        # The name of the LM head, whose products run once for each chunk of tokens.
-        self._head = packed.hf.get_output_embeddings().state.name
+        self._before = {name: tensor.clone() for name, tensor in context.state().items()}
         # One quantizer for each role is enough, because the products sum over the last axis of all
         # samples.
         self._quantize = {role: self._precision.along_features(role) for role in get_args(Role)}
@@ -251,7 +249,9 @@ class ProductCheck(Probe):
         """
         roles = OPERANDS[gemm]
         keys = [(name, *key) for key in zip(roles, ALONG[gemm], strict=True)]
-        is_repeated = name != self._head and (name, gemm) in self._products
+        # A product runs again if its layer is recomputed or called several times, and the LM head
+        # computes in chunks of tokens. The first result belongs to the present samples.
+        is_repeated = (name, gemm) in self._products
         if is_repeated or not self.samples.keys() >= {*keys}:
             return
         operands = {key[1]: self.samples[key] for key in keys}

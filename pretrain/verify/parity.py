@@ -407,7 +407,7 @@ def _compare_quantized(
     if model.context.state():
         run_pass(step)
     parity.sums = _compare_sums(model, run_pass, step)
-    products = ProductCheck(model, active)
+    products = ProductCheck(model.context, active)
     with ExitStack() as first_microbatch:
         wrong_histories = first_microbatch.enter_context(watching_histories(model.context, active))
         first_microbatch.enter_context(model.context.probing(products))
