@@ -62,10 +62,10 @@ from pretrain.precision.settings import (
 from pretrain.run.assembly import REHEARSALS
 from pretrain.settings.config import load_recipe
 from pretrain.verify.parity import (
-    FP32_OF_BF16,
     Parity,
     distances,
     judge,
+    resolution_of,
     too_far,
     training_without_dropout,
     worst_of,
@@ -424,8 +424,7 @@ def parity(
             exact, expected = _output_and_gradients(plain, batch, torch.float32)
             rounded, noise = _output_and_gradients(plain, batch, torch.bfloat16)
     errors = _token_losses(rounded, batch) - _token_losses(exact, batch)
-    is_fp32 = {gradient.dtype for gradient in gradients.values()} == {torch.float32}
-    resolution = FP32_OF_BF16 if is_fp32 else 1.0
+    resolution = resolution_of(*(gradient.dtype for gradient in gradients.values()))
     result = Parity(
         failures=[],
         tokens=len(errors),

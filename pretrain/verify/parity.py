@@ -264,7 +264,9 @@ def _compare(
             model, accelerator, documents, step_tokens, tokens, head_factor
         )
         gradients = gradients_of(model.hf)
-        resolution = _resolution(model, gradients)
+        resolution = resolution_of(
+            model.context.compute_dtype, *(gradient.dtype for gradient in gradients.values())
+        )
         parity = Parity(
             failures=failures,
             tokens=tokens,
@@ -322,13 +324,14 @@ def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
         yield factor
 
 
-def _resolution(model: PackedLanguageModel, gradients: Mapping[str, Tensor]) -> float:
-    """Return the allowed error of a gradient as a multiple of BF16's error."""
-    # The gradients' dtypes are checked too, because gradients may be summed in BF16 although the
-    # model computes in FP32.
-    dtypes = {gradient.dtype for gradient in gradients.values()}
-    dtypes.add(model.context.compute_dtype)
-    return FP32_OF_BF16 if dtypes == {torch.float32} else 1.0
+def resolution_of(*dtypes: torch.dtype) -> float:
+    """Return the allowed error of a gradient as a multiple of BF16's error.
+
+    Args:
+        dtypes: Dtypes of the computation and of the gradients, because gradients may be summed in
+            BF16 although the model computes in FP32.
+    """
+    return FP32_OF_BF16 if {*dtypes} == {torch.float32} else 1.0
 
 
 def _reference(
