@@ -135,7 +135,11 @@ def quantize_dequantize(
         tensor_decode = np.float32(amax / maximum)
         # If all values are zero, the encoding scale is 1.
         tensor_encode = np.float32(maximum / amax if amax > 0 else 1)
-        encode, decode = _block_scales_of_nvfp4(_block_amax(values, scaling), tensor_encode)
+        # The decoding scales are E4M3 values. The order of operations is the same as in Transformer
+        # Engine's NVFP4QuantizerRef, because another order would give other codes.
+        exact_scale = _block_amax(values, scaling) * (tensor_encode * np.float32(1 / 6))
+        decode = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
+        encode = _reciprocal(decode * _reciprocal(tensor_encode))
     elif scaling.kind == "power of two":
         # The decoding scale is the smallest power of two for which the block's largest value
         # divided by the scale does not exceed the format's maximum.
@@ -184,21 +188,6 @@ def _block_amax(values: Array, scaling: Scaling) -> Array:
     blocks = np.abs(values).reshape(len(values) // height, height, -1, size)
     amax = blocks.max((1, 3), keepdims=True)
     return np.broadcast_to(amax, blocks.shape).reshape(values.shape)
-
-
-def _block_scales_of_nvfp4(block_amax: Array, tensor_encode: np.floating) -> tuple[Array, Array]:
-    """Return the encoding scale and the decoding scale of each value in NVFP4.
-
-    The decoding scales are E4M3 values. The order of operations is the same as in Transformer
-    Engine's NVFP4QuantizerRef. Another order would give other codes, because the rounding differs.
-
-    Args:
-        block_amax: Largest magnitude of each value's block.
-        tensor_encode: Encoding scale of the tensor.
-    """
-    exact_scale = block_amax * (tensor_encode * np.float32(1 / 6))
-    block_scale = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
-    return _reciprocal(block_scale * _reciprocal(tensor_encode)), block_scale
 
 
 def _reciprocal(scale: Array | np.floating) -> Array:
