@@ -259,9 +259,22 @@ class TokenLog(AbstractContextManager):
                 file.truncate(size)
 
     def append(self, result: Tokens) -> None:
-        """Append the documents of the next chunk to the files."""
-        for name, array in ((_TOKENS, result.tokens), (_LENGTHS, result.lengths)):
+        """Append the documents of the next chunk to the files.
+
+        Raises InputError, and drops all tokens, if another process has changed the files. Only a
+        file system without locks allows this.
+        """
+        for name, array, size in (
+            (_TOKENS, result.tokens, 4 * self.counts.tokens),
+            (_LENGTHS, result.lengths, 8 * self.counts.documents),
+        ):
             with open(self.folder / name, "ab") as file:
+                if file.tell() != size:
+                    self.counts = Counts()
+                    raise InputError(
+                        f"{self.folder}: another process prepares these packs too; wait until it "
+                        "has ended, and run the command again"
+                    )
                 file.write(array.data)
         self.counts += result.counts
         self.offset = result.after

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from foundation.files import hash_of
 from packing.arrow import read_manifest
+from packing.chunks import Tokens
 from packing.pack_maker import PackMaker
 from packing.prepare import TokenLog, prepare, summary
 from packing.records import CHATML, PLAIN
@@ -380,6 +381,25 @@ def test_without_locks_one_process_prepares_and_several_are_rejected(
     monkeypatch.setenv("WORLD_SIZE", "1")
     prepare(settings, progress=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    prepare(settings, progress=False)
+    assert sorted(texts_in(settings)) == sorted(documents)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no locks")
+def test_without_locks_a_second_preparation_ends_the_first(
+    settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one starts after the first chunk, and prepares the packs."""
+    append = TokenLog.append
+
+    def append_beside_another(log: TokenLog, result: Tokens) -> None:
+        append(log, result)
+        monkeypatch.setattr(TokenLog, "append", append)
+        TokenLog(log.folder, log.key)
+
+    monkeypatch.setattr(TokenLog, "append", append_beside_another)
+    with pytest.raises(InputError, match="another process prepares these packs too"):
+        prepare(settings, progress=False)
     prepare(settings, progress=False)
     assert sorted(texts_in(settings)) == sorted(documents)
 
