@@ -347,7 +347,7 @@ def require_same_training(
     message = (
         f"{source.path}: the checkpoint was made by another recipe:{changed}\nEither pass "
         "--accept-changes to continue this run with the present values, or start a new run: set "
-        "another `name` or `run_dir`, without --resume."
+        "another `run_dir`, without --resume."
     )
     if only_schedule:
         earlier = (
@@ -384,7 +384,7 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
         raise InputError(
             f"{source.path}: the checkpoint is from step {source.step:,}, but `train` ends the run "
             f"at step {plan.steps:,}; raise the length of the run in `train`, or start a new run: "
-            "set another `name` or `run_dir`, without --resume"
+            "set another `run_dir`, without --resume"
         )
 
 

@@ -279,7 +279,7 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
         require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
-    assert "set another `name` or `run_dir`, without --resume" in message
+    assert "set another `run_dir`, without --resume" in message
     assert "--accept-changes" in message
 
 
@@ -329,7 +329,7 @@ def test_these_checkpoints_are_not_refused_for_their_changes(
         (11, True, None),
         (12, True, None),  # the run is complete
         (12, False, "is from step 12, but `train` ends the run at step 12; raise .* `train`, or"),
-        (13, True, "ends the run at step 12; raise .* set another `name` or `run_dir`"),
+        (13, True, "ends the run at step 12; raise .* set another `run_dir`"),
     ],
 )
 def test_a_checkpoint_must_leave_steps_to_train(
