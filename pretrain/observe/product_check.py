@@ -100,11 +100,13 @@ def judge_product(name: str, exact: Tensor, error: Tensor, plain: Sequence[Tenso
     size = error.norm().item()
     sizes = [values.norm().item() for values in plain]
     excess = size / (LEEWAY * max(sizes) + ORDER_OF_SUMS)
-    if min(sizes) <= 8 * ORDER_OF_SUMS:
-        # Differences in the order of sums would make the directions of such small errors differ.
-        return Compared.of(name, size, excess)
+    # Differences in the order of sums would make the directions of such small errors differ.
+    is_small = min(sizes) <= 8 * ORDER_OF_SUMS
     if len(plain) > 1:
-        return Compared.of(name, size, _judge_draws(torch.stack([error, *plain])))
+        of_draws = _judge_draws(torch.stack([error, *plain]))
+        return Compared.of(name, size, min(excess, of_draws) if is_small else of_draws)
+    if is_small:
+        return Compared.of(name, size, excess)
     too_small = (sizes[0] - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf
     cosine = F.cosine_similarity(error.flatten(), plain[0].flatten(), dim=0, eps=1e-100)
     too_different = LEAST_LIKENESS / cosine.item() if cosine > 0 else math.inf

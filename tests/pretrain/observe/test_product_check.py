@@ -37,12 +37,24 @@ def errors_of_draws(precision: str, spread: float, seed: int) -> tuple[Tensor, T
     return exact, torch.stack([draw @ rounded_weight.t() - exact for draw in draws])
 
 
+def small_errors_of_draws(precision: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Return an exact product and the errors of draws, as `errors_of_draws`.
+
+    All summands of a product have the same sign, so that errors are less than 1 % of the product.
+    """
+    torch.manual_seed(seed)
+    quantize = active_in(precision).quantized_precision.along_features("grad_output")
+    gradient = (1 + 0.3 * torch.randn(128, 1024)) * (3 * torch.randn(128, 1)).exp()
+    weight = 1 + 0.3 * torch.randn(32, 1024)
+    exact = gradient @ weight.t()
+    draws = [quantize(gradient, None, gradient.max()).dequantize() for _ in range(1 + DRAWS)]
+    return exact, torch.stack([draw @ weight.t() - exact for draw in draws])
+
+
 def excess(exact: Tensor, errors: Tensor) -> float:
     """Return the excess of the first error."""
     error, *plain = errors
-    compared = judge_product("product", exact, error, plain)
-    assert compared is not None
-    return compared.excess
+    return judge_product("product", exact, error, plain).excess
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
@@ -73,6 +85,14 @@ def test_wrong_errors_in_few_rows_are_found(
     for seed in range(SEEDS // 5):
         exact, errors = errors_of_draws(precision, 3.0, seed)
         assert excess(exact, torch.stack([change(errors[0]), *errors[1:]])) > 1
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
+def test_small_errors_in_few_rows_pass_unless_they_are_too_large(precision: str) -> None:
+    for seed in range(SEEDS // 5):
+        exact, errors = small_errors_of_draws(precision, seed)
+        assert excess(exact, errors) < 0.5
+        assert excess(exact, torch.stack([8 * errors[0], *errors[1:]])) > 1
 
 
 def test_an_error_that_is_not_a_number_is_found() -> None:
