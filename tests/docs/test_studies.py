@@ -143,13 +143,13 @@ SERVED_TABLE = (
     ("decay over 5 %", "decay-0.05"),
     ("decay over 50 %", "decay-0.5"),
     ("decay as 1-sqrt", "decay-0.2-sqrt"),
-    ("decay to a tenth", "decay-0.2-to-tenth"),
+    ("decay to a tenth of the rate", "decay-0.2-to-tenth"),
     ("mean of the last 4 checkpoints", "decay-0.2-mean-4"),
     ("constant rate, mean of the last 8", "constant-mean-8"),
     ("last 1 % in the served precision", "tail-0.01"),
     ("last 2 %", "tail-0.02"),
     ("last 5 %", "tail-0.05"),
-    ("last 5 %, decay to a tenth", "tail-0.05-to-tenth"),
+    ("last 5 %, decay to a tenth of the rate", "tail-0.05-to-tenth"),
     ("all after the first fifth", "block"),
 )
 
