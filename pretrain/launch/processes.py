@@ -80,7 +80,8 @@ class Training:
 def start_training(launch: Launch, environment: Mapping[str, str], log: Path) -> Training:
     """Start a training in the background.
 
-    The first call starts the server, and waits until the server has imported its modules.
+    The process of the training is forked from a server, which the first call starts. This call
+    waits until the server has imported torch and the launcher.
 
     Args:
         launch: The training.

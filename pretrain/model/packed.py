@@ -225,7 +225,7 @@ def forward_backward(
     first_apart: bool = False,
     compute: Callable[..., Tensor] = compute_microbatch,
 ) -> Tensor:
-    """Compute the gradients of a step, and return its loss, an FP32 scalar.
+    """Compute the gradients of a step. Return the loss of the step as an FP32 scalar.
 
     The loss is the mean over the labelled tokens of all ranks, so it is the same on every rank.
     `rank_sums` or FSDP2 sums the gradients over ranks. All ranks must call this function.

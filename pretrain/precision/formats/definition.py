@@ -33,9 +33,9 @@ Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
 
 @dataclass(frozen=True)
 class Scaling:
-    """The blocks of an operand, and the numbers to which their scales are rounded."""
+    """Size of an operand's blocks, and format of their scales."""
 
-    # The numbers to which scales are rounded.
+    # Format to which scales are rounded.
     kind: Literal["FP32", "power of two", "E4M3"]
     # The number of values along the contraction dimension that share a scale. None: all values of
     # the tensor share one scale.
