@@ -155,58 +155,83 @@ SERVED_TABLE = (
 
 
 @pytest.mark.parametrize(("label", "cell"), SERVED_TABLE)
-def test_losses_of_served_models_are_those_of_their_result_file(label: str, cell: str):
-    header, *runs = read_lines("h200_served_decay_14m")
+def test_losses_of_served_models_are_those_of_their_result_files(label: str, cell: str):
     cells = []
-    for served in ("nvfp4", "block"):
-        baseline = served_losses(runs, f"{served}-baseline", "served_loss")
-        losses = served_losses(runs, f"{served}-{cell}", "served_loss")
-        # Some cells were trained for one of the two served precisions only.
-        relative = [100 * (loss / base - 1) for loss, base in zip(losses, baseline, strict=False)]
-        cells.append(mean_of_five(relative, 2) if relative else "")
-    predicted = header["predictions"]["nvfp4"].get(cell, "")
-    if predicted:
-        predicted = f"{predicted:+}".replace("-", "−")
-    row = f"| {label} | {cells[0]} | {predicted} | {cells[1]} |"
-    page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-    assert row.replace("|  |", "| |").replace("|  |", "| |") in page, row
+    for size in ("14m", "35m"):
+        header, *runs = read_lines(f"h200_served_decay_{size}")
+        predicted = header["predictions"]["nvfp4"].get(cell, "")
+        if predicted:
+            predicted = f"{predicted:+}".replace("-", "−")
+        cells += [cost_of_served(runs, "nvfp4", cell), str(predicted)]
+        if size == "14m":
+            cells.append(cost_of_served(runs, "block", cell))
+    row = f"| {label} |" + "".join(f" {text} |" if text else " |" for text in cells)
+    assert row in (ROOT / "docs/evidence.md").read_text(encoding="utf-8"), row
 
 
-def test_costs_of_quantization_are_those_of_the_study_of_served_models():
-    runs = read_lines("h200_served_decay_14m")[1:]
+def cost_of_served(runs: list[dict[str, Any]], served: str, cell: str) -> str:
+    """Return the served loss of a cell above that of the baseline in percent, as in the table.
+
+    Return "" for a cell that was not trained for this served precision.
+    """
+    baseline = served_losses(runs, f"{served}-baseline", "served_loss")
+    losses = served_losses(runs, f"{served}-{cell}", "served_loss")
+    if not losses:
+        return ""
+    pairs = zip(losses, baseline, strict=True)
+    return mean_of_five([100 * (loss / base - 1) for loss, base in pairs], 2)
+
+
+def test_costs_of_quantization_are_those_of_the_studies_of_served_models():
     text = " ".join((ROOT / "docs/evidence.md").read_text(encoding="utf-8").split())
-    costs = []
-    for cell in ("decay-0.05", "baseline", "decay-0.5", "tail-0.05"):
-        losses = (
-            served_losses(runs, f"nvfp4-{cell}", key) for key in ("served_loss", "held_out_loss")
-        )
-        pairs = zip(*losses, strict=True)
-        costs.append(100 * statistics.mean(served / bf16 - 1 for served, bf16 in pairs))
-    assert "{:.2f}, {:.2f} and {:.2f} % after 5, 20 and 50 %".format(*costs[:3]) in text
-    assert f"costs {costs[3]:.2f} % instead of {costs[1]:.2f} %" in text
-    tokens = read_lines("h200_served_decay_14m")[0]["tokens"]
-    assert f"{tokens / 13_768_320:.1f} tokens per parameter" in text
+    tail = cost_of_served(read_lines("h200_served_decay_35m")[1:], "block", "tail-0.05")
+    assert f"at 35 million: {tail} %" in text
+    for size, millions in (("14m", "14 million"), ("35m", "35 million")):
+        runs = read_lines(f"h200_served_decay_{size}")[1:]
+        tail, baseline = (cost_of_quantization(runs, cell) for cell in ("tail-0.05", "baseline"))
+        assert f"{tail:.2f} % instead of {baseline:.2f} % at {millions}" in text
+    runs = read_lines("h200_served_decay_14m")[1:]
+    costs = [cost_of_quantization(runs, cell) for cell in ("decay-0.05", "baseline", "decay-0.5")]
+    assert "{:.2f}, {:.2f} and {:.2f} % after 5, 20 and 50 %".format(*costs) in text
+    headers = [read_lines(f"h200_served_decay_{size}")[0] for size in ("14m", "35m")]
+    lengths = [header["tokens"] / header["parameters"] for header in headers]
+    assert "{:.1f} and {:.1f} tokens per parameter".format(*lengths) in text
+
+
+def cost_of_quantization(runs: list[dict[str, Any]], cell: str) -> float:
+    """Return the mean loss in NVFP4 above the loss in BF16 in percent."""
+    served, bf16 = (
+        served_losses(runs, f"nvfp4-{cell}", key) for key in ("served_loss", "held_out_loss")
+    )
+    return 100 * statistics.mean(low / high - 1 for low, high in zip(served, bf16, strict=True))
 
 
 def test_the_time_to_equal_loss_is_that_of_the_result_file():
     lines = read_lines("h200_muon_gpt2")
     runs = {line["run"]: line for line in lines if "run" in line}
-    adamw, short = runs["adamw-bf16-seed=1"], runs["muon-delayed-160-seed=1"]
     search = [line for line in runs.values() if line["matrix"] == "muon_rates_gpt2"]
-    long = min(search, key=lambda line: line["held_out_loss"])
-    target = adamw["held_out_loss"]
-    share = (short["held_out_loss"] - target) / (short["held_out_loss"] - long["held_out_loss"])
-    steps = short["steps"] + share * (long["steps"] - short["steps"])
-    seconds = [adamw["steps"] * adamw["step_ms"] / 1e3, steps * short["step_ms"] / 1e3]
+    best_of_search = min(search, key=lambda line: line["held_out_loss"])
     text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
-    for figure in (
-        f"in {seconds[1] / seconds[0]:.2f} of the time",
-        f"{target:.3f} nats after {adamw['steps']} steps of 131,072 tokens in {seconds[0]:.1f} s",
-        f"{short['held_out_loss']:.3f} after {short['steps']} steps",
-        f"{long['held_out_loss']:.3f} after {long['steps']}",
-        f"about {steps:.0f} steps, or {seconds[1]:.1f} s",
-    ):
-        assert figure in text, figure
+    shares = []
+    # The search trained the 200 steps of the first seed.
+    for seed, long in ((1, best_of_search), (2, runs["muon-delayed-200-seed=2"])):
+        adamw, short = runs[f"adamw-bf16-seed={seed}"], runs[f"muon-delayed-160-seed={seed}"]
+        target = adamw["held_out_loss"]
+        share = (short["held_out_loss"] - target) / (short["held_out_loss"] - long["held_out_loss"])
+        steps = short["steps"] + share * (long["steps"] - short["steps"])
+        seconds = [adamw["steps"] * adamw["step_ms"] / 1e3, steps * short["step_ms"] / 1e3]
+        shares.append(seconds[1] / seconds[0])
+        if seed == 1:
+            for figure in (
+                f"{target:.3f} nats after {adamw['steps']} steps of 131,072 tokens in "
+                f"{seconds[0]:.1f} s",
+                f"{short['held_out_loss']:.3f} after {short['steps']} steps",
+                f"{long['held_out_loss']:.3f} after {long['steps']}",
+                f"about {steps:.0f} steps, or {seconds[1]:.1f} s",
+            ):
+                assert figure in text, figure
+    assert "in {:.2f} and {:.2f} of the time".format(*shares) in text
+    short, long = runs["muon-delayed-160-seed=1"], best_of_search
     study = yaml.safe_load((MATRICES / "muon_gpt2.yaml").read_text(encoding="utf-8"))["cells"]
     chosen = study["muon-delayed-200-seed=3"]["optimizer"]
     rates = (chosen["learning_rate"], chosen["muon"]["learning_rate"])
@@ -217,6 +242,39 @@ def test_the_time_to_equal_loss_is_that_of_the_result_file():
         key=lambda line: line["held_out_loss"],
     )
     assert study["adamw-bf16-seed=1"]["optimizer"]["learning_rate"] == best["learning_rate"]
+
+
+def test_costs_under_muon_at_35_million_are_those_of_their_result_file():
+    lines = [line for line in read_lines("h200_muon_35m") if "run" in line]
+    loss = {
+        (line["optimizer"], line["precision"], line["seed"]): line["held_out_loss"]
+        for line in lines
+        if line["matrix"] == "muon_35m"
+    }
+    cost = {
+        key: 100 * (loss[key] / loss[key[0], "bf16", key[2]] - 1)
+        for key in loss
+        if "bf16" not in key
+    }
+    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
+    for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
+        fp8 = [cost[key] for key in cost if key[0] == optimizer and key[1] != "nvfp4"]
+        assert len(fp8) == 6
+        ends = f"{min(fp8):.2f} to {max(fp8):.2f} %".replace("-", "−")
+        assert f"{ends} under {name}" in text
+    nvfp4 = [cost[optimizer, "nvfp4", 1] for optimizer in ("adamw", "muon")]
+    assert "{:.2f} and {:.2f} % with one seed".format(*nvfp4) in text
+    study = yaml.safe_load((MATRICES / "muon_35m.yaml").read_text(encoding="utf-8"))["cells"]
+    for optimizer in ("adamw", "muon"):
+        search = [
+            line
+            for line in lines
+            if line["matrix"] == "muon_rates_35m" and line["optimizer"] == optimizer
+        ]
+        best = min(search, key=lambda line: line["held_out_loss"])
+        chosen = study[f"{optimizer}-nvfp4-seed=5"]["optimizer"]
+        assert chosen["learning_rate"] == best["learning_rate"]
+        assert chosen.get("muon", {}).get("learning_rate") == best.get("muon_learning_rate")
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
