@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from foundation.errors import InputError
 from foundation.reading import load_object
@@ -204,7 +205,7 @@ def _check_supported(
     quantized: Collection[str],
 ) -> None:
     """Raise InputError if no layout can hold one of the quantized weights of `hf`."""
-    stored = named_tensors(hf).keys()
+    stored = named_tensors(hf)
     reasons = {
         f"no server reads weights in {precision.name}": precision.served_as not in LAYOUTS,
         "the layouts have no place for the experts of a mixture": is_mixture(hf),
@@ -212,6 +213,10 @@ def _check_supported(
         "the head is quantized, but it shares its weight with the embedding": any(
             f"{name}.weight" not in stored for name in quantized
         ),
+        # Renamed tensors are the same objects. Their scales are renamed with them.
+        f"transformers stacks or splits weights when it saves {hf.config.model_type}, and would "
+        "not do the same to their scales": {*map(id, revert_weight_conversion(hf, stored).values())}
+        != {*map(id, stored.values())},
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     if reason:

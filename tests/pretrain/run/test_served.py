@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from foundation.errors import InputError
+from pretrain.model import huggingface
 from pretrain.precision.layouts import LAYOUTS
 from pretrain.precision.quantizers import E4M3
 from pretrain.precision.quantizers.blocks import quantize_mx, quantize_nvfp4
@@ -47,25 +50,33 @@ def test_a_row_has_a_scale_for_each_of_its_blocks() -> None:
 # ── Linears that servers stack ──
 
 
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+
+
 def served(
-    folder: Path, precision: str, quantized: Collection[str], *, fused: bool = False
+    folder: Path,
+    precision: str,
+    quantized: Collection[str],
+    *,
+    fused: bool = False,
+    model_type: str = "qwen3",
 ) -> tuple[PreTrainedModel, dict[str, Tensor], dict[str, Any], dict[str, str]]:
     """Return a model of one layer, and its export after a run that quantizes some linears.
 
     quantized: last parts of the names of these linears.
     fused: True if the run has computed q, k and v in one product, and gate and up in another.
     """
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-    )
     torch.manual_seed(5)
-    hf = Qwen3ForCausalLM(config).bfloat16()
+    config = AutoConfig.for_model(model_type, **SIZES, tie_word_embeddings=False)
+    hf = AutoModelForCausalLM.from_config(config).bfloat16()
     # The largest value of each linear differs.
     for number, weight in enumerate(hf.parameters()):
         weight.data *= 1 + number
@@ -129,3 +140,21 @@ def test_linears_that_servers_stack_have_one_format(
     assert ("kept in BF16" in facts) == (kept != "o_proj")
     if kept != "o_proj":
         assert facts["kept in BF16"].startswith(f"{len(in_bf16) - 1} linear")
+
+
+# ── Weights that transformers saves under other names or in other tensors ──
+
+
+def test_weights_that_transformers_stacks_on_saving_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="stacks or splits weights when it saves hrm_text"):
+        served(tmp_path, "block", LINEARS, model_type="hrm_text")
+
+
+def test_scales_of_a_renamed_head_are_renamed_with_it(tmp_path: Path) -> None:
+    """Test the name `embed_out`, which GPT-NeoX's files have for `lm_head`."""
+    hf, tensors, layout, _ = served(tmp_path, "block", ["lm_head"], model_type="gpt_neox")
+    hf.config.quantization_config = layout
+    huggingface.export(hf, tensors.items(), None, tmp_path / "out", {})
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved["embed_out.weight"].dtype == torch.float8_e4m3fn
+    assert torch.equal(saved["embed_out.weight_scale_inv"], tensors["lm_head.weight_scale_inv"])
