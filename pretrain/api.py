@@ -154,8 +154,9 @@ def convert(
         checkpoints.
 
     Raises:
-        InputError: The precision or a key is unknown, no linear layer can be quantized, or a linear
-            layer has a forward or hooks of its own, which the replacement would lose.
+        InputError: The precision or a key is unknown, no linear layer can be quantized, a linear
+            layer has a forward or hooks of its own, which the replacement would lose, or the batch
+            is unsuitable. The model is then not converted.
 
     Example::
 
@@ -187,9 +188,10 @@ def convert(
     check_scope(model, layers, active)
     decisions = decide(model, layers, active)
     _require_plain(model, decisions)
-    if calibrate_on is not None:
-        # An error in the batch must not leave a model that is converted but not calibrated.
-        backward_of(model, calibrate_on)
+    # Attributes of the model, which are restored if the calibration fails.
+    before = {
+        module: vars(module) | {"_modules": dict(module._modules)} for module in model.modules()
+    }
     engine: Any = make_engines([active], model.device)[active.precision.name]
     context = PrecisionContext(
         engine,
@@ -208,8 +210,13 @@ def convert(
     forward.__signature__ = inspect.signature(type(model).forward)
     model.forward = MethodType(forward, model)
     if calibrate_on is not None:
-        for _ in range(REHEARSALS):
-            backward_of(model, calibrate_on)
+        try:
+            for _ in range(REHEARSALS):
+                backward_of(model, calibrate_on)
+        except BaseException:
+            for module, attributes in before.items():
+                module.__dict__ = attributes
+            raise
     return Conversion(decisions, context, engine)
 
 

@@ -260,12 +260,22 @@ def test_mistakes_in_a_conversion_change_nothing(precision: str, options: Any, m
         api.convert(model, "current")
 
 
-def test_a_batch_without_labels_does_not_convert_the_model():
-    model = llama()
-    unlabelled = {"input_ids": batch_of()["input_ids"]}
-    with pytest.raises(InputError, match="no loss"):
-        api.convert(model, "delayed", calibrate_on=unlabelled)
-    assert not any(isinstance(module, LowPrecisionLinear) for module in model.modules())
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": None}, "no loss"),
+        ({key: ids[:, :15] for key, ids in batch_of().items()}, "has 30 tokens"),
+    ],
+    ids=["no labels", "number of tokens"],
+)
+def test_an_unsuitable_batch_does_not_convert_the_model(change: dict[str, Any], message: str):
+    model, plain = llama(), llama()
+    with pytest.raises(InputError, match=message):
+        api.convert(model, "delayed", calibrate_on=batch_of() | change)
+    assert vars(model).keys() == vars(plain).keys()
+    assert equal(gradients_of(model, batch_of()), gradients_of(plain, batch_of()))
+    conversions = [api.convert(m, "delayed", calibrate_on=batch_of()) for m in (model, plain)]
+    assert equal(*(conversion.state_dict() for conversion in conversions))
 
 
 def test_emulation_is_announced_by_a_warning():
