@@ -12,7 +12,6 @@ from foundation.units import UNKNOWN, count, markdown, memory, percent, signed
 from pretrain.compare.comparison import ComparedRun, hardware_speed
 from pretrain.compare.fairness import distinguishing_keys, option
 from pretrain.metrics.run_record import (
-    END_KEY,
     FEWEST_STEPS,
     LOSS_KEY,
     RunRecord,
@@ -84,14 +83,9 @@ def _summary_column(
     return Column(title, meaning, value, form, **options)
 
 
-def _averaged_steps(run: RunRecord) -> str:
-    """Return the steps over which the loss at the end is averaged, as " (steps 937 to 1,000)"."""
-    last = run.summary["steps"]
-    return f" (steps {last - run.summary[END_KEY] + 1:,} to {last:,})"
-
-
 AT_END = (
-    f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} steps if that is more"
+    f"mean over the last fifth of the steps, or over the last {FEWEST_STEPS} (or all) if a fifth "
+    "is less"
 )
 
 
@@ -103,7 +97,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
     # The loss at the end is a mean over steps. If the averaged steps differ between the runs, the
     # suffix of the loss shows the averaged steps.
     runs = [compared.run for compared in compared_runs]
-    ends = {(run.summary["steps"], run.summary.get(END_KEY)) for run in runs}
+    ends = {run.averaged_steps for run in runs}
     columns = [
         Column("run", "", lambda compared: compared.label, is_text=True),
         Column(
@@ -138,7 +132,7 @@ def figures_of(compared_runs: Sequence[ComparedRun]) -> list[Column]:
             f"training loss in nats per token, {AT_END}",
             LOSS_KEY,
             "{:.4f}".format,
-            suffix=lambda compared: _averaged_steps(compared.run) if len(ends) > 1 else "",
+            suffix=lambda compared: f" ({compared.run.averaged_steps})" if len(ends) > 1 else "",
         ),
         Column(
             "loss − baseline",

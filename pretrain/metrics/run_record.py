@@ -209,6 +209,12 @@ class RunRecord:
         return "" if evaluated_step == self.summary["steps"] else f" (step {evaluated_step:,})"
 
     @property
+    def averaged_steps(self) -> str:
+        """Return the steps over which the loss at the end is averaged: "steps 937 to 1,000"."""
+        last = self.summary["steps"]
+        return f"steps {last - self.summary[END_KEY] + 1:,} to {last:,}"
+
+    @property
     def data_fingerprint(self) -> str | None:
         """Return the fingerprint of the training packs."""
         return self.environment.get("data_fingerprint")
@@ -499,8 +505,7 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
         f"in {duration(figures['hours'] * 3600)}"
     }
     if LOSS_KEY in figures:
-        steps_at_end = plural(figures[END_KEY], "step")
-        rows["mean loss"] = f"{figures[LOSS_KEY]:.4f} (training loss, the last {steps_at_end})"
+        rows["mean loss"] = f"{figures[LOSS_KEY]:.4f} (training loss, {run.averaged_steps})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = (
             f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"

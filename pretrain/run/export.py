@@ -44,7 +44,6 @@ from pretrain.checkpoint.format import (
 )
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.run_record import (
-    END_KEY,
     LOSS_KEY,
     RunRecord,
     own_evaluations,
@@ -419,7 +418,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         rows["first steps"] = f"{first_steps} were trained by another run: {trunk}"
     rows |= {f"`{key}`": values for key, values in run.changed_settings.items()}
     if LOSS_KEY in figures:
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {figures[END_KEY]} steps"
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of {run.averaged_steps}"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} nats a token{run.when_evaluated}"
     return rows

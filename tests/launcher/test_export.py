@@ -73,7 +73,8 @@ def test_an_export_has_the_stored_weights_tokenizer_and_card(
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1 w2").input_ids == [1, 2]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert "in 8 steps" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "in 8 steps" in card and "mean of steps 1 to 8" in card
 
 
 def test_the_end_of_an_answer_is_an_eos_token(exact: Path, tmp_path: Path, capsys: Any) -> None:

@@ -61,7 +61,7 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
     assert title == "small-bf16-fp32: done"
     for label, facts in {
         "trained": ["60 steps", "7.86 M tokens", "30 s"],
-        "mean loss": ["2.9695", "(training loss, the last 60 steps)"],
+        "mean loss": ["2.9695", "(training loss, steps 1 to 60)"],
         "held-out loss": ["2.9512", "19.13"],
         "speed": ["47.5k tokens/s", "49.6 % MFU", "0.2 % of the time waiting for data"],
         "memory": ["80.9 GiB (whole process)"],
@@ -70,8 +70,10 @@ def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
     }.items():
         assert not [fact for fact in facts if fact not in rows[label]], rows[label]
     assert f"python -m pretrain report {folder}" in rows["compare it"]
+    _, rows = screen(tmp_path / "short", [step(n) for n in range(1, 9)])
+    assert rows["mean loss"].endswith("(training loss, steps 1 to 8)")
     _, rows = screen(tmp_path / "long", [step(n) for n in range(1, 71)])
-    assert rows["mean loss"].endswith("(training loss, the last 64 steps)")
+    assert rows["mean loss"].endswith("(training loss, steps 7 to 70)")
 
 
 @pytest.mark.parametrize(
