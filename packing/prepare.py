@@ -146,7 +146,14 @@ def holds_packs_of(settings: DataSettings) -> bool:
     if (packs / CHAT_TEMPLATE).is_file() and os.path.exists(
         settings.chat_template or str(settings.tokenizer)
     ):
-        template = chat_template(settings.chat_template, str(settings.tokenizer))
+        try:
+            template = chat_template(settings.chat_template, str(settings.tokenizer))
+        except InputError:
+            raise InputError(
+                f"{packs}: these packs were prepared with a chat template that "
+                f"{settings.chat_template or settings.tokenizer} no longer has; copy "
+                f"{packs / CHAT_TEMPLATE} to the folder of the tokenizer"
+            ) from None
         recorded["chat template"] = hash_of((packs / CHAT_TEMPLATE).read_bytes().decode())[:12]
         requested["chat template"] = hash_of(template)[:12]
     if changes := describe_changes(recorded, requested):

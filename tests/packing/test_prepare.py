@@ -31,7 +31,7 @@ from packing.prepare import TokenLog, prepare, summary
 from packing.records import CHATML, PLAIN
 from packing.settings import DataSettings
 from packing.sources import DatasetSource
-from packing.store import open_packs
+from packing.store import folder_of, open_packs
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.__main__ import main
 
@@ -207,6 +207,11 @@ def test_packs_of_an_earlier_chat_template_are_rejected(
         with pytest.raises(InputError, match=r"other settings \(chat template: \w+ -> \w+\)"):
             prepare(chats, progress=False)
         file.unlink()
+    kept = folder_of(chats) / file.name
+    with pytest.raises(InputError, match=f"{folder} no longer has; copy {kept} to the folder"):
+        prepare(chats, progress=False)
+    shutil.copy(kept, folder)
+    prepare(chats, progress=False)
     plain = settings.model_copy(update={"chat_template": "plain", "packs": tmp_path / "plain"})
     for _ in range(2):
         prepare(plain, progress=False)
