@@ -141,8 +141,9 @@ def end_process(status: int) -> NoReturn:
     atexit._run_exitfuncs()
     # Flush the output that C libraries buffer, for example the messages of NCCL.
     ctypes.CDLL(None).fflush(None)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # A stream is None if the shell has closed it, for example by `>&-`.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     os._exit(status)
 
 

@@ -26,11 +26,9 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         return run_command(lambda: _run(arguments))
     if arguments in (["-h"], ["--help"]):
-        print(usage())
-        return 0
+        return run_command(lambda: print(usage()))
     if arguments == ["--version"]:
-        print(f"low-precision-pretraining {__version__}")
-        return 0
+        return run_command(lambda: print(f"low-precision-pretraining {__version__}"))
     if arguments:
         similar = [
             f"; did you mean {name}?" for name in get_close_matches(arguments[0], COMMANDS, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,21 @@ sys.exit("torch" in sys.modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: ") == len(COMMANDS), done.stderr
+
+
+def test_a_command_ends_quietly_if_nobody_reads_its_output() -> None:
+    """A shell reports 141 for other programs too, which end by SIGPIPE."""
+    reading_end, stdout = os.pipe()
+    os.close(reading_end)
+    for argument in ("--help", "--version"):
+        command = [sys.executable, "-m", "pretrain", argument]
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE)
+        assert (ended.returncode, ended.stderr) == (141, b"")
+    os.close(stdout)
+
+
+def test_a_command_runs_without_stdout(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pretrain", "inspect", str(tmp_path)]
+    ended = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(b"error: ") and b"Traceback" not in ended.stderr
