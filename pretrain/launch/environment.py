@@ -28,7 +28,7 @@ from __future__ import annotations
 import ast
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from foundation.errors import InputError
@@ -125,7 +125,7 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     requested, inherited = take_requested_precision(environ)
     chosen = [PRECISIONS[name] for _, name in phases_of(recipe.precision)] or [requested]
     quantized = {precision.name: precision for precision in chosen if precision.quantized}
-    _check_recipe_options(recipe.fp8_config, chosen, list(quantized.values()))
+    _check_options(recipe.fp8_config, list(quantized.values()) or chosen[:1], "precision")
     if list(quantized) != [requested.name]:
         inherited = inherited.without_options()
     elif recipe.fp8_config.fp8_format is None:
@@ -136,24 +136,6 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     return recipe.model_copy(
         update={"precision": recipe.precision or requested.name, "fp8_config": settings}
     )
-
-
-def _check_recipe_options(
-    settings: LowPrecisionSettings, chosen: list[Precision], quantized: list[Precision]
-) -> None:
-    """Raise InputError if the recipe sets an option that no precision of the recipe accepts.
-
-    Args:
-        settings: The `fp8_config` of the recipe.
-        chosen: The precision of each phase. A recipe without a schedule has one phase.
-        quantized: The precisions in `chosen` that are quantized.
-    """
-    phase = ", a phase of the schedule," if len(chosen) > 1 else ""
-    precision, *later_precisions = quantized or chosen[:1]
-    # An option that the precision of another phase accepts is not a mistake.
-    elsewhere = {key for later in later_precisions for key in later.options}
-    remaining = settings.model_copy(update=dict.fromkeys(elsewhere))
-    _check_options(remaining, precision, f"`precision: {precision.name}`{phase}")
 
 
 def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> None:
@@ -175,20 +157,24 @@ def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> 
 
 
 def _check_options(
-    settings: LowPrecisionSettings, precision: Precision, description: str, origin: str = ""
+    settings: LowPrecisionSettings, precisions: Sequence[Precision], setting: str, origin: str = ""
 ) -> None:
-    """Raise InputError if `settings` has options that `precision` does not accept.
+    """Raise InputError if `settings` has options that none of `precisions` accepts.
 
-    The message begins with `origin`, a text such as "Accelerate configuration: ", and calls the
-    precision `description`, a text such as "`precision: nvfp4`".
+    In a schedule, each option belongs to the phases whose precision accepts it.
+
+    `setting` is the key that sets the precisions. The message begins with `origin`, a text such as
+    "Accelerate configuration: ".
     """
-    if contradictions := settings.contradictions(precision):
-        options = ", ".join(f"{key}: {value}" for key, value in contradictions.items())
-        accepted = ", ".join(precision.options) or "none of these options"
+    accepted = dict.fromkeys(option for precision in precisions for option in precision.options)
+    refused = {key: value for key, value in settings.options_set.items() if key not in accepted}
+    if refused:
+        options = ", ".join(f"{key}: {value}" for key, value in refused.items())
+        names = ", ".join(precision.name for precision in precisions)
         raise InputError(
-            f"{origin}`fp8_config: {{{options}}}` and {description} contradict each other: "
-            f"`{precision.name}` accepts {accepted}; either remove all other options, or set them "
-            "to null on the command line"
+            f"{origin}`fp8_config: {{{options}}}` and `{setting}: {names}` contradict each other: "
+            f"`{names}` accepts {', '.join(accepted) or 'none of these options'}; either remove "
+            "all other options, or set them to null on the command line"
         )
 
 
@@ -278,7 +264,7 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
     settings = LowPrecisionSettings.model_validate(
         config.model_dump(exclude_unset=True, exclude={"recipe", *ignored})
     )
-    _check_options(settings, precision, f"`recipe: {precision.name}`", f"{_ORIGIN}: ")
+    _check_options(settings, [precision], "recipe", f"{_ORIGIN}: ")
     return precision, settings
 
 

@@ -145,6 +145,6 @@ def test_a_low_precision_of_a_schedule_gets_options_of_the_file() -> None:
 
 def test_an_option_that_no_phase_takes_is_rejected() -> None:
     with pytest.raises(
-        InputError, match=r"disable_rht: True.* and `precision: delayed`, a phase of the schedule"
+        InputError, match=r"disable_rht: True.* and `precision: delayed` contradict"
     ):
         decide_options([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], disable_rht=True)
