@@ -431,7 +431,18 @@ def _correct_fsdp(
             "`fsdp_sharding_strategy` by `fsdp_reshard_after_forward`: true for FULL_SHARD, false "
             "for SHARD_GRAD_OP"
         )
-    replicas, shards = _mesh(environ, processes)
+    replicas = int(environ.get(f"{_PARALLELISM}DP_REPLICATE_SIZE", "1"))
+    shards = int(environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1"))
+    # Without a `parallelism_config` there is one replica, sharded over all processes.
+    if replicas == shards == 1:
+        shards = processes
+    if replicas * shards != processes:
+        raise InputError(
+            f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, "
+            f"but the launch has {processes}; set --parallelism_config_dp_replicate_size (number "
+            "of replicas) and --parallelism_config_dp_shard_size (number of shards) to two numbers "
+            f"whose product is {processes}"
+        )
     if shards == 1:
         replicas = 1
         environ["ACCELERATE_USE_FSDP"] = "false"
@@ -479,26 +490,6 @@ def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices
         environ["ACCELERATE_USE_CPU"] = "true"
         notices.append(f"no GPU is visible, so {processes} processes train on the CPU")
     return processes
-
-
-def _mesh(environ: Mapping[str, str], processes: int) -> tuple[int, int]:
-    """Return the number of replicas and the number of shards that a `parallelism_config` sets.
-
-    Without a `parallelism_config` there are one replica and as many shards as processes. Raises
-    InputError if the product of the two numbers is not the number of processes.
-    """
-    replicas = int(environ.get(f"{_PARALLELISM}DP_REPLICATE_SIZE", "1"))
-    shards = int(environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1"))
-    if replicas == shards == 1:
-        return 1, processes
-    if replicas * shards != processes:
-        raise InputError(
-            f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, "
-            f"but the launch has {processes}; set --parallelism_config_dp_replicate_size (number "
-            "of replicas) and --parallelism_config_dp_shard_size (number of shards) to two numbers "
-            f"whose product is {processes}"
-        )
-    return replicas, shards
 
 
 def is_true(environ: Mapping[str, str], variable: str) -> bool:
