@@ -25,12 +25,12 @@ from foundation.errors import InputError
 from foundation.files import replace_file, write_json
 from foundation.signals import StopRequest
 from pretrain.launch import script
-from pretrain.settings import config
+from pretrain.settings import commands, config
 
 if __name__ == "__main__":
     script.before_imports()
     # Report mistakes on the command line before the slow imports.
-    config.check_arguments(__doc__)
+    commands.check_script(__doc__)
 
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -75,7 +75,7 @@ from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 @record
 def main() -> int:
     """Train as the command line requests, and return the exit status of the process."""
-    return run_command(lambda: launch(config.parse_arguments(__doc__)))
+    return run_command(lambda: launch(commands.read_script(__doc__)))
 
 
 # ── 1: settings, Accelerator, packs ───────────────────────────────────────────────────────────────

@@ -7,15 +7,17 @@ messages about invalid options appear at once.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from foundation.command import CommandParser
+from foundation.command import CommandParser, run_command
+from foundation.errors import InputError
 from foundation.settings import local_path
-from pretrain.settings.config import LaunchParser, PacksParser, TrainingParser
+from pretrain.settings.config import PacksParser, SettingsParser, load_recipe
 
 # Default of --margin in percent of the baseline's loss, for `which` and `report`.
 MARGIN_PERCENT = 0.3
@@ -25,18 +27,6 @@ USUAL = ("H100", "H200", "B200", "8xH100", "RTX 4090", "RTX 5090")
 TOKENS = 64
 TEMPERATURE = 0.8
 TOP_P = 0.95
-
-
-def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command-line arguments of `command`, which is a key of COMMANDS.
-
-    Raises InputError if an argument is invalid. With --help, print the help and end the process.
-    """
-    settings = COMMANDS[command]
-    parser = settings.parser(f"python -m pretrain {command}", settings.description)
-    for names, option_settings in settings.options:
-        parser.add_argument(*names, **option_settings)
-    return parser.read(arguments)
 
 
 def count(text: str) -> int:
@@ -72,7 +62,7 @@ class Command:
         function: The function that runs the command with the parsed options, as "module:name". Its
             module is imported after the options have been parsed.
         description: Text that --help prints. The list of commands has its first line.
-        options: Options in addition to the options of the parser.
+        options: The arguments of the command line, see `option`.
     """
 
     def __init__(
@@ -83,14 +73,66 @@ class Command:
         self.description = cleandoc(description)
         self.options = options
 
+    def read(self, arguments: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+        """Parse command-line arguments.
+
+        `prog` is the name of the program in the help text. By default, it is the running script.
+        Raises InputError if an argument is invalid. With --help, print the help and end the
+        process.
+        """
+        parser = self.parser(prog, self.description)
+        for names, settings in self.options:
+            parser.add_argument(*names, **settings)
+        return parser.read(arguments)
+
 
 def option(*names: str, **settings: Any) -> Option:
     """Return the arguments of argparse's `add_argument` for an option."""
     return names, settings
 
 
+# The arguments of a command with a recipe.
+RECIPE = (
+    option("recipe", type=Path, help="the recipe, a YAML file; examples are in recipes/"),
+    option(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings that override the recipe, for example batch.microbatch=8",
+    ),
+)
+# The arguments of train_accelerate.py.
+TRAINING = (
+    *RECIPE,
+    option(
+        "--resume",
+        type=local_path,
+        default="auto",
+        metavar="CHECKPOINT",
+        help="checkpoint from which the run resumes; default: the newest intact checkpoint in the "
+        "run folder",
+    ),
+    option(
+        "--accept-changes",
+        action="store_true",
+        help="resume from a checkpoint even if settings have changed since it was saved",
+    ),
+    option(
+        "--plan",
+        action="store_true",
+        help="check every setting, print the planned time, memory and settings, and exit",
+    ),
+    option(
+        "--profile",
+        action="store_true",
+        help="profile one step, and write profile.md and a trace to the run folder",
+    ),
+)
+
+
 TRAIN = Command(
-    TrainingParser,
+    SettingsParser,
     "pretrain.launch.launcher:main",
     """Train a recipe on the devices of this machine, or resume its training.
 
@@ -102,6 +144,7 @@ TRAIN = Command(
     several GPUs. NVIDIA's driver counts the GPUs, and CUDA_VISIBLE_DEVICES limits them. To train on
     several machines, use `accelerate launch`.
     """,
+    *TRAINING,
     option(
         "--config",
         "--config_file",
@@ -119,7 +162,7 @@ TRAIN = Command(
 
 
 PLAN = Command(
-    LaunchParser,
+    SettingsParser,
     "pretrain.run.plan_command:main",
     """Predict speed, time and memory of a training on other devices, precision by precision.
 
@@ -131,6 +174,7 @@ PLAN = Command(
     To plan a training on this machine, use python -m pretrain train RECIPE --plan. Unlike the
     command `plan`, it needs the packs.
     """,
+    *RECIPE,
     option(
         "--on",
         action="extend",
@@ -157,7 +201,7 @@ PLAN = Command(
 
 
 EVALUATE = Command(
-    LaunchParser,
+    SettingsParser,
     "pretrain.run.evaluate_command:main",
     """Compute the held-out loss of a checkpoint, its loss on a text file, or its scores in tasks.
 
@@ -168,6 +212,7 @@ EVALUATE = Command(
     writes nothing into the run folder, except for scores. To evaluate on GPUs, start the command
     with accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate ...
     """,
+    *RECIPE,
     option(
         "--resume",
         type=local_path,
@@ -377,7 +422,7 @@ MATRIX = Command(
 
 
 WHICH = Command(
-    LaunchParser,
+    SettingsParser,
     "pretrain.run.which_on:main",
     """Find the fastest precision at equal loss for your model and data.
 
@@ -406,6 +451,7 @@ WHICH = Command(
     Exit status: 0 if all verdicts are final, 1 if a candidate's verdict is open, 2 for invalid
     input, and 128 plus the number of the signal if a signal stopped the command.
     """,
+    *RECIPE,
     option(
         "--on",
         metavar="CARD",
@@ -628,3 +674,35 @@ COMMANDS = {
     "follow": FOLLOW,
     "inspect": INSPECT,
 }
+
+
+def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command-line arguments of `command`, which is a key of COMMANDS."""
+    return COMMANDS[command].read(arguments, f"python -m pretrain {command}")
+
+
+def read_script(description: str | None) -> argparse.Namespace:
+    """Parse the command line of train_accelerate.py.
+
+    `description` is the text that --help prints. Raises InputError for an invalid argument.
+    """
+    script = Command(SettingsParser, "train_accelerate:main", description or "", *TRAINING)
+    options = script.read(sys.argv[1:])
+    if options.plan and options.profile:
+        raise InputError("command line: --plan trains no step for --profile; remove one of them")
+    return options
+
+
+def check_script(description: str | None) -> None:
+    """Check the command line of train_accelerate.py and its recipe.
+
+    If there is a mistake, print a message and end the process. `description` is the text that
+    --help prints.
+    """
+
+    def check() -> None:
+        options = read_script(description)
+        load_recipe(options.recipe, options.overrides)
+
+    if status := run_command(check):
+        sys.exit(status)

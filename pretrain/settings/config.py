@@ -18,21 +18,19 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
-from foundation.command import CommandParser, run_command
+from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.reading import load_with_bases
 from foundation.settings import (
     S,
     Settings,
     closest_key,
-    local_path,
     parse,
     set_value,
     value_from_text,
@@ -342,76 +340,3 @@ class PacksParser(SettingsParser):
     """Parser of a command that reads the data section of a recipe."""
 
     section = ("data",)
-
-
-class LaunchParser(SettingsParser):
-    """Parser of a command line with a recipe and overrides."""
-
-    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
-        super().__init__(prog, description)
-        self.add_argument(
-            "recipe", type=Path, help="the recipe, a YAML file; examples are in recipes/"
-        )
-        self.add_argument(
-            "overrides",
-            nargs="*",
-            default=[],
-            metavar="key=value",
-            help="settings that override the recipe, for example batch.microbatch=8",
-        )
-
-
-class TrainingParser(LaunchParser):
-    """Parser of train_accelerate.py and of the command `train`, with their common options."""
-
-    remedy = f"{LaunchParser.remedy}; to evaluate a checkpoint, use `python -m pretrain evaluate`"
-
-    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
-        super().__init__(prog, description)
-        self.add_argument(
-            "--resume",
-            type=local_path,
-            default="auto",
-            metavar="CHECKPOINT",
-            help="checkpoint from which the run resumes; default: the newest intact checkpoint in "
-            "the run folder",
-        )
-        self.add_argument(
-            "--accept-changes",
-            action="store_true",
-            help="resume from a checkpoint even if settings have changed since it was saved",
-        )
-        modes = self.add_mutually_exclusive_group()
-        modes.add_argument(
-            "--plan",
-            action="store_true",
-            help="check every setting, print the planned time, memory and settings, and exit",
-        )
-        modes.add_argument(
-            "--profile",
-            action="store_true",
-            help="profile one step, and write profile.md and a trace to the run folder",
-        )
-
-
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    """Parse the command line of train_accelerate.py.
-
-    `description` is the text that --help prints. Raises InputError for an unknown option.
-    """
-    return TrainingParser(None, description).read(sys.argv[1:])
-
-
-def check_arguments(description: str | None) -> None:
-    """Check the command line of train_accelerate.py and its recipe.
-
-    If there is a mistake, print a message and end the process. `description` is the text that
-    --help prints.
-    """
-
-    def check() -> None:
-        arguments = parse_arguments(description)
-        load_recipe(arguments.recipe, arguments.overrides)
-
-    if status := run_command(check):
-        sys.exit(status)

@@ -509,6 +509,7 @@ _OTHER_NAMES = {
     "preference optimization and reinforcement learning are out of scope": (
         "dpo orpo kto ppo grpo rlhf reward_model ref_model"
     ),
+    "to evaluate a checkpoint, use `python -m pretrain evaluate`": "do_eval eval eval_only",
     "to score a trained model, use `python -m pretrain evaluate RUN --tasks TASKS`": (
         "tasks eval_tasks benchmark benchmarks lm_eval num_fewshot"
     ),

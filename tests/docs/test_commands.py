@@ -25,7 +25,7 @@ from pretrain.launch.launcher import find_configuration
 from pretrain.optimizer.schedule import fit_to_command_line
 from pretrain.plan.checks import check_launch, steps_of
 from pretrain.settings import commands
-from pretrain.settings.config import TrainingParser, load_data, load_recipe
+from pretrain.settings.config import load_data, load_recipe
 from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT
 
@@ -137,7 +137,7 @@ def check_training(
     if arguments[0] == "evaluate":
         check_module("pretrain", *arguments)
         return
-    options = TrainingParser().read(arguments)
+    options = commands.read("train", arguments)
     check(options.recipe, options.overrides, configuration, processes)
 
 

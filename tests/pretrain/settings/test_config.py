@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from foundation.errors import InputError
 from foundation.settings import parse, sections_in
 from packing.store import all_parts
-from pretrain.settings.config import LaunchParser, identity_of, load_recipe, resolved, run_dir_of
+from pretrain.settings import commands
+from pretrain.settings.config import identity_of, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -269,5 +270,5 @@ def test_overrides_of_a_sweep_agent_are_read_and_name_the_run_folder(
     sweep = yaml.safe_load((RECIPES / "sweeps/smoke.yaml").read_text())
     trial = ["--optimizer.learning_rate=3e-05", "--optimizer.weight_decay=0.1"]
     fixed = [text for text in sweep["command"] if "=" in text]
-    parsed = LaunchParser(None, None).read([str(RECIPES / "smoke.yaml"), *trial, *fixed])
+    parsed = commands.read("train", [str(RECIPES / "smoke.yaml"), *trial, *fixed])
     assert str(run_dir_of(load_recipe(parsed.recipe, parsed.overrides))).endswith("lr3e-05-wd0.1")
