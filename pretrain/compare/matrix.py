@@ -44,11 +44,10 @@ def write_report(matrix: Matrix) -> str:
         finished, key=lambda cell: (cell is not matrix.baseline, cell.but_for_seed != settings)
     )
 
-    def place(run: RunRecord) -> tuple[bool, bool, bool, float]:
-        """Return the sort key of a run. The training loss is used without a held-out loss."""
-        loss = run.summary.get("held_out_loss", run.summary.get(LOSS_KEY, math.inf))
-        lacks_held_out = "held_out_loss" not in run.summary
-        return run.path != baseline.run_dir, not run.is_finished, lacks_held_out, loss
+    def place(run: RunRecord) -> tuple[bool | float, ...]:
+        """Return the sort key of a run. Runs without a held-out loss are the last ones."""
+        losses = [run.summary.get(key, math.inf) for key in ("held_out_loss", LOSS_KEY)]
+        return run.path != baseline.run_dir, not run.is_finished, *losses
 
     runs = [run for cell, run in records if cell in finished or "halted" in run.summary]
     # The cells may differ in every setting that a cell overrides. Such a setting may change the
