@@ -179,9 +179,9 @@ def prepare_job(
     checked = check_recipe(
         recipe,
         overrides,
-        accelerator,
-        accelerator.num_processes,
         missing_on(accelerator.device.type),
+        accelerator.num_processes,
+        replicas_of(accelerator),
     )
     open_packs = partial(opener, recipe.data, is_main_process=accelerator.is_main_process)
     # Open packs that exist before the model is checked, because they may record their tokenizer.
@@ -214,7 +214,7 @@ def prepare_job(
 
 
 def plan_elsewhere(
-    recipe: Recipe, accelerator: Accelerator, overrides: Sequence[str], data: Data | None
+    recipe: Recipe, overrides: Sequence[str], data: Data | None
 ) -> tuple[Plan, PreTrainedModel]:
     """Check a recipe that other machines will train.
 
@@ -225,7 +225,7 @@ def plan_elsewhere(
     Returns two values: the plan without its `layers`, which `plan_on` assesses for each device, and
     the model on the meta device. See `prepare_job` for the other arguments and the errors.
     """
-    checked = check_recipe(recipe, overrides, accelerator, None, lambda precision: None)
+    checked = check_recipe(recipe, overrides, lambda precision: None)
     checked, shapes, flops = check_model(checked, data, needs_tokenizer=False)
     if data is not None:
         _check_data(checked.recipe, data, shapes.config)
@@ -243,16 +243,17 @@ def plan_elsewhere(
 def check_recipe(
     recipe: Recipe,
     overrides: Sequence[str],
-    accelerator: Accelerator,
-    processes: int | None,
     missing: Missing,
+    processes: int | None = None,
+    replicas: int = 1,
 ) -> CheckedRecipe:
     """Check what needs neither the model nor the packs: the settings, files and precisions.
 
     The schedule is checked too, unless the length is given in epochs.
 
-    processes: the number of processes that will train, or None if it is not known.
     missing: function that checks a precision against the devices that will train.
+    processes: the number of processes that will train, or None if it is not known.
+    replicas: the number of sharded copies of the model. It is larger than 1 with HSDP.
     """
     branch_checkpoint(recipe)
     check_ours(run_dir_of(recipe))
@@ -263,7 +264,7 @@ def check_recipe(
         fitted, _ = schedule.fit_to_command_line(recipe, overrides, steps)
     phases, unquantized = select_phases(recipe.precision, recipe.fp8_config, missing)
     _, first = phases[0]
-    check_settings(fitted, first.precision.name, processes, replicas_of(accelerator))
+    check_settings(fitted, first.precision.name, processes, replicas)
     if recipe.model.source:
         # Load the configuration before the tokenizer, so that a missing network is reported early.
         # Without a network, each request to the hub fails only after half a minute.

@@ -8,7 +8,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from foundation import units
@@ -17,7 +16,6 @@ from foundation.units import GIB, UNKNOWN, markdown, or_dash
 from packing.store import unprepared
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
-from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
 from pretrain.plan.rendering import (
     flops_line,
@@ -74,9 +72,8 @@ def main(options: argparse.Namespace) -> int:
     loaded = load_recipe(options.recipe, options.overrides)
     in_one = loaded.model_copy(update={"precision": loaded.precision or BF16.name})
     recipe = with_precision(in_one, os.environ)
-    accelerator, notices = as_launched(recipe)
     plans, unsuitable = _in_precisions(
-        recipe, accelerator, options.overrides, is_set=loaded.precision is not None
+        recipe, options.overrides, is_set=loaded.precision is not None
     )
     plan, _ = next(iter(plans.values()))
 
@@ -102,14 +99,13 @@ def main(options: argparse.Namespace) -> int:
         *unsuitable,
         *([plan.flops.left_out] if plan.flops.uncounted else []),
         *plan.notices,
-        *notices,
     ]
     print("\n".join(_wrapped(f"* {text}") for text in notes))
     return 0
 
 
 def _in_precisions(
-    recipe: Recipe, accelerator: Accelerator, overrides: Sequence[str], *, is_set: bool
+    recipe: Recipe, overrides: Sequence[str], *, is_set: bool
 ) -> tuple[dict[str, tuple[Plan, PreTrainedModel]], list[str]]:
     """Plan a recipe in its precision, in BF16, and in the quantized precisions of GPUs.
 
@@ -122,8 +118,8 @@ def _in_precisions(
     # Open the packs once for all precisions.
     data = None
     if not unprepared(recipe.data):
-        data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
-    planned = plan_elsewhere(recipe, accelerator, overrides, data)
+        data = open_data(recipe.data, is_main_process=True)
+    planned = plan_elsewhere(recipe, overrides, data)
     plan, _ = planned
     head = recipe.fp8_config.scope.removeprefix("linear")
     labels = [BF16.name]
@@ -139,7 +135,7 @@ def _in_precisions(
         settings = recipe.fp8_config.model_copy(update={"scope": label.replace(name, "linear")})
         in_one = recipe.model_copy(update={"precision": name, "fp8_config": settings})
         try:
-            plans[label] = plan_elsewhere(in_one, accelerator, overrides, data)
+            plans[label] = plan_elsewhere(in_one, overrides, data)
         except InputError as error:
             unsuitable.append(f"{label}: {error}")
     return plans, unsuitable
@@ -151,8 +147,7 @@ def plans_on(text: str, recipe: Recipe, overrides: Sequence[str]) -> dict[str, P
     recipe, overrides: see `plan_elsewhere`. The precision of the recipe is BF16.
     """
     devices = devices_called(text)
-    accelerator, _ = as_launched(recipe)
-    plans, _ = _in_precisions(recipe, accelerator, overrides, is_set=False)
+    plans, _ = _in_precisions(recipe, overrides, is_set=False)
     return {label: plan_on(devices, *planned) for label, planned in plans.items()}
 
 
