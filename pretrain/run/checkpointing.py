@@ -357,24 +357,22 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
 class RollbackPoint(ResumePoint):
     """The checkpoint that a run goes back to. The run is then built again from this checkpoint."""
 
-    # Counters of the run after the bad step.
-    judged: TrainState
-    # Number of rollbacks of the run, including this one.
-    rollbacks: int
+    # Position in the data after the bad step.
+    next_place: int
     # Line with the event `rollback` for metrics.jsonl.
     event: dict[str, Any]
 
     @property
     def health(self) -> HealthState:
         """Return the state of the health check in the checkpoint, with the number of rollbacks."""
-        return replace(super().health, rollbacks=self.rollbacks)
+        return replace(super().health, rollbacks=self.event["rollbacks"])
 
     def state(self, job: Job) -> TrainState:
         """Return the counters in the checkpoint, with the position in the data after the bad step.
 
         So the packs of the discarded steps are not used again.
         """
-        return replace(super().state(job), place=self.judged.place, left_out=self.event["left_out"])
+        return replace(super().state(job), place=self.next_place, left_out=self.event["left_out"])
 
 
 def roll_back(run: Run, reason: str | None) -> RollbackPoint:
@@ -419,8 +417,7 @@ def roll_back(run: Run, reason: str | None) -> RollbackPoint:
         is_branch=not is_own,
         in_run_folder=is_own,
         past=run.past,
-        judged=judged,
-        rollbacks=rollbacks,
+        next_place=judged.place,
         event=event,
     )
 
