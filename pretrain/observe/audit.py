@@ -12,6 +12,7 @@ in the requested precision.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -177,15 +178,13 @@ def _watching_forwards(
 class ProductAudit(Observer):
     """Check that the products of training match the audit that ran before the first step.
 
-    Each linear is observed in one microbatch of a step. The linears are divided among the
-    microbatches. In the next step each linear is observed in another microbatch. The first
-    microbatch must add exactly one entry to every history of delayed scaling. Raises InputError
-    before the step's update if a product or a history is wrong.
+    Each low-precision linear is observed in all microbatches of a step. The first microbatch must
+    add exactly one entry to every history of delayed scaling. Raises InputError before the step's
+    update if a product or a history is wrong.
 
     write: writes audit.json.
     """
 
-    packed: PackedLanguageModel
     precision: ModelPrecision
     write: Callable[[], None]
 
@@ -197,19 +196,15 @@ class ProductAudit(Observer):
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
         """Raise InputError if the products of the step differ from the recorded products.
 
-        The audit before the first step has recorded the products. The number of the step determines
-        the microbatch that observes each linear. If `Step.is_new` is set and the products agree,
-        record the step in audit.json.
+        The audit before the first step has recorded the products. If `Step.is_new` is set and the
+        products agree, record the step in audit.json.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
-        observer = ProductObserver(step.number, len(batches.microbatches))
-        with (
-            self.packed.register_forward_pre_hook(observer.next_microbatch),
-            observer.observing(),
-        ):
+        observer = ProductObserver()
+        with observer.observing():
             yield
-        effective = _effective_in(current.active, observer, low)
+        effective = _effective_in(current.active, observer, low, len(batches.microbatches))
         entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
         _require_requested(entries, current.active, f" in step {step.number}")
         if step.is_new:
@@ -219,7 +214,7 @@ class ProductAudit(Observer):
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Check the histories of delayed scaling in the first microbatch."""
-        with watching_histories(self.packed.context, self.precision.current.active) as wrong:
+        with watching_histories(self.precision.context, self.precision.current.active) as wrong:
             yield
         if wrong:
             raise InputError(
@@ -300,13 +295,16 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
 
 
 def _effective_in(
-    active: ActivePrecision, observer: ProductObserver, names: Iterable[str]
+    active: ActivePrecision,
+    observer: ProductObserver,
+    names: Iterable[str],
+    microbatches: int = 1,
 ) -> dict[str, str]:
     """Map the name of each low-precision linear in `names` to its effective precision.
 
-    The effective precision is the name of the active precision if forward, dgrad and wgrad ran, and
-    if all their operands had the kinds of this precision. Otherwise it is a text that lists the
-    faults.
+    The effective precision is the name of the active precision if forward, dgrad and wgrad ran in
+    each of `microbatches`, and if all their operands had the kinds of this precision. Otherwise it
+    is a text that lists the faults.
     """
     effective = {}
     for name in names:
@@ -316,16 +314,15 @@ def _effective_in(
             for product in observed
             if not is_expected(product, active)
         }
-        findings = [*sorted(wrong), *_not_run(observed)]
+        findings = [*sorted(wrong), *_not_run(observed, microbatches)]
         effective[name] = ", ".join(findings) or active.precision.name
     return effective
 
 
-def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
-    """Return a text such as "dgrad not run" for each kind of product missing in `observed`."""
-    return sorted(
-        f"{gemm} not run" for gemm in OPERANDS.keys() - {product.gemm for product in observed}
-    )
+def _not_run(observed: Sequence[ObservedProduct], times: int = 1) -> list[str]:
+    """Return a text such as "dgrad not run" for each kind of product that ran too few `times`."""
+    counts = Counter(product.gemm for product in observed)
+    return sorted(f"{gemm} not run" for gemm in OPERANDS if counts[gemm] < times)
 
 
 def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:

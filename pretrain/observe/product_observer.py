@@ -59,24 +59,12 @@ class ProductObserver:
     """Record the products of each linear.
 
     `products` maps the name of each linear to its products, in the order of execution. The
-    forward product of a recomputed layer appears twice.
+    forward product of a recomputed layer appears twice. Nothing is observed until `observing` is
+    entered.
     """
 
-    def __init__(self, step: int = 0, microbatches: int = 1) -> None:
-        """Create an observer that observes nothing until `observing` is entered.
-
-        step: the number of the observed step. It determines the microbatch in which each linear is
-            observed.
-        microbatches: the number of microbatches in the observed step. The linears are spread over
-            the microbatches, and each linear is observed in one microbatch.
-        """
+    def __init__(self) -> None:
         self.products: dict[str, list[ObservedProduct]] = {}
-        self._microbatches = microbatches
-        # `step` plus the number of the present microbatch.
-        self._microbatch = step - 1
-        # Map each linear, or the first linear of each fused product, to its number. The linears are
-        # numbered in the order of their first products.
-        self._numbers: dict[str, int] = {}
         # For each `watched` block that is running, the function that records a product. It gets the
         # kinds of both operands and the engine. The innermost block is the last one. Blocks are
         # nested if a layer is recomputed inside the backward of another product.
@@ -104,15 +92,6 @@ class ProductObserver:
             if extension is not None:
                 overrides.enter_context(overridden(extension, generic_gemm=gemm))
             yield
-
-    def next_microbatch(self, *_: Any) -> None:
-        """Count a microbatch. The method can be used as a forward pre-hook of the model."""
-        self._microbatch += 1
-
-    def observes(self, names: Sequence[str]) -> bool:
-        """Return whether the linears `names` are observed in the present microbatch."""
-        number = self._numbers.setdefault(names[0], len(self._numbers))
-        return (self._microbatch - number) % self._microbatches == 0
 
     @contextmanager
     def during(

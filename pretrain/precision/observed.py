@@ -59,8 +59,7 @@ def watched(
 ) -> AbstractContextManager[None]:
     """Return a context that lets the active observer observe all products.
 
-    The context has no effect if no observer is active, or if the observer does not observe these
-    layers.
+    The context has no effect if no observer is active.
 
     names: the names of the linear layers that the products belong to.
     gemm: the kind of product: forward, dgrad or wgrad.
@@ -69,7 +68,7 @@ def watched(
     swapped: True if a library computes the transpose of the product, with swapped operands.
     """
     observer = ActiveObserver.current
-    if observer is None or not observer.observes(names):
+    if observer is None:
         return NO_CONTEXT
     return observer.during(names, gemm, emulated, swapped=swapped)
 

@@ -22,14 +22,12 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import InputError
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
-from pretrain.model import packed as packed_model
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.observe.audit import Entry, audit_products, is_expected
 from pretrain.observe.product_observer import ProductObserver
-from pretrain.optimizer.adamw import clear_gradients
 from pretrain.precision.gemm import Gemm, TorchGemm
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import check_scope
@@ -337,44 +335,6 @@ def test_a_model_without_a_linear_that_fits_is_rejected(scope: str, refused: boo
 
 
 # ── In training ─────────────────────────────────────────────────────────────────────────
-
-
-def products_by_microbatch(run: SmallRun, entries: list[Entry], number: int) -> list[list[str]]:
-    """Return the products that are observed in each microbatch of step `number`."""
-    products: list[list[str]] = []
-    watch = run.watch(number, [run.observer_of(entries)], is_new=True)
-    with pytest.MonkeyPatch.context() as patch:
-        during = ProductObserver.during
-
-        def recorded(
-            observer: ProductObserver, names: list[str], gemm: str, *rest: Any, **options: Any
-        ) -> Any:
-            products[-1].append(f"{names[0]} {gemm}")
-            return during(observer, names, gemm, *rest, **options)
-
-        patch.setattr(ProductObserver, "during", recorded)
-        with (
-            run.packed.register_forward_pre_hook(lambda *_: products.append([])),
-            watch.passes(run.step, 0),
-        ):
-            packed_model.forward_backward(
-                run.packed, run.step, run.accelerator, watch.first_microbatch()
-            )
-    clear_gradients(run.optimizer, run.packed)
-    return products
-
-
-def test_each_product_is_observed_in_one_microbatch_of_a_step(small: Callable) -> None:
-    """The second step observes it in another microbatch."""
-    run = small(scope="linear")
-    entries = run.audit()
-    first, second = (products_by_microbatch(run, entries, number) for number in (1, 2))
-    everything = sorted(
-        f"{entry['name']} {gemm}" for entry in entries for gemm in entry["products"]
-    )
-    assert len(first) == 4 and all(first), "every microbatch has products"
-    assert sorted(chain(*first)) == sorted(chain(*second)) == everything
-    assert not any(set(before) & set(after) for before, after in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("faulty", range(4))
