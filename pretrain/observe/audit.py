@@ -181,12 +181,9 @@ class ProductAudit(Observer):
     Each low-precision linear is observed in all microbatches of a step. The first microbatch must
     add exactly one entry to every history of delayed scaling. Raises InputError before the step's
     update if a product or a history is wrong.
-
-    write: writes audit.json.
     """
 
     precision: ModelPrecision
-    write: Callable[[], None]
 
     def due(self, step: Step) -> bool:
         """Return True in a quantized step that sets `Step.is_new` or is a statistics step."""
@@ -196,8 +193,7 @@ class ProductAudit(Observer):
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
         """Raise InputError if the products of the step differ from the recorded products.
 
-        The audit before the first step has recorded the products. If `Step.is_new` is set and the
-        products agree, record the step in audit.json.
+        The audit before the first step has recorded the products.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
@@ -207,9 +203,6 @@ class ProductAudit(Observer):
         effective = _effective_in(current.active, observer, low, len(batches.microbatches))
         entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
         _require_requested(entries, current.active, f" in step {step.number}")
-        if step.is_new:
-            current.audit["confirmed_in_step"] = step.number
-            self.write()
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
