@@ -31,7 +31,7 @@ from pretrain.plan.memory import (
     step_memory,
 )
 from pretrain.precision.schedule import PrecisionSchedule
-from pretrain.precision.settings import PRECISIONS, ActivePrecision
+from pretrain.precision.settings import PRECISIONS, UNQUANTIZED, ActivePrecision, configured
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
@@ -85,9 +85,15 @@ class Plan:
     def precisions(self) -> list[ActivePrecision]:
         """Return all precisions of the run.
 
-        If `log.gap` is set, the result includes the unquantized precision that `log.gap` needs.
+        If `log.gap` is set, the result includes the unquantized precision with which `log.gap`
+        compares the quantized ones.
         """
-        return self.schedule.precisions(and_unquantized=bool(self.recipe.log.gap))
+        precisions = self.schedule.precisions
+        if self.recipe.log.gap and all(active.precision.quantized for active in precisions):
+            name = UNQUANTIZED[precisions[0].precision.compute_dtype].name
+            unquantized = configured(name, self.recipe.fp8_config)
+            precisions.append(ActivePrecision(name, unquantized, "torch"))
+        return precisions
 
     @property
     def emulated(self) -> bool:
@@ -274,7 +280,7 @@ class Plan:
             "`weights: bf16` loses the smallest updates of the weights; set `weights: bf16_exact` "
             "to keep all of them": recipe.weights == "bf16",
             f"`log.gap: {recipe.log.gap}` measures nothing, because no step computes in low "
-            "precision; remove it": recipe.log.gap and self.schedule.unquantized is None,
+            "precision; remove it": recipe.log.gap and not self.schedule.quantizes,
             f"`batch.microbatch: {batch.microbatch}` is more than the {self.packs_per_rank} packs "
             "that a device has in a step": (
                 isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank

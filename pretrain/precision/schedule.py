@@ -36,13 +36,10 @@ class PrecisionSchedule:
 
     phases: the phases of the recipe, in order.
     steps: the number of steps of the run.
-    unquantized: the unquantized precision with which `log.gap` compares the quantized precisions.
-        None if no phase is quantized.
     """
 
     phases: Sequence[Phase]
     steps: int
-    unquantized: ActivePrecision | None = None
 
     def until(self, step: int) -> list[Phase]:
         """Return the phases of the steps up to `step`, each with its last step."""
@@ -73,15 +70,15 @@ class PrecisionSchedule:
         """
         return next(span.active for span in self.spans if min(step, self.steps) <= span.last)
 
-    def precisions(self, *, and_unquantized: bool = False) -> list[ActivePrecision]:
-        """Return the precisions of the run without duplicates, in the order of the steps.
+    @property
+    def precisions(self) -> list[ActivePrecision]:
+        """Return the precisions of the run without duplicates, in the order of the steps."""
+        return list({span.active.precision.name: span.active for span in self.spans}.values())
 
-        With `and_unquantized`, append `unquantized` if it is not among them.
-        """
-        listed = [span.active for span in self.spans]
-        if and_unquantized and self.unquantized is not None:
-            listed.append(self.unquantized)
-        return list({active.precision.name: active for active in listed}.values())
+    @property
+    def quantizes(self) -> bool:
+        """Return True if a phase of the run is quantized."""
+        return any(span.active.precision.quantized for span in self.spans)
 
     @property
     def label(self) -> str:

@@ -8,7 +8,6 @@ the run ends with an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -18,14 +17,11 @@ from pretrain.precision.emulation import EmulationEngine
 from pretrain.precision.formats import delayed, unquantized
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.gemm import GemmEngine
-from pretrain.precision.schedule import Phase
 from pretrain.precision.settings import (
     PRECISIONS,
-    UNQUANTIZED,
     ActivePrecision,
     LowPrecisionSettings,
     configured,
-    phases_of,
 )
 
 # `on_unsupported: fallback` uses the first of these precisions that the device supports.
@@ -97,26 +93,6 @@ def select_precision(
         "transformer_engine" if stand_in.quantized else "torch",
         reason,
     )
-
-
-def select_phases(
-    setting: Any, fp8_config: LowPrecisionSettings, missing: Missing
-) -> tuple[list[Phase], ActivePrecision | None]:
-    """Replace the precisions of a recipe that the device does not support.
-
-    `setting` is the recipe's `precision`, and `missing` checks a precision against the device.
-    Return two values: the phases with supported precisions, and the unquantized precision with
-    which `log.gap` compares low precision, or None if no phase is quantized. Raise InputError as
-    `select_precision` does.
-    """
-    phases = [
-        (until, select_precision(use, fp8_config, missing)) for until, use in phases_of(setting)
-    ]
-    if not any(active.precision.quantized for _, active in phases):
-        return phases, None
-    _, first = phases[0]
-    unquantized = UNQUANTIZED[first.precision.compute_dtype].name
-    return phases, select_precision(unquantized, fp8_config, missing)
 
 
 def make_engines(

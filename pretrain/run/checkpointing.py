@@ -337,7 +337,7 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     """
     require_restored(source, run.assembly)
     schedule = run.precision.schedule
-    names = [active.precision.name for active in schedule.precisions()]
+    names = [active.precision.name for active in schedule.precisions]
     name = source.record["precision"]
     if source.is_branch or name not in names:
         name = schedule.at(run.state.step + 1).precision.name

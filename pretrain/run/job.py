@@ -51,8 +51,8 @@ from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
 from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.scope import check_scope
-from pretrain.precision.selection import Missing, missing_on, select_phases
-from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
+from pretrain.precision.selection import Missing, missing_on, select_precision
+from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision, phases_of
 from pretrain.run.data import (
     Data,
     check_labels,
@@ -71,8 +71,6 @@ class CheckedRecipe:
     recipe: Recipe
     # The phases with supported precisions.
     phases: list[Phase]
-    # The unquantized precision of the run, or None if no phase is quantized.
-    unquantized: ActivePrecision | None
 
 
 @dataclass(frozen=True)
@@ -262,14 +260,17 @@ def check_recipe(
     if recipe.train.epochs is None:
         steps = steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
         fitted, _ = schedule.fit_to_command_line(recipe, overrides, steps)
-    phases, unquantized = select_phases(recipe.precision, recipe.fp8_config, missing)
+    phases = [
+        (until, select_precision(name, recipe.fp8_config, missing))
+        for until, name in phases_of(recipe.precision)
+    ]
     _, first = phases[0]
     check_settings(fitted, first.precision.name, processes, replicas)
     if recipe.model.source:
         # Load the configuration before the tokenizer, so that a missing network is reported early.
         # Without a network, each request to the hub fails only after half a minute.
         load_config(recipe.model)
-    return CheckedRecipe(recipe, phases, unquantized)
+    return CheckedRecipe(recipe, phases)
 
 
 # ── 2: the model and the packs ────────────────────────────────────────────────────────────────────
@@ -348,7 +349,7 @@ def _plan_of(
     schedule.check(recipe.schedule, steps)
     return Plan(
         recipe,
-        PrecisionSchedule(checked.phases, steps, checked.unquantized),
+        PrecisionSchedule(checked.phases, steps),
         devices,
         flops,
         # Without packs, assume that every pack contains one document.
@@ -423,7 +424,7 @@ def cuda_graphs(plan: Plan, shapes: PreTrainedModel, device_type: str) -> str:
         ),
         "FSDP2 frees weights in only some precisions of this run": (
             plan.devices.sharded
-            and len({active.precision.quantized for active in plan.schedule.precisions()}) > 1
+            and len({active.precision.quantized for active in plan.schedule.precisions}) > 1
         ),
         "every microbatch of a step gathers weights or reduces gradients": (
             plan.devices.sharded

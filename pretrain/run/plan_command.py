@@ -126,7 +126,7 @@ def _in_precisions(
     if not is_set:
         labels += [*(name + head for name in ON_GPUS), f"{ON_GPUS[0]}+head"]
     # Without a quantized phase, the scope has no meaning.
-    plans = {plan.schedule.label + (head if plan.schedule.unquantized else ""): planned}
+    plans = {plan.schedule.label + (head if plan.schedule.quantizes else ""): planned}
     unsuitable = []
     for label in dict.fromkeys(labels):
         if label in plans:
@@ -205,9 +205,7 @@ def _row(
     cells = [
         label,
         _with_bar(speed, prediction.bar, ",.0f") if is_possible else "does not fit",
-        _with_bar(
-            prediction.gain, prediction.gain_bar if plan.schedule.unquantized else None, ".2f"
-        ),
+        _with_bar(prediction.gain, prediction.gain_bar if plan.schedule.quantizes else None, ".2f"),
         f"{-(-plan.packs_per_rank // size)} x {size}{topology}",
         units.memory(takes / GIB) + host + remark,
         or_dash(seconds, units.duration),

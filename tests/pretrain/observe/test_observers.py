@@ -75,9 +75,9 @@ def steps_described(observers: Observers, recorder: Recorder, numbers: range) ->
 
 
 BF16 = active_in("bf16", "torch")
-TWO_PHASES = PrecisionSchedule([(5, active_in("nvfp4")), (None, BF16)], 20, unquantized=BF16)
+TWO_PHASES = PrecisionSchedule([(5, active_in("nvfp4")), (None, BF16)], 20)
 THREE_PHASES = PrecisionSchedule(
-    [(8, active_in("nvfp4")), (12, active_in("mxfp8")), (None, BF16)], 20, unquantized=BF16
+    [(8, active_in("nvfp4")), (12, active_in("mxfp8")), (None, BF16)], 20
 )
 
 

@@ -55,7 +55,7 @@ def schedule_of(
 def compiled_layers(flops: ModelFlops, schedule: PrecisionSchedule) -> dict[str, list[LayerMemory]]:
     """Map each precision of the schedule to the memory of layers of which none is fused."""
     layers = {}
-    for active in schedule.precisions():
+    for active in schedule.precisions:
         precision = active.precision
         layer = compiled_layer(flops, precision, precision.layouts_on(None), {})
         layers[precision.name] = [layer] * flops.shape.layers

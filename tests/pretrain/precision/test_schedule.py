@@ -77,23 +77,14 @@ def test_a_schedule_agrees_with_a_list_of_the_steps(data: st.DataObject) -> None
     ]
     ends = [sum(lengths[:number]) for number in range(1, len(lengths))]
     phases = list(zip([*ends, None], precisions, strict=True))
-    schedule = PrecisionSchedule(phases, steps, unquantized=BF16)
+    schedule = PrecisionSchedule(phases, steps)
     assert [schedule.at(step) for step in range(1, steps + 1)] == listed
     assert schedule.at(steps + 1) == listed[-1], "a finished run stays in its last precision"
-    assert schedule.precisions() == list(dict.fromkeys(listed))
+    assert schedule.precisions == list(dict.fromkeys(listed))
     spans = schedule.spans
     assert [spans[0].first, spans[-1].last] == [1, steps]
     assert [span.first for span in spans[1:]] == [span.last + 1 for span in spans[:-1]]
     assert schedule.changes == (len(spans) > 1)
-
-
-def test_the_reference_precision_of_the_gap_is_listed_once() -> None:
-    low = PrecisionSchedule([(None, NVFP4)], 10, unquantized=BF16)
-    assert low.precisions() == [NVFP4] and low.precisions(and_unquantized=True) == [NVFP4, BF16]
-    both = PrecisionSchedule([(5, NVFP4), (None, BF16)], 10, unquantized=BF16)
-    assert both.precisions(and_unquantized=True) == [NVFP4, BF16]
-    plain = PrecisionSchedule([(None, BF16)], 10)
-    assert plain.precisions(and_unquantized=True) == [BF16]
 
 
 def test_a_longer_horizon_moves_shares_and_not_steps() -> None:
