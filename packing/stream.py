@@ -218,12 +218,11 @@ class PackerProcess(ExitStack):
         _, has_error, message = f"\n{log.read_text(errors='replace')}".rpartition("\nerror: ")
         if has_error:
             raise InputError(message.strip())
-        why = f"status {status}; see {log}"
-        if status < 0:
-            why = f"signal {-status}: if the memory was full, set a smaller data.streaming.window"
+        why = f"signal {-status}" if status < 0 else f"status {status}"
         raise InputError(
-            f"{self._packs}: the packer of the stream has ended with {why}. "
-            "Correct the cause and start the same command again"
+            f"{self._packs}: the packer of the stream has ended with {why}; see {log}. Correct the "
+            "cause (if the memory was full, set a smaller data.streaming.window), and start the "
+            "same command again"
         )
 
 
