@@ -46,9 +46,6 @@ class _LogLines:
         if text.startswith("\r") and (line := text.strip()):
             sys.stderr.write(f"{line}\n")
 
-    def flush(self) -> None:
-        sys.stderr.flush()
-
 
 class Progress(tqdm):
     """Context manager that shows the progress of one task.
