@@ -54,10 +54,11 @@ class GroupResult:
 
     @property
     def result(self) -> str:
-        """Return the difference, if there is one, and the verdict, as text."""
+        """Return the difference with its number of seeds, if there is one, and the verdict."""
         if self.difference is None:
             return self.verdict
-        return f"{signed(self.difference.mean)}, {self.verdict}"
+        seeds = plural(len(self.difference.by_seed), "seed")
+        return f"{signed(self.difference.mean)} over {seeds}, {self.verdict}"
 
     @property
     def loss_text(self) -> str:
@@ -131,8 +132,7 @@ class SeedComparison:
             if difference:
                 verdict = difference.verdict(margin, error)
                 if difference.half_width(error) is None:
-                    seeds = plural(len(difference.by_seed), "seed")
-                    verdict = f"{seeds}: no verdict, {fewest_seeds(error)} are needed"
+                    verdict = f"no verdict: {fewest_seeds(error)} seeds are needed"
             results.append(GroupResult(name, group, losses, difference, verdict))
         notes = [f"Excluded, {reason}: {', '.join(names)}." for reason, names in excluded.items()]
         return cls(results, loss_key, margin, error, notes)
@@ -198,10 +198,7 @@ class SeedComparison:
         if not compared:
             return base.name
         results = "; ".join(f"{group.name} ({group.result})" for group in compared)
-        return (
-            f"Against {base.name} over {plural(len(base.losses), 'seed')}, margin ± "
-            f"{100 * self.margin:g} %: {results}."
-        )
+        return f"Against {base.name}, margin ± {100 * self.margin:g} %: {results}."
 
 
 def _compare(

@@ -95,7 +95,7 @@ def test_the_page_needs_no_network_and_has_all_results_as_text(tmp_path):
     page = page_of(runs, tmp_path)
     assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", page)
     for text in (
-        "Against a over 1 seed, margin ± 0.3 %: b (+0.0000, 1 seed: no verdict, 3 are needed).",
+        "Against a, margin ± 0.3 %: b (+0.0000 over 1 seed, no verdict: 3 seeds are needed).",
         "+0.50000",
         "10,240",
         "<code>settings.precision</code>",

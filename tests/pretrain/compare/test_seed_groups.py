@@ -121,8 +121,9 @@ def test_the_report_shows_the_answer_over_seeds_first(folders: list[Path], tmp_p
     assert main(["report", *map(str, folders), "--out", str(page)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "Against bf16 over 4 seeds, margin ± 0.3 %: delayed (+0.0015, equivalent); nvfp4 (+0.1015, "
-        "worse by more than the margin); bf16_again (−0.0005, 1 seed: no verdict, 4 are needed)."
+        "Against bf16, margin ± 0.3 %: delayed (+0.0015 over 4 seeds, equivalent); nvfp4 (+0.1015 "
+        "over 4 seeds, worse by more than the margin); bf16_again (−0.0005 over 1 seed, no "
+        "verdict: 4 seeds are needed)."
     )
     rows = rows_of(printed)
     # At the ends of the interval, the statistic of the sequential test is 1 / error, with one of
@@ -227,7 +228,7 @@ def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
     runs = [read_run(path) for path in folders]
     one_seed = Report.over([runs[0], runs[4]]).seeds
     assert one_seed.answer() == (
-        "Against bf16 over 1 seed, margin ± 0.3 %: delayed (+0.0010, 1 seed: no verdict, 3 are "
+        "Against bf16, margin ± 0.3 %: delayed (+0.0010 over 1 seed, no verdict: 3 seeds are "
         "needed)."
     )
     assert Report.over(runs[:4], ["seed"]).seeds.answer() == "bf16"
