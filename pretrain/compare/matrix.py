@@ -17,6 +17,7 @@ from pathlib import Path
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
+from pretrain.compare.fairness import same_held_out
 from pretrain.compare.matrix_file import Cell, Matrix, key_of, load_matrix
 from pretrain.compare.matrix_run import launch_of, report_stop, run_all, say
 from pretrain.compare.page import check_replaceable
@@ -28,10 +29,11 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
 
-    If no two cells differ only in their seeds, the first line of the report names the cell with the
-    lowest held-out loss. The first run in the tables is the baseline. All other finished cells and
-    all halted cells follow, the best cell first. If a halted cell were omitted, the mean over the
-    other seeds with the same settings would look better than it is.
+    If no two cells differ only in their seeds, and all were evaluated on the same data, the first
+    line of the report names the cell with the lowest held-out loss. The first run in the tables is
+    the baseline. All other finished cells and all halted cells follow, the best cell first. If a
+    halted cell were omitted, the mean over the other seeds with the same settings would look better
+    than it is.
     """
     records = [(cell, run) for cell in matrix.cells if (run := cell.record())]
     finished = [cell for cell, run in records if run.is_finished]
@@ -59,7 +61,8 @@ def write_report(matrix: Matrix) -> str:
     parts = [*report.tables(), f"Written: {page}"]
     best = min(runs, key=lambda run: place(run)[1:])
     has_one_seed = all(len(group.runs) == 1 for group in report.seeds.results)
-    if "held_out_loss" in best.summary and has_one_seed:
+    on_same_data = all(same_held_out(best, run) for run in runs)
+    if has_one_seed and on_same_data and "held_out_loss" in best.summary:
         parts.insert(0, f"Lowest held-out loss: {best.summary['held_out_loss']:.4f}, {best.name}.")
     if baseline.but_for_seed != settings:
         parts.append(

@@ -113,6 +113,7 @@ def leave_behind(
                 "event": "evaluation",
                 "held_out_loss": held_out,
                 "held_out_perplexity": 2.7,
+                "held_out_packs": cell.recipe.evaluate.packs or 8,
             }
         )
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -147,6 +147,14 @@ def test_finished_cells_are_ranked_by_held_out_loss(matrix):
     assert "2 of 6 cells are not finished" in write_report(loaded)
 
 
+def test_no_cell_is_the_best_if_they_were_evaluated_on_different_data(matrix):
+    loaded = matrix(axes={"evaluate.packs": [2, 4]})
+    for cell, held_out in zip(loaded.cells, (2.5, 2.25), strict=True):
+        leave_behind(cell, held_out=held_out)
+    report = write_report(loaded)
+    assert "Lowest" not in report and "computed on different data" in report
+
+
 def test_another_seed_replaces_a_baseline_that_is_not_finished(matrix):
     loaded = matrix(
         axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]}, baseline="seed=1-fp32"
