@@ -116,10 +116,14 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     `single` is true if `cells` has only the cell that `--cell` selects. In this case no report is
     written, because other jobs of the same job array may still run the other cells.
     """
-    # The lock of the matrix folder prevents two commands from starting the same runs. With
-    # `--cell`, the matrix folder is not locked, so that several jobs can run one cell each. Every
-    # run also locks its run folder.
-    with RunFolder(matrix.folder, owner=not single):
+    # The lock of the matrix folder prevents two commands from starting the same runs, and runs of
+    # two `--only` from sharing devices without a mark. With `--cell`, the matrix folder is not
+    # locked, so that several jobs can run one cell each. Every run also locks its run folder.
+    with RunFolder(
+        matrix.folder,
+        owner=not single,
+        remedy="set --at-once of one command, so that it trains more cells at the same time",
+    ):
         if not single:
             check_replaceable(page_of(matrix), f"{matrix.path}: report")
             finished = sum(cell.is_finished() for cell in cells)

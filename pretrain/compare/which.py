@@ -122,7 +122,7 @@ def main(options: argparse.Namespace) -> int:
         read_candidates(options, accelerate) if options.candidates else {},
     )
     deadline = time.monotonic() + options.hours * 3600
-    with RunFolder(folder):
+    with RunFolder(folder, remedy="set another --run_dir"):
         wait_for_earlier_start(sorted(folder.glob("*/*.log")))
         plan = load_plan(trainings, options)
         if plan is None:

@@ -61,15 +61,23 @@ class RunFolder(ExitStack):
 
     If `address` is an address in object storage, the run is stored there: `stored` is its copy, and
     None for other runs and ranks. If the copy has a newer checkpoint than the folder, the
-    constructor restores the run from it.
+    constructor restores the run from it. `remedy` ends the message about a folder in use.
 
     Raises InputError if the folder cannot be created, if another process has locked it, or if the
     copy cannot be read.
     """
 
-    def __init__(self, path: Path, *, owner: bool = True, address: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        owner: bool = True,
+        address: str = "",
+        remedy: str = "set another `run_dir`",
+    ) -> None:
         super().__init__()
         self.path = path
+        self.remedy = remedy
         self.checkpoints = path / "checkpoints"
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
@@ -108,8 +116,8 @@ class RunFolder(ExitStack):
     def _refuse(self, holder: str) -> None:
         """Raise InputError because `holder` has locked the folder."""
         raise InputError(
-            f"{self.path}: the run folder is in use by {holder}; either wait until that process "
-            "has ended, or stop it, or set another `run_dir`"
+            f"{self.path}: the folder is in use by {holder}; either wait until that process has "
+            f"ended, or stop it, or {self.remedy}"
         )
 
     def _remove_if_empty(self) -> None:

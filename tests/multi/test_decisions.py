@@ -106,7 +106,7 @@ def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(
     assert run.status == 2, run.output
     assert "Traceback" not in run.output, run.output
     error = (
-        f"error: {small_recipe['run_dir']}: the run folder is in use by process {os.getpid()} "
+        f"error: {small_recipe['run_dir']}: the folder is in use by process {os.getpid()} "
         f"on {socket.gethostname()}"
     )
     assert run.err.count(error) == 2, run.err

@@ -22,6 +22,7 @@ from pretrain.compare.matrix_run import (
     start,
 )
 from pretrain.launch.launcher import CONFIGURATIONS
+from pretrain.metrics.run_folder import RunFolder
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
 
@@ -123,6 +124,13 @@ def test_cells_are_counted_from_zero(matrix, tmp_path, capsys):
     matrix()
     assert main(["matrix", str(tmp_path / "m.yaml"), "--cell", "-1"]) == 2
     assert "--cell -1: there is no such cell" in capsys.readouterr().err
+
+
+def test_a_second_command_of_a_matrix_is_pointed_to_at_once(matrix, tmp_path, capsys):
+    with RunFolder(matrix().folder):
+        assert main(["matrix", str(tmp_path / "m.yaml"), "--only", "weights=fp32"]) == 2
+    error = capsys.readouterr().err
+    assert "/runs: the folder is in use by process" in error and "set --at-once" in error
 
 
 # ── The report ────────────────────────────────────────────────────────────────────────────────────
