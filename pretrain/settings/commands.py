@@ -29,10 +29,10 @@ TEMPERATURE = 0.8
 TOP_P = 0.95
 
 
-def count(text: str) -> int:
-    """Parse a whole number of at least 1. Raises ArgumentTypeError for any other text."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+def count(text: str, least: int = 1) -> int:
+    """Parse a whole number of at least `least`. Raises ArgumentTypeError for any other text."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
     return int(text)
 
 
@@ -589,10 +589,10 @@ TOKENIZER = Command(
     ),
     option(
         "--vocabulary",
-        type=int,
+        type=lambda text: count(text, least=257),
         required=True,
         metavar="N",
-        help="number of tokens, including 256 bytes and the special tokens",
+        help="number of tokens, including 256 bytes, the end-of-text token and the special tokens",
     ),
     option("--out", type=Path, required=True, metavar="FOLDER"),
     option(

@@ -224,9 +224,12 @@ COMMANDS = {
     "tokenizer {here}/text.jsonl data.input_ids=m --vocabulary 300 --out {here}/out": (
         "`data.text`"
     ),
-    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": (
-        "--vocabulary: invalid int value: 'many'"
-    ),
+    **{
+        f"tokenizer {{here}}/text.jsonl --out {{here}}/out --vocabulary {number}": (
+            f"--vocabulary: {number} is not a whole number of at least 257"
+        )
+        for number in ("many", "-5", "256")
+    },
 }
 
 
