@@ -390,8 +390,9 @@ def require_own_records(job: Job) -> None:
     """
     if (job.run_dir / "final").exists() or (job.run_dir / SUMMARY_FILE).exists():
         raise InputError(
-            f"{job.run_dir}: the folder contains a finished run that has no checkpoint to continue "
-            "from; set another `run_dir`"
+            f"{job.run_dir}: the folder contains a finished run, whose files this training would "
+            "overwrite, because it does not continue a checkpoint of this folder; set another "
+            "`run_dir`"
         )
     with suppress(NoStepYet):
         run = read_run(job.run_dir)

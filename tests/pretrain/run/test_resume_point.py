@@ -360,7 +360,7 @@ def test_another_stream_is_read_from_its_first_pack() -> None:
 @pytest.mark.parametrize("file", ["summary.json", "final"])
 def test_a_start_never_overwrites_a_finished_run(file: str, tmp_path: Path) -> None:
     (tmp_path / file).mkdir()
-    with pytest.raises(InputError, match="contains a finished run that has no checkpoint"):
+    with pytest.raises(InputError, match="finished run, whose files this training would overwrite"):
         require_own_records(job_of(run_dir=tmp_path))
 
 
