@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
@@ -53,21 +52,17 @@ def plan_on(
         that fits into the memory of several devices.
     """
     # It is assumed that the devices have all packages of requirements-cuda.txt.
-    recipe = plan.recipe
     attention = choose(
-        recipe.model.attention,
+        plan.recipe.model.attention,
         "cuda",
         plan.flops.shape.head_dim,
         plan.compute_dtype,
         plan.mean_squared,
         devices.capability,
     ).name
-    if recipe.model.fused == "auto" and plan.compute_dtype == torch.bfloat16:
-        fused = recipe.model.model_copy(update={"fused": "on"})
-        recipe = recipe.model_copy(update={"model": fused})
     layers = {
         active.precision.name: layers_of(
-            shapes, plan.flops, recipe, active, "cuda", attention, devices.capability
+            shapes, plan.flops, plan.recipe, active, "cuda", attention, devices.capability
         )
         for active in plan.precisions
     }
