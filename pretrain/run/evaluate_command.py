@@ -206,7 +206,6 @@ def _evaluate(
             "`data.held_out`: no packs are held out to evaluate on; set `data.held_out` or "
             "`data.validation`"
         )
-    job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     source = find_checkpoint(checkpoints, options.resume, branch_checkpoint(job.recipe))
     if source is None and job.recipe.model.weights_source is None:
@@ -285,8 +284,7 @@ def served_job(job: Job, accelerator: Accelerator) -> Job:
             "run_dir": str(job.run_dir),
         }
     )
-    served = prepare_job(recipe, accelerator, (), lambda *_, **__: job.data)
-    return served.with_settings("batch", microbatch=served.plan.expected_microbatch)
+    return prepare_job(recipe, accelerator, (), lambda *_, **__: job.data)
 
 
 def served_loss(job: Job, accelerator: Accelerator) -> dict[str, object]:

@@ -151,7 +151,7 @@ class Job:
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
         """Return the keyword arguments of `Batching`, for training and evaluation on this rank."""
         return {
-            "microbatch": self.plan.microbatch,
+            "microbatch": self.plan.expected_microbatch,
             "rank": accelerator.process_index,
             "world_size": accelerator.num_processes,
             "mask_boundaries": self.recipe.data.mask_boundaries,
