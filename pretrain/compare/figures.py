@@ -122,7 +122,6 @@ def model_name(run: RunRecord) -> str:
     The name is the last part of `model.source`. If `model.source` is the `final` folder of another
     run, the name of that run is returned. If `model.source` is not set, the model type is returned.
     """
-    model = run.config.get("model") or {}
-    model_type = (model.get("config") or {}).get("model_type", "model")
-    source = Path(str(model.get("source") or model_type))
+    model = run.config["model"]
+    source = Path(model["source"] or model["config"]["model_type"])
     return source.parent.name if source.name == "final" else source.name
