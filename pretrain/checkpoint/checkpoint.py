@@ -342,8 +342,7 @@ class Checkpoints:
         All files of the newest checkpoint are hashed. If the checkpoint is damaged, a warning is
         logged, and the next older checkpoint is tried. Files are not changed. A caller that
         continues from the result calls `abandon_newer`. With `before`, only checkpoints of steps
-        before `before` are considered. Raises InputError if every checkpoint is damaged, because a
-        new run would overwrite files that may still be rescued.
+        before `before` are considered.
         """
         self.wait()
         # All ranks use the list of the first rank, because a network disk may show different
@@ -363,11 +362,6 @@ class Checkpoints:
                     path,
                     "; ".join(problems),
                 )
-        if steps:
-            raise InputError(
-                f"{self.folder}: every checkpoint is damaged or too old; set another `run_dir` to "
-                "train from the beginning"
-            )
         return None
 
     def owns(self, path: Path) -> bool:

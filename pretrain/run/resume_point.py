@@ -163,12 +163,18 @@ def find_checkpoint(
         is used.
     branch_from: the path of another run's checkpoint (`train.begin_with`), or None.
 
-    All ranks must call this function. Raises InputError if a requested checkpoint does not exist,
-    or if every checkpoint of the run folder is damaged.
+    All ranks must call this function. Raises InputError if a requested checkpoint does not exist.
+    Also raises InputError if every checkpoint of the run folder is damaged, because a new run would
+    overwrite files that may still be rescued.
     """
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
     if path is not None:
         return ResumePoint(path, checkpoints.read_state(path), in_run_folder=checkpoints.owns(path))
+    if step_folders(checkpoints.folder):
+        raise InputError(
+            f"{checkpoints.folder}: every checkpoint is damaged or too old; "
+            "set another `run_dir` to train from the beginning"
+        )
     if branch_from is None:
         return None
     if not (branch_from / MANIFEST).is_file():

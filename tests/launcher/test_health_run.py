@@ -16,6 +16,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from pretrain.precision.emulation import BothWays
+from tests.conftest import flip
 from tests.golden.runs import losses_changed, steps_logged, tensors_of
 
 
@@ -95,6 +96,28 @@ def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_count(
     finished = train_here("health.on_nan=rollback", "--accept-changes", recipe=recipe)
     assert finished.status == 0, finished.output
     assert "at step 3" in finished.output, finished.output
+
+
+def test_a_rollback_uses_the_only_intact_checkpoint_again(
+    train_here: Callable, small_recipe: dict[str, Any]
+) -> None:
+    """Step 5 fails twice after the checkpoint of step 4, the only intact one."""
+    changes = {"train": {"steps": 6}, "checkpoint": {"every": 2}, "evaluate": {}, "parity": "off"}
+    recipe = small_recipe | changes | {"schedule": {"kind": "constant"}}
+    assert train_here("train.steps=4", recipe=recipe).status == 0
+    run_dir = Path(recipe["run_dir"])
+    flip(max((run_dir / "checkpoints" / "step-00000002").glob("*.safetensors")))
+
+    def poison(loss: torch.Tensor) -> torch.Tensor:
+        # The second event contains the line of the first.
+        rollbacks = (run_dir / "metrics.jsonl").read_text().count('"rollbacks"')
+        return loss * math.inf if rollbacks < 2 else loss
+
+    with losses_changed(poison):
+        finished = train_here("health.on_nan=rollback", recipe=recipe)
+    assert finished.status == 0, finished.output
+    (event,) = (record for record in finished.records() if record.get("event") == "rollback")
+    assert (event["resumed_from"], event["rollbacks"]) == (4, 2)
 
 
 def test_weights_that_an_update_has_overflowed_are_never_saved(
