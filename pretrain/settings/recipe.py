@@ -509,7 +509,7 @@ _OTHER_NAMES = {
     "preference optimization and reinforcement learning are out of scope": (
         "dpo orpo kto ppo grpo rlhf reward_model ref_model"
     ),
-    "to evaluate a checkpoint, use `python -m pretrain evaluate`": "do_eval eval eval_only",
+    "to evaluate a checkpoint, use `python -m pretrain evaluate`": "eval_only",
     "to score a trained model, use `python -m pretrain evaluate RUN --tasks TASKS`": (
         "tasks eval_tasks benchmark benchmarks lm_eval num_fewshot"
     ),
@@ -568,7 +568,7 @@ _OTHER_NAMES = {
     "train.steps": "train max_steps max_iters num_steps total_steps num_train_steps",
     "train.epochs": "num_train_epochs num_epochs",
     "loss.penalty_weight": "lambda",
-    "evaluate.every": "evaluate eval_steps eval_interval",
+    "evaluate.every": "evaluate eval do_eval eval_steps eval_interval",
     "checkpoint.every": "save_steps save_interval",
     "checkpoint.keep": "save_total_limit",
     "log.every": "logging_steps log_interval",

@@ -77,6 +77,7 @@ SETTINGS = {
     "lora.r=8": "`lora`: unknown key; LoRA and other adapters are out of scope",
     "train_on_inputs=true": "a chat is always trained on its answers alone",
     "--eval-only": "pretrain evaluate",
+    "eval.every=100": "did you mean `evaluate.every`?",
     "schedule.warmup=100": "`schedule.warmup: 100`",
     "schedule.kind=cosin": "`schedule.kind`",
     **dict.fromkeys(("loss.penalty_weight=0.1", "loss.penalty=neg_entropy"), "`penalty_weight`"),
