@@ -12,7 +12,6 @@ in the requested precision.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ def audit_products(
         _watching_forwards(modules, observer),
     ):
         compute_loss().backward()
-    ran_low = _effective_in(active, observer, low)
+    ran_low = _effective_in(active, observer.products, low)
     in_routers = {module for router in packed.routing.routers for module in router.modules()}
     entries = []
     for name, (module, weight, is_announced) in matrices.items():
@@ -183,6 +182,7 @@ class ProductAudit(Observer):
     update if a product or a history is wrong.
     """
 
+    packed: PackedLanguageModel
     precision: ModelPrecision
 
     def due(self, step: Step) -> bool:
@@ -198,11 +198,21 @@ class ProductAudit(Observer):
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
         observer = ProductObserver()
-        with observer.observing():
+        # The products of each microbatch. A product that is missing in one microbatch may run
+        # several times in another, for example in each chunk of the loss.
+        observed: list[Mapping[str, Sequence[ObservedProduct]]] = []
+
+        def start_microbatch(*_: Any) -> None:
+            observer.products = {}
+            observed.append(observer.products)
+
+        with self.packed.register_forward_pre_hook(start_microbatch), observer.observing():
             yield
-        effective = _effective_in(current.active, observer, low, len(batches.microbatches))
-        entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
-        _require_requested(entries, current.active, f" in step {step.number}")
+        for number, products in zip(range(len(batches.microbatches)), observed, strict=True):
+            effective = _effective_in(current.active, products, low)
+            entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
+            where = f" in microbatch {number + 1} of step {step.number}"
+            _require_requested(entries, current.active, where)
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
@@ -289,33 +299,35 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
 
 def _effective_in(
     active: ActivePrecision,
-    observer: ProductObserver,
+    products: Mapping[str, Sequence[ObservedProduct]],
     names: Iterable[str],
-    microbatches: int = 1,
 ) -> dict[str, str]:
     """Map the name of each low-precision linear in `names` to its effective precision.
 
-    The effective precision is the name of the active precision if forward, dgrad and wgrad ran in
-    each of `microbatches`, and if all their operands had the kinds of this precision. Otherwise it
-    is a text that lists the faults.
+    The effective precision is the name of the active precision if forward, dgrad and wgrad ran, and
+    if all their operands had the kinds of this precision. Otherwise it is a text that lists the
+    faults.
+
+    products: map the names of linears to their products in one microbatch.
     """
     effective = {}
     for name in names:
-        observed = observer.products.get(name, ())
+        observed = products.get(name, ())
         wrong = {
             f"{product.gemm} {product.left} x {product.right}"
             for product in observed
             if not is_expected(product, active)
         }
-        findings = [*sorted(wrong), *_not_run(observed, microbatches)]
+        findings = [*sorted(wrong), *_not_run(observed)]
         effective[name] = ", ".join(findings) or active.precision.name
     return effective
 
 
-def _not_run(observed: Sequence[ObservedProduct], times: int = 1) -> list[str]:
-    """Return a text such as "dgrad not run" for each kind of product that ran too few `times`."""
-    counts = Counter(product.gemm for product in observed)
-    return sorted(f"{gemm} not run" for gemm in OPERANDS if counts[gemm] < times)
+def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
+    """Return a text such as "dgrad not run" for each kind of product missing in `observed`."""
+    return sorted(
+        f"{gemm} not run" for gemm in OPERANDS.keys() - {product.gemm for product in observed}
+    )
 
 
 def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
@@ -333,7 +345,8 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
     """Raise InputError if a module did not use its requested precision.
 
     entries: entries of audit.json.
-    where: a text for the message, such as " in step 8", or "" before the first step.
+    where: a text for the message, such as " in microbatch 1 of step 8". Empty before the first
+        step.
     """
     wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
     if wrong:

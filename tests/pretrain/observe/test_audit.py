@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
+from foundation.overrides import overridden
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic
@@ -32,10 +33,10 @@ from pretrain.precision.gemm import Gemm, TorchGemm
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
-from pretrain.settings.recipe import ModelSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.observe.test_operand_statistics import SmallModel
-from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, SmallRun, build_run
+from tests.pretrain.verify.small_runs import ARCHITECTURES, LENGTH, LLAMA, SmallRun, build_run
 
 FP32 = active_in("fp32", "torch")
 BF16 = active_in("bf16", "torch")
@@ -348,7 +349,30 @@ def test_one_faulty_microbatch_of_a_step_is_found(faulty: int, small: Callable) 
         nullcontext() if next(numbers) == faulty else forward(**options)
     )
     message = refusal(run.confirm, entries)
-    assert "forward bfloat16 x bfloat16, dgrad not run" in message and "in step 1" in message
+    assert "forward bfloat16 x bfloat16, dgrad not run" in message
+    assert f"in microbatch {faulty + 1} of step 1" in message
+
+
+@pytest.mark.parametrize("faulty", range(4))
+def test_a_head_that_is_unquantized_in_one_microbatch_is_found(
+    faulty: int, small: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head multiplies in two chunks, so the other microbatches have six of its products."""
+    run = small("mxfp8", layers=1, packs_a_microbatch=2, loss=LossSettings(chunk=LENGTH))
+    entries = run.audit()
+    run.confirm(entries)
+    head = run.packed.hf.get_output_embeddings()
+    forward = head.forward
+    numbers = count()
+
+    def faulty_forward(*inputs: Tensor) -> Tensor:
+        is_low = next(numbers) != faulty
+        with overridden(head.state.context, low_precision=is_low):
+            return forward(*inputs)
+
+    monkeypatch.setattr(head, "forward", faulty_forward)
+    message = refusal(run.confirm, entries)
+    assert f"in microbatch {faulty + 1} of step 1: lm_head (dgrad not run" in message
 
 
 # ── Operands of another format ───────────────────────────────────────────────────────────
