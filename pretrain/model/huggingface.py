@@ -50,6 +50,19 @@ from pretrain.precision.layouts import stored_weights
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
+# Keys that must be 1 or more. transformers builds some models with 0 or with a negative value.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "n_inner",
+    "ffn_dim",
+    "moe_intermediate_size",
+)
 # Files that some exports contain and others do not.
 _OPTIONAL_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
@@ -144,6 +157,9 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     """
     kind, stored, changes = _read(settings)
     values = _rebased(kind, stored, changes) | changes if changes else stored
+    for key in (kind.attribute_map.get(size, size) for size in _SIZES):
+        if isinstance(values.get(key), int) and values[key] < 1:
+            raise InputError(f"`model.config.{key}: {values[key]}` is below 1; set it to 1 or more")
     with _as_input_error(f"`model.config`: {kind.__name__} does not accept these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     full = config_values(kind, values)

@@ -213,7 +213,7 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """Check that the model reads only text, has layers, and has enough positions for a pack.
+    """Check that the model reads only text, and has enough positions for a pack.
 
     model: the configuration of the model.
     """
@@ -222,14 +222,6 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         f"`model`: {type(model).__name__} reads more than text; choose a model of text only",
     )
     config = model.get_text_config()
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers"):
-        size = getattr(config, key, None)
-        _require(
-            # Some models have a list of sizes, one for each layer.
-            not isinstance(size, int) or size > 0,
-            f"`model.config.{config.attribute_map.get(key, key)}: {size}` gives a model without "
-            "layers or with empty weights; set it to 1 or more",
-        )
     length = recipe.data.length
     # -1 means that there is no limit. XLNet's configuration has the value -1.
     positions = getattr(config, "max_position_embeddings", None) or -1

@@ -444,6 +444,15 @@ def test_a_model_with_other_modules_is_rejected(kind: str, message: str) -> None
         model.check_architecture(model.build_on_meta(config), LENGTH, LossSettings())
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("gpt2", "n_inner"), ("gpt2", "n_layer"), ("opt", "ffn_dim"), ("llama", "head_dim")],
+)
+def test_a_size_of_zero_is_rejected(kind: str, key: str) -> None:
+    with pytest.raises(InputError, match=rf"`model\.config\.{key}: 0` is below 1"):
+        model.load_config(ModelSettings(config={"model_type": kind, key: 0}))
+
+
 def test_a_disabled_key_is_rejected_only_over_a_source(tmp_path: Path) -> None:
     """Qwen2.5's file has a sliding window that is off.
 
