@@ -88,6 +88,9 @@ class Checkpoints:
             one, and earlier ones of multiples of `every`. They are also kept. An interrupted run
             saves other checkpoints in between.
         every: Number of steps between two checkpoints.
+
+    Attributes:
+        damaged: Folders of the damaged checkpoints that `newest` has found.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Checkpoints:
         is_distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if is_distributed else 0
         self.world_size = torch.distributed.get_world_size() if is_distributed else 1
+        self.damaged: set[Path] = set()
         # The checkpoint of the last complete save or load.
         self._complete: Path | None = None
         # The checkpoint that was verified last, if it was intact. `load` does not hash it again.
@@ -268,6 +272,8 @@ class Checkpoints:
         reasons = reasons or self._failures(pending.completed)
         if not reasons:
             self._complete = pending.final
+            # If there was a damaged checkpoint of the same step, this save has replaced it.
+            self.damaged.discard(pending.final)
             return
         if self.rank == 0:
             shutil.rmtree(on_disk.partial_folder(pending.final), ignore_errors=True)
@@ -301,11 +307,13 @@ class Checkpoints:
 
         Keep the `keep` newest checkpoints, the checkpoint of step `spared`, the newest checkpoint
         that is not later than step `before`, and the checkpoints that are averaged (`merge`).
-        Checkpoints of steps after `newest` are ignored: they are not deleted, and do not count as
-        one of the newest checkpoints.
+        Damaged checkpoints and checkpoints of steps after `newest` are ignored: they are not
+        deleted, and do not count as one of the newest checkpoints.
         """
         candidates = [
-            path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)
+            path
+            for path in step_folders(self.folder)
+            if step_of(path) <= step_of(newest) and path not in self.damaged
         ]
         early = [path for path in candidates if step_of(path) <= self.before]
         kept = {*early[:1], *averaged(candidates, self.merge, self.every)}
@@ -340,9 +348,8 @@ class Checkpoints:
         """Return the newest intact checkpoint, or None if there is none.
 
         All files of the newest checkpoint are hashed. If the checkpoint is damaged, a warning is
-        logged, and the next older checkpoint is tried. Files are not changed. A caller that
-        continues from the result calls `abandon_newer`. With `before`, only checkpoints of steps
-        before `before` are considered.
+        logged, the checkpoint is added to `damaged`, and the next older checkpoint is tried. Files
+        are not changed. With `before`, only checkpoints of steps before `before` are considered.
         """
         self.wait()
         # All ranks use the list of the first rank, because a network disk may show different
@@ -356,6 +363,7 @@ class Checkpoints:
             problems = self._verify(path)
             if not problems:
                 return path
+            self.damaged.add(path)
             if self.rank == 0:
                 _log.warning(
                     "%s cannot be used; trying the next older checkpoint. %s",

@@ -170,7 +170,7 @@ def find_checkpoint(
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
     if path is not None:
         return ResumePoint(path, checkpoints.read_state(path), in_run_folder=checkpoints.owns(path))
-    if step_folders(checkpoints.folder):
+    if checkpoints.damaged:
         raise InputError(
             f"{checkpoints.folder}: every checkpoint is damaged or too old; "
             "set another `run_dir` to train from the beginning"

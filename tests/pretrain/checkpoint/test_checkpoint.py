@@ -125,20 +125,22 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_the_checkpoint_before_a_damaged_one_is_used(tmp_path, caplog, harm):
+def test_a_damaged_checkpoint_is_kept_and_the_one_before_it_used(tmp_path, caplog, harm):
     writer = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
         newest = save(writer, step)
     harm(newest)
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.newest() == tmp_path / "step-00000002"
+    assert checkpoints.damaged == {newest}
     assert f"{newest} cannot be used" in caplog.text
     with pytest.raises(InputError, match="step-00000003"):
         checkpoints.load(newest, blank(all_tensors_of(3)))
 
-    checkpoints.abandon_newer(2)
-    save(checkpoints, 4)  # keeps two checkpoints, and deletes the damaged one
-    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    save(checkpoints, 4)  # keeps two intact ones beside the damaged one
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    save(checkpoints, 5)
+    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
 
 
 def test_a_checkpoint_without_checksums_of_tensors_is_refused(tmp_path):
