@@ -29,7 +29,7 @@ import ast
 import logging
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import Settings, parse, set_value
@@ -39,6 +39,7 @@ from pretrain.precision.settings import (
     BY_ACCELERATE,
     PRECISIONS,
     LowPrecisionSettings,
+    PrecisionName,
     phases_of,
 )
 from pretrain.settings.config import flatten
@@ -92,9 +93,7 @@ class _Fp8Config(LowPrecisionSettings):
     """
 
     # mypy does not accept a Literal whose values are computed at run time.
-    recipe: Literal[  # type: ignore[valid-type]
-        tuple(name for name, precision in PRECISIONS.items() if precision.quantized)
-    ] = BY_ACCELERATE[_FP8].name
+    recipe: PrecisionName = BY_ACCELERATE[_FP8].name  # type: ignore[valid-type]
 
 
 class _PrecisionSection(Settings):
@@ -252,6 +251,11 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
                 )
     config = parse(_PrecisionSection, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
+    if not precision.quantized:
+        raise InputError(
+            f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is not a quantized precision; set "
+            "`mixed_precision: bf16` for BF16, or `mixed_precision: 'no'` for FP32"
+        )
     ignored = {
         key
         for key, default in _ACCELERATE_DEFAULTS.items()

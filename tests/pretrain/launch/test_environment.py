@@ -139,7 +139,10 @@ def test_accelerates_defaults_count_only_if_the_precision_has_the_key(
             r"`fp8_config.recpie`: unknown key; did you mean `fp8_config.recipe`\?",
         ),
         ({"recipe": "mxfp"}, r"`fp8_config.recipe`: .*'mxfp8'.* 'mxfp'"),
-        ({"recipe": "bf16"}, r"`fp8_config.recipe`: .*'mxfp8'.* 'bf16'"),
+        (
+            {"recipe": "bf16"},
+            r"`fp8_config.recipe: bf16` is not a quantized precision; set `mixed_precision: bf16`",
+        ),
         ({"fp8_format": "E5M2"}, r"`fp8_config.fp8_format`: .*'HYBRID' or 'E4M3'"),
         ({"interval": 4}, r"`fp8_config.interval: 4` is not supported; remove this key"),
         (
