@@ -120,6 +120,7 @@ def test_a_file_trains_with_the_precision_and_topology_of_its_name(
     assert finished.status == 0, finished
     audit = finished.audit()
     assert audit["precision"] == SEVERAL_IN_FP8[name]
+    assert audit["confirmed_in_step"] == 2
     effective = {
         product["effective"] for product in audit["products"] if product["name"] != "lm_head"
     }

@@ -180,10 +180,13 @@ class ProductAudit(Observer):
     Each low-precision linear is observed in all microbatches of a step. The first microbatch must
     add exactly one entry to every history of delayed scaling. Raises InputError before the step's
     update if a product or a history is wrong.
+
+    write: writes audit.json.
     """
 
     packed: PackedLanguageModel
     precision: ModelPrecision
+    write: Callable[[], None]
 
     def due(self, step: Step) -> bool:
         """Return True in a quantized step that sets `Step.is_new` or is a statistics step."""
@@ -193,7 +196,8 @@ class ProductAudit(Observer):
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
         """Raise InputError if the products of the step differ from the recorded products.
 
-        The audit before the first step has recorded the products.
+        The audit before the first step has recorded the products. If `Step.is_new` is set and the
+        products agree, record the step in audit.json.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
@@ -213,6 +217,9 @@ class ProductAudit(Observer):
             entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
             where = f" in microbatch {number + 1} of step {step.number}"
             _require_requested(entries, current.active, where)
+        if step.is_new:
+            current.audit["confirmed_in_step"] = step.number
+            self.write()
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:

@@ -146,7 +146,9 @@ class Assembly:
         # histories would depend on all random numbers that this process has drawn before. A run
         # that is resumed at this step has drawn different random numbers.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
-        self.precision.current.audit["products"] = rehearse(job, accelerator, self)
+        record = self.precision.current.audit
+        record["products"] = rehearse(job, accelerator, self)
+        record.pop("confirmed_in_step", None)
 
 
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:

@@ -68,7 +68,7 @@ def make_observers(run: Run, profile: StepProfile | None) -> Observers:
         # additional pass of the GapMeter in BF16.
         observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
-        ProductAudit(model, run.precision),
+        ProductAudit(model, run.precision, run.write_audit),
         StepCheck(model, optimizer, recipe, accelerator),
         PeriodicFigures(
             recipe.log.gradient_statistics,

@@ -148,7 +148,7 @@ class SmallRun:
         )
         schedule = PrecisionSchedule([(None, self.active)], self.recipe.train.steps)
         precision = ModelPrecision(context, {in_model.name: in_model}, schedule)
-        return ProductAudit(self.packed, precision)
+        return ProductAudit(self.packed, precision, write=lambda: None)
 
     def watch(self, number: int, observers: list[Observer], *, is_new: bool) -> StepWatch:
         """Return the watch over a statistics step."""
