@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from foundation.command import CommandParser, run_command
-from foundation.errors import InputError
 from foundation.settings import local_path
 from pretrain.settings.config import PacksParser, SettingsParser, load_recipe
 
@@ -63,15 +62,22 @@ class Command:
             module is imported after the options have been parsed.
         description: Text that --help prints. The list of commands has its first line.
         options: The arguments of the command line, see `option`.
+        modes: Further options. A command line has at most one of them.
     """
 
     def __init__(
-        self, parser: type[CommandParser], function: str, description: str, *options: Option
+        self,
+        parser: type[CommandParser],
+        function: str,
+        description: str,
+        *options: Option,
+        modes: Sequence[Option] = (),
     ) -> None:
         self.parser = parser
         self.function = function
         self.description = cleandoc(description)
         self.options = options
+        self.modes = modes
 
     def read(self, arguments: Sequence[str], prog: str | None = None) -> argparse.Namespace:
         """Parse command-line arguments.
@@ -83,6 +89,10 @@ class Command:
         parser = self.parser(prog, self.description)
         for names, settings in self.options:
             parser.add_argument(*names, **settings)
+        if self.modes:
+            modes = parser.add_mutually_exclusive_group()
+            for names, settings in self.modes:
+                modes.add_argument(*names, **settings)
         return parser.read(arguments)
 
 
@@ -102,7 +112,7 @@ RECIPE = (
         help="settings that override the recipe, for example batch.microbatch=8",
     ),
 )
-# The arguments of train_accelerate.py.
+# The arguments of train_accelerate.py, without its modes.
 TRAINING = (
     *RECIPE,
     option(
@@ -118,6 +128,8 @@ TRAINING = (
         action="store_true",
         help="resume from a checkpoint even if settings have changed since it was saved",
     ),
+)
+TRAINING_MODES = (
     option(
         "--plan",
         action="store_true",
@@ -158,6 +170,7 @@ TRAIN = Command(
         help="number of processes, one for each GPU; default: the number in the configuration, or "
         "one for each GPU",
     ),
+    modes=TRAINING_MODES,
 )
 
 
@@ -686,11 +699,14 @@ def read_script(description: str | None) -> argparse.Namespace:
 
     `description` is the text that --help prints. Raises InputError for an invalid argument.
     """
-    script = Command(SettingsParser, "train_accelerate:main", description or "", *TRAINING)
-    options = script.read(sys.argv[1:])
-    if options.plan and options.profile:
-        raise InputError("command line: --plan trains no step for --profile; remove one of them")
-    return options
+    script = Command(
+        SettingsParser,
+        "train_accelerate:main",
+        description or "",
+        *TRAINING,
+        modes=TRAINING_MODES,
+    )
+    return script.read(sys.argv[1:])
 
 
 def check_script(description: str | None) -> None:
