@@ -277,6 +277,5 @@ def is_locked(path: Path, *, without_locks: bool = True) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        has_no_locks = error.errno in NOT_IMPLEMENTED
-        return without_locks if has_no_locks else True
+        return without_locks or error.errno not in NOT_IMPLEMENTED
     return False
