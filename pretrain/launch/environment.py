@@ -159,12 +159,13 @@ def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> 
 def _check_options(
     settings: LowPrecisionSettings, precisions: Sequence[Precision], setting: str, origin: str = ""
 ) -> None:
-    """Raise InputError if `settings` has options that none of `precisions` accepts.
+    """Raise InputError if `settings` has an option that no precision accepts.
 
-    In a schedule, each option belongs to the phases whose precision accepts it.
-
-    `setting` is the key that sets the precisions. The message begins with `origin`, a text such as
-    "Accelerate configuration: ".
+    Args:
+        settings: The options.
+        precisions: The precisions of all phases. One of them must accept the option.
+        setting: Name of the key that sets the precisions, for the message.
+        origin: Beginning of the message, such as "Accelerate configuration: ".
     """
     accepted = dict.fromkeys(option for precision in precisions for option in precision.options)
     refused = {key: value for key, value in settings.options_set.items() if key not in accepted}

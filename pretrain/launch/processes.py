@@ -80,8 +80,8 @@ class Training:
 def start_training(launch: Launch, environment: Mapping[str, str], log: Path) -> Training:
     """Start a training in the background.
 
-    The process of the training is forked from a server, which the first call starts. This call
-    waits until the server has imported torch and the launcher.
+    A server forks the process of the training. The first call starts the server, and waits until
+    the server has imported torch and the launcher.
 
     Args:
         launch: The training.

@@ -225,10 +225,11 @@ def forward_backward(
     first_apart: bool = False,
     compute: Callable[..., Tensor] = compute_microbatch,
 ) -> Tensor:
-    """Compute the gradients of a step. Return the loss of the step as an FP32 scalar.
+    """Compute the gradients of a step and return its loss.
 
-    The loss is the mean over the labelled tokens of all ranks, so it is the same on every rank.
-    `rank_sums` or FSDP2 sums the gradients over ranks. All ranks must call this function.
+    The loss is an FP32 scalar, the mean over the labelled tokens of all ranks. All ranks must call
+    this function, and get the same loss. The gradients are summed over all ranks by FSDP2, or by
+    `model.rank_sums` without FSDP2.
 
     Args:
         model: The model, with cleared gradients.

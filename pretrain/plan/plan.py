@@ -85,8 +85,7 @@ class Plan:
     def precisions(self) -> list[ActivePrecision]:
         """Return all precisions of the run.
 
-        If `log.gap` is set, the result includes the unquantized precision with which `log.gap`
-        compares the quantized ones.
+        With `log.gap`, the result includes an unquantized precision, the reference of the gap.
         """
         precisions = self.schedule.precisions
         if self.recipe.log.gap and all(active.precision.quantized for active in precisions):
