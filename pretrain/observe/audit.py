@@ -212,10 +212,10 @@ class ProductAudit(Observer):
 
         with self.packed.register_forward_pre_hook(start_microbatch), observer.observing():
             yield
-        for number, products in zip(range(len(batches.microbatches)), observed, strict=True):
+        for number, products in enumerate(observed, 1):
             effective = _effective_in(current.active, products, low)
             entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
-            where = f" in microbatch {number + 1} of step {step.number}"
+            where = f" in microbatch {number} of step {step.number}"
             _require_requested(entries, current.active, where)
         if step.is_new:
             current.audit["confirmed_in_step"] = step.number
