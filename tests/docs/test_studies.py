@@ -14,56 +14,80 @@ from tests.conftest import ROOT
 
 MATRICES = ROOT / "benchmarks/evidence/matrices"
 
-MUON_TABLE = (
-    # Part of the table, key of the runs, decimal places. Two decimal places are in percent.
-    (0, "held_out_loss", 2),
-    (1, "held_out_loss", 4),
-    (2, "training_loss", 2),
-)
+MUON_TABLE = ("held_out_loss", "training_loss")
+SIZES = ("14m", "35m")
 
 
-@pytest.mark.parametrize(("part", "key", "digits"), MUON_TABLE)
-def test_costs_under_muon_are_those_of_their_result_file(part: int, key: str, digits: int):
+@pytest.mark.parametrize("key", MUON_TABLE)
+def test_costs_under_muon_are_those_of_their_result_files(key: str):
     page = (ROOT / "docs/muon.md").read_text(encoding="utf-8")
-    table = page.partition("| **held-out")[2].split("| **")[part]
+    table = page.partition("| **held-out")[2].split("| **")[MUON_TABLE.index(key)]
     for precision, label in (
         ("delayed", "FP8, delayed scaling"),
         ("block", "FP8, blocks"),
         ("nvfp4", "NVFP4 in every linear"),
     ):
-        costs = []
-        for optimizer in ("adamw", "muon"):
-            bf16 = muon_losses(optimizer, "bf16", key)
-            pairs = zip(muon_losses(optimizer, precision, key), bf16, strict=True)
-            costs.append(
-                [(loss - base) * (100 / base if digits == 2 else 1) for loss, base in pairs]
-            )
-        differences = [muon - adamw for adamw, muon in zip(*costs, strict=True)]
-        cells = [mean_of_five(values, digits) for values in (*costs, differences)]
+        cells = []
+        for size in SIZES:
+            costs = [
+                [
+                    100 * (loss / base - 1)
+                    for loss, base in losses_of_muon(size, name, precision, key)
+                ]
+                for name in ("adamw", "muon")
+            ]
+            differences = [muon - adamw for adamw, muon in zip(*costs, strict=True)]
+            cells += [mean_of_five(values, 2) for values in (*costs, differences)]
+            if key == "held_out_loss" and precision != "nvfp4":
+                assert all(
+                    statistics.mean(values) + half_width_of_five(values) < 0.3 for values in costs
+                )
         assert f"| {label} | {' | '.join(cells)} |" in table
-        if key == "held_out_loss" and digits == 2:
-            assert precision == "nvfp4" or all(
-                statistics.mean(values) + half_width_of_five(values) < 0.3 for values in costs
-            )
-            assert f"{cells[-1]} | {predicted_cost(precision)} |" in table
+    if key == "held_out_loss":
+        text = " ".join(page.split())
+        # The cells of the last precision, NVFP4, with 35 million parameters.
+        adamw, muon, difference = (cell.lstrip("+") for cell in cells[3:])
+        means = " instead of ".join(f"{cell.split()[0]} %" for cell in (muon, adamw))
+        assert f"{means}, a difference of {difference} %" in text
 
 
-def test_losses_of_muon_in_the_text_are_those_of_the_result_file():
+def test_nats_that_nvfp4_costs_under_muon_are_those_of_the_result_files():
     text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
-    adamw, muon = (muon_losses(name, "bf16", "held_out_loss") for name in ("adamw", "muon"))
-    means = [statistics.mean(adamw), statistics.mean(muon)]
-    assert f"in nats | {means[0]:.4f} | {means[1]:.4f} |" in text
-    assert f"The {means[0] - means[1]:.2f} nats" in text
-    spread = [statistics.stdev(adamw), statistics.stdev(muon)]
-    assert f"{spread[0]:.3f} (AdamW) and {spread[1]:.3f} nats (Muon)" in text
-    trained = [
-        statistics.mean(muon_losses(name, "nvfp4", "training_loss"))
-        - statistics.mean(muon_losses(name, "bf16", "training_loss"))
-        for name in ("adamw", "muon")
-    ]
-    assert f"{trained[0]:.3f} nats under AdamW and {trained[1]:.3f} under Muon" in text
-    probability = predictions_of_muon()["probability_that_nvfp4_costs_more_under_muon"]
-    assert f"probability of {100 * probability:g} %" in text
+    cells = []
+    for size in SIZES:
+        for optimizer in ("adamw", "muon"):
+            pairs = losses_of_muon(size, optimizer, "nvfp4", "held_out_loss")
+            cells.append(mean_of_five([loss - base for loss, base in pairs], 4).lstrip("+"))
+    assert f"by {cells[0]} (AdamW) and {cells[1]} (Muon)" in text
+    assert f"with 35 million by {cells[2]} and {cells[3]}." in text
+
+
+def test_losses_of_muon_in_the_text_are_those_of_the_result_files():
+    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
+    means = []
+    for size in SIZES:
+        of_seeds = [bf16_losses_of_muon(size, optimizer) for optimizer in ("adamw", "muon")]
+        means.append([statistics.mean(losses) for losses in of_seeds])
+        if size == "14m":
+            spread = [statistics.stdev(losses) for losses in of_seeds]
+            assert f"{spread[0]:.3f} (AdamW) and {spread[1]:.3f} nats (Muon)" in text
+    cells = " | | ".join(f"{adamw:.4f} | {muon:.4f}" for adamw, muon in means)
+    assert f"in nats | {cells} | |" in text
+    small, large = (f"{adamw - muon:.2f}" for adamw, muon in means)
+    assert f"The {small} and {large} nats" in text
+
+
+def test_predictions_for_muon_are_those_of_the_result_files():
+    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
+    small, large = (predictions_of_muon(size) for size in SIZES)
+    for predictions, costs in (
+        (small, "+{delayed} (delayed), +{block} (blocks) and +{nvfp4} % (NVFP4, {low} to {high})"),
+        (large, "+{delayed}, +{block} and +{nvfp4} % ({low} to {high}) under both"),
+    ):
+        low, high = predictions["nvfp4_interval"]
+        assert costs.format(**predictions, low=low, high=high) in text
+    key = "probability_that_nvfp4_costs_more_under_muon"
+    assert f"probability of {100 * small[key]:g} % and {100 * large[key]:g} %" in text
 
 
 def test_rates_of_muon_are_those_of_the_search():
@@ -96,35 +120,50 @@ def test_rates_of_muon_are_those_of_the_search():
     assert search.keys() == {row["run"] for row in rows}
 
 
-def muon_losses(optimizer: str, precision: str, key: str) -> list[float]:
-    """Return the losses of the study of Muon, in the order of the five seeds."""
-    runs = [
-        row for row in read_lines("h200_muon_14m") if row["matrix"] == "muon_14m" and "run" in row
-    ]
-    by_seed = {
-        run["seed"]: run[key]
-        for run in runs
-        if (run["optimizer"], run["precision"]) == (optimizer, precision)
+def losses_of_muon(
+    size: str, optimizer: str, precision: str, key: str
+) -> list[tuple[float, float]]:
+    """Return the loss of each of five seeds in a precision, and that of the run it branches from.
+
+    The BF16 runs of two seeds were trained twice. A run branches from the one of its session.
+    """
+    losses = {
+        (row["precision"], row["seed"], row["session"]): row[key]
+        for row in runs_of_muon(size)
+        if row["optimizer"] == optimizer
     }
+    pairs = {
+        seed: (loss, losses["bf16", seed, session])
+        for (name, seed, session), loss in losses.items()
+        if name == precision
+    }
+    return [pairs[seed] for seed in range(1, 6)]
+
+
+def bf16_losses_of_muon(size: str, optimizer: str) -> list[float]:
+    """Return the held-out loss of the first BF16 run of each of the five seeds."""
+    by_seed: dict[int, float] = {}
+    for row in runs_of_muon(size):
+        if (row["optimizer"], row["precision"]) == (optimizer, "bf16"):
+            by_seed.setdefault(row["seed"], row["held_out_loss"])
     return [by_seed[seed] for seed in range(1, 6)]
 
 
-def predictions_of_muon() -> dict[str, Any]:
+def runs_of_muon(size: str) -> list[dict[str, Any]]:
+    """Return the runs of the study of Muon, without those of its search."""
+    return [
+        row
+        for row in read_lines(f"h200_muon_{size}")
+        if row["matrix"] == f"muon_{size}" and "run" in row
+    ]
+
+
+def predictions_of_muon(size: str) -> dict[str, Any]:
     """Return the predictions that were written before the study of Muon."""
     (predictions,) = [
-        row["predictions"] for row in read_lines("h200_muon_14m") if "predictions" in row
+        row["predictions"] for row in read_lines(f"h200_muon_{size}") if "predictions" in row
     ]
     return predictions
-
-
-def predicted_cost(precision: str) -> str:
-    """Return the predicted cost of a precision in held-out loss, as in the table of the page."""
-    predictions = predictions_of_muon()
-    cost = f"+{predictions[precision]}"
-    if precision == "nvfp4":
-        low, high = predictions["nvfp4_interval"]
-        cost += f" ({low} to {high})"
-    return cost
 
 
 def half_width_of_five(values: list[float]) -> float:
@@ -214,7 +253,8 @@ def test_the_time_to_equal_loss_is_that_of_the_result_file():
     text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
     shares = []
     # The search trained the 200 steps of the first seed.
-    for seed, long in ((1, best_of_search), (2, runs["muon-delayed-200-seed=2"])):
+    for seed in (1, 2, 3):
+        long = best_of_search if seed == 1 else runs[f"muon-delayed-200-seed={seed}"]
         adamw, short = runs[f"adamw-bf16-seed={seed}"], runs[f"muon-delayed-160-seed={seed}"]
         target = adamw["held_out_loss"]
         share = (short["held_out_loss"] - target) / (short["held_out_loss"] - long["held_out_loss"])
@@ -230,7 +270,7 @@ def test_the_time_to_equal_loss_is_that_of_the_result_file():
                 f"about {steps:.0f} steps, or {seconds[1]:.1f} s",
             ):
                 assert figure in text, figure
-    assert "in {:.2f} and {:.2f} of the time".format(*shares) in text
+    assert "in {:.2f}, {:.2f} and {:.2f} of the time".format(*shares) in text
     short, long = runs["muon-delayed-160-seed=1"], best_of_search
     study = yaml.safe_load((MATRICES / "muon_gpt2.yaml").read_text(encoding="utf-8"))["cells"]
     chosen = study["muon-delayed-200-seed=3"]["optimizer"]
@@ -244,26 +284,8 @@ def test_the_time_to_equal_loss_is_that_of_the_result_file():
     assert study["adamw-bf16-seed=1"]["optimizer"]["learning_rate"] == best["learning_rate"]
 
 
-def test_costs_under_muon_at_35_million_are_those_of_their_result_file():
+def test_rates_of_muon_at_35_million_are_those_of_the_search():
     lines = [line for line in read_lines("h200_muon_35m") if "run" in line]
-    loss = {
-        (line["optimizer"], line["precision"], line["seed"]): line["held_out_loss"]
-        for line in lines
-        if line["matrix"] == "muon_35m"
-    }
-    cost = {
-        key: 100 * (loss[key] / loss[key[0], "bf16", key[2]] - 1)
-        for key in loss
-        if "bf16" not in key
-    }
-    text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
-    for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
-        fp8 = [cost[key] for key in cost if key[0] == optimizer and key[1] != "nvfp4"]
-        assert len(fp8) == 6
-        ends = f"{min(fp8):.2f} to {max(fp8):.2f} %".replace("-", "−")
-        assert f"{ends} under {name}" in text
-    nvfp4 = [cost[optimizer, "nvfp4", 1] for optimizer in ("adamw", "muon")]
-    assert "{:.2f} and {:.2f} % with one seed".format(*nvfp4) in text
     study = yaml.safe_load((MATRICES / "muon_35m.yaml").read_text(encoding="utf-8"))["cells"]
     for optimizer in ("adamw", "muon"):
         search = [
