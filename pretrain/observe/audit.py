@@ -212,6 +212,8 @@ class ProductAudit(Observer):
 
         with self.packed.register_forward_pre_hook(start_microbatch), observer.observing():
             yield
+        # A microbatch that did not run has no products.
+        observed += [{}] * (len(batches.microbatches) - len(observed))
         for number, products in enumerate(observed, 1):
             effective = _effective_in(current.active, products, low)
             entries = [entry | {"effective": effective[name]} for name, entry in low.items()]
