@@ -268,7 +268,11 @@ def train(run: Run, stop: StopRequest) -> int | RollbackPoint:
     run.assembly.model.train()
     steps_left = run.state.steps - run.state.step
     with run.job.batches(run.accelerator).steps(run.state.place, steps_left) as steps:
-        return train_on(run, steps, stop)
+        try:
+            return train_on(run, steps, stop)
+        finally:
+            # Undo the `gc.freeze` of `train_on`, so that the model can be freed.
+            gc.unfreeze()
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int | RollbackPoint:
@@ -288,6 +292,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             figures, decision, code = train_step(run, steps, watch, stop_code)
         run.log(figures, data_wait_ms=steps.data_wait_ms)
         steps.data_wait_ms = 0.0
+        if state.step == run.resumed_step + 1:
+            # Exclude the model and its compiled code from garbage collection. Otherwise, some
+            # collections would traverse them, and all ranks would wait for the rank that collects.
+            gc.collect()
+            gc.freeze()
 
         is_saved = is_due(state.step, recipe.checkpoint.every)
         is_evaluated = is_due(state.step, recipe.evaluate.every) and not state.finished
