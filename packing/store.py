@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -93,8 +94,13 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     name = str(validation.source)
     is_remote = not (Path(name).exists() or matching_files(name) or is_address(name))
     streaming = is_remote if settings.stream else settings.streaming
-    # `open_source` compares this source with `validation`, which is the training text here.
-    return settings.part(validation, packs, held_out=0.0, streaming=streaming, validation=settings)
+    # `open_source` compares this source with `validation`, which is a training source here: the one
+    # at the same path, if there is one.
+    training = settings.sources or (settings,)
+    path = os.path.realpath(name)
+    same = [source for source in training if os.path.realpath(str(source.source)) == path]
+    trained = (same or training)[0]
+    return settings.part(validation, packs, held_out=0.0, streaming=streaming, validation=trained)
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:

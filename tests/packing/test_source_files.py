@@ -304,7 +304,11 @@ def test_no_file_is_trained_on_and_evaluated(source: str, tmp_path: Path) -> Non
     assert texts(source=folder, validation={"split": "test"}) == divided
     assert texts(source=folder, split="test", validation={"split": "train"}) == divided[::-1]
     same = {"source": f"{tmp_path}/../{tmp_path.name}/{source}", "split": "test"}
-    assert texts(sources=[{"source": folder, "weight": 1, "name": "x"}], validation=same) == divided
+    mixture = {"source": folder, "weight": 1, "name": "x"}
+    assert texts(sources=[mixture], validation=same) == divided
+    assert texts(sources=[mixture | {"split": "test"}], validation={"source": folder}) == (
+        divided[::-1]
+    )
 
 
 def test_validation_may_not_share_files_with_a_pattern(tmp_path: Path) -> None:
