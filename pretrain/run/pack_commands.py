@@ -87,7 +87,10 @@ def tokenizer_command(options: argparse.Namespace) -> None:
 
     tokenizer = train_tokenizer(texts(), options.vocabulary, options.special)
     save_tokenizer(tokenizer, out)
-    print(f"{out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
+    size = tokenizer.get_vocab_size()
+    print(f"{out}: byte-level BPE, {size:,} tokens")
+    if size < options.vocabulary:
+        print(f"The text has too few different words for {options.vocabulary:,} tokens.")
 
 
 # ── prepare and follow ────────────────────────────────────────────────────────────────────────────

@@ -149,6 +149,7 @@ def test_a_tokenizer_is_never_overwritten(tmp_path: Path, capsys: pytest.Capture
     assert source.read_text() == '{"text": "words"}\n' and not (tmp_path / "new").exists()
     options = ["--vocabulary", "300", "--special", "<|x|>"]
     assert main(["tokenizer", str(source), "--out", str(tmp_path / "new"), *options]) == 0
+    assert "too few different words for 300 tokens" in capsys.readouterr().out
     assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).token_to_id("<|x|>") == 1
 
 
