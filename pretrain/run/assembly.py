@@ -363,7 +363,7 @@ def audit_precisions(
 
 
 def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Entry]:
-    """Run packs through the model in its present precision. Return the audit of the first pack.
+    """Run packs through the model in its present precision. Return the audit of the last pack.
 
     With delayed scaling, REHEARSALS packs fill the histories. Otherwise only one pack runs. The
     loss is scaled as in training, so that the histories contain gradients of the same size as in
@@ -385,16 +385,18 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Ent
             batch = first_tokens(batch, UNQUANTIZED_TOKENS)
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
+    rehearsals = REHEARSALS - 1 if packed.context.state() else 0
+    with torch.compiler.set_stance("force_eager"):
+        for pack in range(rehearsals):
+            loss_of(pack).backward()
+            advance()
+    clear_gradients(assembly.optimizer, packed)
     current = assembly.precision.current
+    # The audit uses the last pack. Many gradients of the first one are zero.
     entries = audit_products(
-        packed, lambda: loss_of(0), current.active, current.decisions, assembly.optimizer
+        packed, lambda: loss_of(rehearsals), current.active, current.decisions, assembly.optimizer
     )
     advance()
-    if packed.context.state():
-        with torch.compiler.set_stance("force_eager"):
-            for pack in range(1, REHEARSALS):
-                loss_of(pack).backward()
-                advance()
     clear_gradients(assembly.optimizer, packed)
     return entries
 

@@ -177,3 +177,18 @@ def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
     for key in ("loss", "router_loss", "held_out_loss", "served_loss"):
         assert figures(shards, key) == pytest.approx(figures(alone, key), rel=2e-3), key
     assert len(figures(alone, "served_loss")) == 1
+
+
+def test_vanishing_gradients_are_not_taken_for_rounded_ones(
+    start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    """With the first scales of delayed scaling, most gradients of this model are zero.
+
+    The others are products of two values, which fit into BF16.
+    """
+    recipe = recipe_for(tmp_path / "run")
+    recipe["model"]["config"] |= {"hidden_size": 64, "initializer_range": 0.003}
+    recipe |= {"precision": "delayed", "train": {"steps": 2}, "evaluate": {}}
+    recipe |= {"fp8_config": {"on_unsupported": "emulate"}}
+    run = start_as_ranks(recipe, tmp_path, launch=LAUNCH["fsdp2"])
+    assert run.status == 0, run.output

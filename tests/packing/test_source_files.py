@@ -306,8 +306,9 @@ def test_no_file_is_trained_on_and_evaluated(source: str, tmp_path: Path) -> Non
     same = {"source": f"{tmp_path}/../{tmp_path.name}/{source}", "split": "test"}
     mixture = {"source": folder, "weight": 1, "name": "x"}
     assert texts(sources=[mixture], validation=same) == divided
-    assert texts(sources=[mixture | {"split": "test"}], validation={"source": folder}) == (
-        divided[::-1]
+    assert (
+        texts(sources=[mixture | {"split": "test"}], validation={"source": folder})
+        == (divided[::-1])
     )
 
 
