@@ -71,16 +71,15 @@ EXPOSED = 0.394
 # and updates. They are counted in its code, and not measured.
 MUON = 48
 MUON_SENT = {"one": 0, "ddp": 2, "zero": 4, "fsdp2": 4}
-# Bytes of a parameter that are sent to sum the gradients of a step over all devices ("ddp"), and to
-# gather weights and reduce gradients once ("zero", "fsdp2").
-SENT = {"ddp": 8, "zero": 6, "fsdp2": 8}
+# Bytes of a parameter that are sent to sum its gradient over all devices, to gather its BF16 value,
+# and to reduce its FP32 gradient.
+SENT = {"sum": 8, "gather": 2, "reduce": 4}
 
 # Half-widths of the error of a speed, as fractions: measured on another host, with measured rates
-# of the card, work of which few steps were measured, and weights gathered for each use.
+# of the card, and work of which few steps were measured.
 SAME = 0.04
 KNOWN_RATES = 0.15
 FEW = 0.15
-GATHERED_OFTEN = 0.35
 # Half-widths of the error of a gain: on cards with measured steps, and on others.
 GAIN = 0.05
 ROUGH_GAIN = 0.10
@@ -218,11 +217,15 @@ def _sent(work: Work, microbatches: float) -> float:
     copies = work.devices.count // work.devices.shards
     share = work.flops.parameters / work.devices.shards
     # The devices that have the same shard sum its gradients. Without shards, these are all devices.
-    sent = SENT["ddp"] * share * (copies - 1) / copies
+    sent = SENT["sum"] * share * (copies - 1) / copies
     sent += MUON_SENT[work.devices.topology] * work.flops.hidden_weights
     if work.devices.shards > 1:
-        times = microbatches if work.devices.topology == "fsdp2" else 1
-        sent += SENT[work.devices.topology] * times * share * (work.devices.shards - 1)
+        reductions = microbatches if work.devices.topology == "fsdp2" else 1
+        # Forward and backward gather weights in each microbatch, but quantized weights once a step.
+        is_for_each_use = work.devices.topology == "fsdp2" and work.precision == BF16.name
+        gathers = 2 * microbatches if is_for_each_use else 1
+        bytes_sent = SENT["gather"] * gathers + SENT["reduce"] * reductions
+        sent += bytes_sent * share * (work.devices.shards - 1)
     return sent
 
 
@@ -343,7 +346,6 @@ def bar_of(card: Card, work: Work, rates: CardRates | None = None) -> float | No
         or any(work.recomputed)
         or work.devices.count > 1,
         GUESSED: beyond > 2,
-        GATHERED_OFTEN: work.devices.topology == "fsdp2",
     }
     return max([error, *(bar for bar, applies in bars.items() if applies)])
 
