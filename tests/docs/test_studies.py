@@ -69,13 +69,18 @@ def test_costs_under_muon_in_the_readme_are_those_of_the_result_files():
 
 def test_nats_that_nvfp4_costs_under_muon_are_those_of_the_result_files():
     text = " ".join((ROOT / "docs/muon.md").read_text(encoding="utf-8").split())
-    cells = []
+    cells, differences = [], []
     for size in SIZES:
-        for optimizer in ("adamw", "muon"):
-            pairs = losses_of_muon(size, optimizer, "nvfp4", "held_out_loss")
-            cells.append(mean_of_five([loss - base for loss, base in pairs], 4).lstrip("+"))
+        costs = [
+            [loss - base for loss, base in losses_of_muon(size, name, "nvfp4", "held_out_loss")]
+            for name in ("adamw", "muon")
+        ]
+        cells += [mean_of_five(values, 4).lstrip("+") for values in costs]
+        more = [muon - adamw for adamw, muon in zip(*costs, strict=True)]
+        differences.append(mean_of_five(more, 4))
     assert f"by {cells[0]} (AdamW) and {cells[1]} (Muon)" in text
     assert f"with 35 million by {cells[2]} and {cells[3]}." in text
+    assert f"The differences are {' and '.join(differences)}." in text
 
 
 def test_losses_of_muon_in_the_text_are_those_of_the_result_files():
