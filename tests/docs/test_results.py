@@ -191,7 +191,7 @@ def test_speeds_of_several_gpus_are_those_of_the_result_files():
     reached = [shares[name] for shares in (percent, on_two, on_four) for name in ("ddp", "zero")]
     share = f"{min(reached):.0f} to {max(reached):.0f} %"
     page = " ".join((ROOT / "docs/scaling.md").read_text(encoding="utf-8").split())
-    assert f"reach {share} of the speed of the same GPUs alone" in page
+    assert f"reach {share} of the speed of GPUs alone" in page
     (sharded,) = {f"{on_four[name]:.0f} %" for name in ("fsdp2", "hsdp")}
     assert f"`fsdp2` and `hsdp` reach {sharded} on four H200s" in page
     assert f"`fsdp2` reaches {on_two['fsdp2']:.0f} %, and {in_each:.0f} % if" in page
