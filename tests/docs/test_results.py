@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import card as gpu_card
 from benchmarks.machine import with_tables
+from benchmarks.planner_rows import read_rows
 from benchmarks.readers import table
 from benchmarks.step_traces import lost
 from pretrain.compare.differences import (
@@ -25,6 +26,8 @@ from pretrain.compare.differences import (
 from pretrain.compare.verdicts import USE, Verdict
 from pretrain.compare.which_answer import interval_within
 from pretrain.compare.which_plan import WhichPlan
+from pretrain.metrics.cards import card_of
+from pretrain.plan.speed import step_seconds
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
@@ -226,6 +229,25 @@ def test_shares_of_unequal_gpus_and_of_gpt2_are_those_of_their_files():
         slower[gpus] = f"{100 * (1 - min(alone) / alone[0]):.1f} %"
     sentence = f"of four was {slower[4]} slower than the first, and that of two {slower[2]}."
     assert sentence in " ".join(table.split())
+
+
+def test_errors_of_the_planner_by_length_are_those_of_its_rows():
+    card = card_of("H200")
+    ranges = []
+    for length in (4_096, 32_768, 131_072):
+        rows = [
+            row
+            for row in read_rows("fit", "special")
+            if (row.values["card"], row.work.mean_squared) == ("H200", length)
+        ]
+        predicted = [row.work.tokens / sum(step_seconds(card, row.work).values()) for row in rows]
+        errors = [
+            100 * abs(speed / row.speed - 1) for speed, row in zip(predicted, rows, strict=True)
+        ]
+        ranges.append(f"{min(errors):.1f} to {max(errors):.1f} %")
+    text = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
+    short, long, longest = ranges
+    assert f"{short} for documents of 4,096 tokens, {long} for 32,768 and {longest} for" in text
 
 
 def test_the_lost_time_of_four_gpus_is_that_of_its_file():
