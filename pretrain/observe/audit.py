@@ -370,18 +370,24 @@ def _check_reduced(hf: nn.Module, summed: Container[str]) -> None:
     """Raise InputError if FSDP2 has rounded gradients to BF16, before or after it added them up.
 
     summed: names of the weights of low-precision linears. Their gradients are FP32 sums over
-        tokens, and at least one of 1,000 values does not fit into BF16.
+        tokens, and at least one of 1,000 values does not fit into BF16. Only the gradient of a
+        single token may fit, which some linears of the last layer have if the pack has one label.
     """
     gradients = {
         name: parameter.grad.to_local()
         for name, parameter in hf.named_parameters()
         if isinstance(parameter.grad, DTensor)
     }
+    sums = [
+        gradient
+        for name, gradient in gradients.items()
+        if name in summed and gradient.numel() >= 1000 and gradient.any()
+    ]
+    all_fit = bool(sums) and all((values == values.bfloat16()).all() for values in sums)
     rounded = [
         name
         for name, gradient in gradients.items()
-        if gradient.dtype != torch.float32
-        or (name in summed and gradient.numel() >= 1000 and _fits_bf16(gradient))
+        if gradient.dtype != torch.float32 or (all_fit and name in summed)
     ]
     if rounded:
         raise InputError(
@@ -389,11 +395,6 @@ def _check_reduced(hf: nn.Module, summed: Container[str]) -> None:
             f"BF16 when it adds them up over processes, for example that of {rounded[0]}; install "
             "the version of torch in requirements.txt"
         )
-
-
-def _fits_bf16(values: Tensor) -> bool:
-    """Return True if BF16 can store all FP32 `values` exactly, and not all of them are zero."""
-    return bool((values.view(torch.int32) & 0xFFFF == 0).all() & values.any())
 
 
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:

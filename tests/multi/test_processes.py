@@ -12,11 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from packing import arrow
+from packing.arrow import Pack
 from pretrain.__main__ import main
-from tests.conftest import Finished
+from tests.conftest import PACK_LENGTH, VOCABULARY, Finished
 from tests.golden.runs import tensors_of
 from tests.launcher.test_precision_runs import EXPERTS
 
@@ -189,6 +192,33 @@ def test_vanishing_gradients_are_not_taken_for_rounded_ones(
     recipe = recipe_for(tmp_path / "run")
     recipe["model"]["config"] |= {"hidden_size": 64, "initializer_range": 0.003}
     recipe |= {"precision": "delayed", "train": {"steps": 2}, "evaluate": {}}
+    recipe |= {"fp8_config": {"on_unsupported": "emulate"}}
+    run = start_as_ranks(recipe, tmp_path, launch=LAUNCH["fsdp2"])
+    assert run.status == 0, run.output
+
+
+def test_gradients_of_one_token_are_not_taken_for_rounded_ones(
+    start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    """Products of two values in MXFP8 fit into BF16. Each pack of this data has one label."""
+    draw = np.random.default_rng(0)
+    one_label = np.arange(PACK_LENGTH) == PACK_LENGTH - 1
+    packs = [
+        Pack(
+            draw.integers(VOCABULARY, size=PACK_LENGTH, dtype=np.uint32),
+            np.array([PACK_LENGTH], dtype=np.int32),
+            one_label,
+        )
+        for _ in range(8)
+    ]
+    splits = {"train": [packs]}
+    arrow.write_packs(
+        tmp_path / "packs", PACK_LENGTH, splits, settings={}, statistics={}, tokenizer=None
+    )
+    recipe = recipe_for(tmp_path / "run")
+    recipe["model"]["config"] |= {"hidden_size": 64, "head_dim": 16}
+    recipe["data"]["packs"] = str(tmp_path / "packs")
+    recipe |= {"precision": "mxfp8", "train": {"steps": 2}, "evaluate": {}}
     recipe |= {"fp8_config": {"on_unsupported": "emulate"}}
     run = start_as_ranks(recipe, tmp_path, launch=LAUNCH["fsdp2"])
     assert run.status == 0, run.output
