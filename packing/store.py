@@ -94,12 +94,13 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     name = str(validation.source)
     is_remote = not (Path(name).exists() or matching_files(name) or is_address(name))
     streaming = is_remote if settings.stream else settings.streaming
-    # `open_source` compares this source with `validation`, which is a training source here: the one
-    # at the same path, if there is one.
-    training = settings.sources or (settings,)
+    # `open_source` compares this source with `validation`, which is the training text here: the
+    # source of a mixture at the same path.
     path = os.path.realpath(name)
-    same = [source for source in training if os.path.realpath(str(source.source)) == path]
-    trained = (same or training)[0]
+    trained = next(
+        (part for part in settings.sources or () if os.path.realpath(str(part.source)) == path),
+        settings,
+    )
     return settings.part(validation, packs, held_out=0.0, streaming=streaming, validation=trained)
 
 

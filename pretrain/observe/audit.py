@@ -370,8 +370,10 @@ def _check_reduced(hf: nn.Module, summed: Container[str]) -> None:
     """Raise InputError if FSDP2 has rounded gradients to BF16, before or after it added them up.
 
     summed: names of the weights of low-precision linears. Their gradients are FP32 sums over
-        tokens, and at least one of 1,000 values does not fit into BF16. Only the gradient of a
-        single token may fit, which some linears of the last layer have if the pack has one label.
+        tokens, and at least one of 1,000 values does not fit into BF16. An exception is the
+        gradient of a single token. Some linears of the last layer have it if the pack has one
+        label. FSDP2 reduces all gradients in one dtype, so they are rounded only if all of them
+        fit.
     """
     gradients = {
         name: parameter.grad.to_local()
