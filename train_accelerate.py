@@ -70,6 +70,10 @@ from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 
+# Number of collections of younger objects between two of the oldest generation. A training has
+# fewer.
+NO_COLLECTION = 2**31 - 1
+
 
 # `record` makes torchrun print the traceback of an unexpected exception.
 @record
@@ -267,12 +271,12 @@ def train(run: Run, stop: StopRequest) -> int | RollbackPoint:
     """
     run.assembly.model.train()
     steps_left = run.state.steps - run.state.step
+    # Only `train_on` collects the oldest generation of garbage, which contains the model and its
+    # compiled code. A collection in any step would take up to 0.2 seconds, and all ranks would wait
+    # for the rank that collects.
+    gc.set_threshold(*gc.get_threshold()[:2], NO_COLLECTION)
     with run.job.batches(run.accelerator).steps(run.state.place, steps_left) as steps:
-        try:
-            return train_on(run, steps, stop)
-        finally:
-            # Undo the `gc.freeze` of `train_on`, so that the model can be freed.
-            gc.unfreeze()
+        return train_on(run, steps, stop)
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int | RollbackPoint:
@@ -292,14 +296,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             figures, decision, code = train_step(run, steps, watch, stop_code)
         run.log(figures, data_wait_ms=steps.data_wait_ms)
         steps.data_wait_ms = 0.0
-        if state.step == run.resumed_step + 1:
-            # Exclude the model and its compiled code from garbage collection. Otherwise, some
-            # collections would traverse them, and all ranks would wait for the rank that collects.
-            gc.collect()
-            gc.freeze()
 
         is_saved = is_due(state.step, recipe.checkpoint.every)
         is_evaluated = is_due(state.step, recipe.evaluate.every) and not state.finished
+        if state.step == run.resumed_step + 1 or is_evaluated:
+            gc.collect()
         needs_sound_weights = (
             is_saved or state.finished or (is_evaluated and recipe.checkpoint.best)
         )

@@ -461,6 +461,7 @@ def start_here() -> Callable[..., Finished]:
         out = io.StringIO()
         err = io.StringIO()
         threads = torch.get_num_threads()
+        thresholds = gc.get_threshold()
         arguments = [str(write_recipe(recipe, folder)), *settings]
         # The launcher adds no handler if logging is set up, as it is under pytest.
         warnings = logging.StreamHandler(err)
@@ -483,6 +484,7 @@ def start_here() -> Callable[..., Finished]:
             finally:
                 logging.getLogger().removeHandler(warnings)
                 torch.set_num_threads(threads)
+                gc.set_threshold(*thresholds)
                 AcceleratorState._reset_state(reset_partial_state=True)
         if status == 0:
             # A run collects its garbage at the end. Exclude the remaining objects from later

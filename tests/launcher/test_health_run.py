@@ -73,8 +73,6 @@ def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_count(
     run_dir = Path(recipe["run_dir"])
     # The number of logged steps at the start of every step, and the number of copies in FP8.
     steps_before = []
-    # A rollback ends the exclusion from garbage collection of all objects, also of earlier tests.
-    gc.unfreeze()
     copies = [copies_in_fp8()]
 
     def poison(loss: torch.Tensor) -> torch.Tensor:
