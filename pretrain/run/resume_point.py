@@ -35,6 +35,9 @@ _SCHEDULE = ("schedule.", *HORIZON)
 # Map each setting that differs between a checkpoint and the run to (saved value, present value).
 # The keys are sorted.
 Changes = dict[str, tuple[Any, Any]]
+# A schedule of the learning rate: its settings, an optimizer that has only the peak of the learning
+# rate, and the number of steps.
+RateSchedule = tuple[ScheduleSettings, OptimizerSettings, int]
 
 
 @dataclass(frozen=True)
@@ -199,10 +202,12 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     saved = record["identity"]
     present = job.identity
     ignored = _SCHEDULE if repeats_past(record, job) else ()
-    ends = [{*(identity.get("data.weights_until") or ())} for identity in (saved, present)]
+    saved_ends, ends = (
+        {*(identity.get("data.weights_until") or ())} for identity in (saved, present)
+    )
     place = record["progress"]["place"]
     # Phases of data weights may end at other steps after the checkpoint.
-    if all(end * job.plan.packs_per_step >= place for end in ends[0] ^ ends[1]):
+    if all(end * job.plan.packs_per_step >= place for end in saved_ends ^ ends):
         ignored = (*ignored, "data.weights_until")
     return {
         key: (saved.get(key), present.get(key))
@@ -211,19 +216,19 @@ def changes_since(record: Mapping[str, Any], job: Job) -> Changes:
     }
 
 
-def schedule_of(job: Job) -> tuple[ScheduleSettings, OptimizerSettings, int]:
-    """Return the schedule, the optimizer and the number of steps of the job."""
-    return job.recipe.schedule, job.recipe.optimizer, job.plan.steps
+def present_schedule(job: Job) -> RateSchedule:
+    """Return the schedule of the job's learning rate."""
+    return (
+        job.recipe.schedule,
+        OptimizerSettings(learning_rate=job.recipe.optimizer.learning_rate),
+        job.plan.steps,
+    )
 
 
-def saved_schedule(
-    record: Mapping[str, Any],
-) -> tuple[ScheduleSettings, OptimizerSettings, int]:
-    """Return the schedule, the optimizer and the number of steps of a checkpoint.
+def saved_schedule(record: Mapping[str, Any]) -> RateSchedule:
+    """Return the schedule of a checkpoint's learning rate.
 
     record: the content of the checkpoint's state.json.
-
-    The optimizer has only the peak of the learning rate.
     """
     identity = record["identity"]
     schedule = {
@@ -246,8 +251,8 @@ def lines_of(changes: Changes, record: Mapping[str, Any], job: Job) -> dict[str,
     The settings of the schedule have one line together, with the key "schedule". The result has
     this line if the schedules differ, even if they do not differ in past steps.
     """
-    saved, present = describe(*saved_schedule(record)), describe(*schedule_of(job))
-    schedule = {"schedule": f"schedule: saved {saved}; now {present}"} if saved != present else {}
+    before, now = describe(*saved_schedule(record)), describe(*present_schedule(job))
+    schedule = {"schedule": f"schedule: saved {before}; now {now}"} if before != now else {}
     return schedule | {
         key: f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
         for key, (saved, present) in changes.items()
@@ -307,10 +312,9 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
     """
     past = record["progress"]["step"]
     saved = saved_schedule(record)
-    present = schedule_of(job)
+    present = present_schedule(job)
     precisions = job.plan.schedule
-    is_same = saved[::2] == present[::2] and saved[1].learning_rate == present[1].learning_rate
-    has_equal_rates = is_same or all(
+    has_equal_rates = saved == present or all(
         # Compare the last step first, because it differs if a decay has begun.
         learning_rate(step, *saved) == learning_rate(step, *present)
         for step in reversed(range(past))
@@ -319,7 +323,8 @@ def repeats_past(record: Mapping[str, Any], job: Job) -> bool:
         not precisions.changes
         or (
             "precision" not in changed_keys(record["identity"], job.identity)
-            and precisions.until(past) == replace(precisions, steps=saved[-1]).until(past)
+            and precisions.until(past)
+            == replace(precisions, steps=record["progress"]["steps"]).until(past)
         )
     )
 
