@@ -111,7 +111,9 @@ def launch(arguments: argparse.Namespace) -> int:
     )
     check_step(job.recipe, job.plan.packs)
     # The job of an evaluation after the training is checked now too.
-    served = evaluate_command.served_job(job, accelerator) if job.recipe.evaluate.served else None
+    evaluation = None
+    if job.recipe.evaluate.served:
+        evaluation = evaluate_command.served_job(job, accelerator)
     console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
@@ -123,8 +125,8 @@ def launch(arguments: argparse.Namespace) -> int:
     ):
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
         # A run that has trained its last step, but is not finished, lacks its served loss.
-        if served and not (stopped_by or read_finished(run_dir)):
-            add_served_loss(served, accelerator, folder, console)
+        if evaluation and not (stopped_by or read_finished(run_dir)):
+            add_served_loss(evaluation, accelerator, folder, console)
         # Call this after `carry_out` has returned. Only then can the model be freed, which must
         # happen before the process group ends. Then only the first rank waits for object storage.
         distributed.end_processes(accelerator)
