@@ -151,17 +151,24 @@ def carry_out(
         job, arguments.resume, arguments.accept_changes
     )
     distributed.refused_together(folder.claim)
-    first_step = source.step if source else 0
-    if first_step >= job.plan.steps and is_over(job, folder, console):
+    resumed_step = source.step if source else 0
+    if resumed_step >= job.plan.steps and is_over(job, folder, console):
         return 0
     profile = None
     if arguments.profile:
-        profile = StepProfile(folder.path, accelerator, first_step, job.plan.steps, console)
+        profile = StepProfile(folder.path, accelerator, resumed_step, job.plan.steps, console)
     # With `data.streaming` a separate process makes packs while the run trains.
     streaming.start_stream(job, source, folder, accelerator)
-    surroundings = (checkpoints, accelerator, folder, console, profile)
+    build_from = partial(
+        build,
+        checkpoints=checkpoints,
+        accelerator=accelerator,
+        folder=folder,
+        console=console,
+        profile=profile,
+    )
     with closing(checkpoints):
-        run = build(job, source, *surroundings)
+        run = build_from(job, source)
         if run.is_new and job.recipe.model.weights_source is not None:
             # Compute the held-out loss before the first step.
             evaluate.evaluate_once(run)
@@ -169,7 +176,7 @@ def carry_out(
             # run has not trained it.
             run.best = None
         with StopRequest(announced=accelerator.is_local_main_process) as stop:
-            while isinstance(ended := train(run, stop), RollbackPoint):
+            while isinstance(outcome := train(run, stop), RollbackPoint):
                 job = run.job
                 run.close()
                 # Free the model before it is built again. Under FSDP2, Accelerate refers to it, and
@@ -177,12 +184,12 @@ def carry_out(
                 del run
                 accelerator.free_memory()
                 gc.collect()
-                run = build(job, ended, *surroundings)
-                run.trackers.log(ended.event)
-        if not ended:
+                run = build_from(job, outcome)
+                run.trackers.log(outcome.event)
+        if not outcome:
             finish(run)
         run.close()
-        return ended
+        return outcome
 
 
 # ── 2: the model, on its devices, audited, and resumed ────────────────────────────────────────────

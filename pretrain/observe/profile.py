@@ -30,25 +30,30 @@ class StepProfile(Observer):
     """Record one step of the main process, and write its profile to the run folder."""
 
     def __init__(
-        self, folder: Path, accelerator: Accelerator, step: int, steps: int, console: Console
+        self,
+        folder: Path,
+        accelerator: Accelerator,
+        resumed_step: int,
+        last_step: int,
+        console: Console,
     ) -> None:
-        """Choose the step to record, which is PROFILED steps after `step`.
+        """Choose the step to record, which is PROFILED steps after `resumed_step`.
 
         folder: the run folder.
-        step: the number of steps before the first step of this process.
-        steps: the number of the run's last step.
+        resumed_step: the step of the loaded checkpoint, or 0 without a checkpoint.
+        last_step: the number of the run's last step.
 
         Raises InputError if the run ends before the chosen step.
         """
-        self._number = step + PROFILED
+        self._number = resumed_step + PROFILED
         self._folder = folder
         self._device = accelerator.device
         self._records = accelerator.is_main_process
         self._console = console
-        if self._number > steps:
+        if self._number > last_step:
             raise InputError(
                 f"`--profile` records step {self._number}, but the run ends with step "
-                f"{steps}; raise `train.steps`, `train.tokens` or `train.epochs`"
+                f"{last_step}; raise `train.steps`, `train.tokens` or `train.epochs`"
             )
 
     def due(self, step: Step) -> bool:
