@@ -22,6 +22,7 @@ from foundation.errors import InputError, require_package
 from foundation.overrides import overridden
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.format import newest_in
 from pretrain.launch.environment import with_precision
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
@@ -36,7 +37,7 @@ from pretrain.precision.settings import (
 from pretrain.run.assembly import Assembly, assemble, set_weights
 from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
-from pretrain.run.export import checkpoints_to_merge, newest_in, tensor_reader
+from pretrain.run.export import checkpoints_to_merge, tensor_reader
 from pretrain.run.job import Job, check_precision, prepare_job
 from pretrain.run.resume_point import find_checkpoint
 from pretrain.run.run import introduce_job

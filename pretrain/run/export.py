@@ -50,7 +50,7 @@ from pretrain.metrics.run_record import (
     read_metrics,
     read_run,
 )
-from pretrain.model import huggingface as model
+from pretrain.model import huggingface
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.precision.layouts import equal_codes
 from pretrain.precision.product import PREFIX
@@ -60,7 +60,7 @@ from pretrain.run.run import Run, best_evaluation
 from pretrain.run.served import served_weights
 from pretrain.run.tokenizer import fingerprint_in_use, load_tokenizer, stop_after_answers
 from pretrain.settings.config import load_recipe
-from pretrain.settings.recipe import Recipe
+from pretrain.settings.recipe import ModelSettings, Recipe
 
 CARD = "README.md"
 PICTURE = "loss.png"
@@ -85,9 +85,8 @@ def main(options: argparse.Namespace) -> int:
         raise InputError(f"{out}: this path already exists; choose a folder that does not exist")
     state = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)
     recipe = load_recipe(run_dir / "config.yaml")
-    stored_as: Weights = options.dtype or "bf16"
-    if state["identity"]["weights"] == "fp32" and not (options.dtype or options.precision):
-        stored_as = "fp32"
+    keeps_fp32 = state["identity"]["weights"] == "fp32" and not options.precision
+    stored_as: Weights = options.dtype or ("fp32" if keeps_fp32 else "bf16")
     hf = empty_model(recipe, stored_as)
     facts: dict[str, str] = {}
     checkpoints = [checkpoint]
@@ -111,13 +110,22 @@ def main(options: argparse.Namespace) -> int:
     for title, fact in facts.items():
         print(f"  {title}: {fact}")
     if options.precision and recipe.model.weights_source:
-        repository = str(recipe.model.repository)
-        # The weights of the source may be deleted by now.
-        with suppress(InputError):
-            if source := model.quantized_weights(repository, recipe.model.revision, local=True):
-                exported = model.quantized_weights(str(out))
-                print(f"  compared with {repository}: {equal_codes(source, exported)}")
+        print_comparison_with_source(recipe.model, out)
     return 0
+
+
+def print_comparison_with_source(settings: ModelSettings, out: Path) -> None:
+    """Print how many exported codes equal those of `model.source`, if its weights are quantized.
+
+    settings: the section `model` of the recipe.
+    out: the folder of the exported model.
+    """
+    repository = str(settings.repository)
+    # The weights of the source may be deleted by now.
+    with suppress(InputError):
+        if source := huggingface.quantized_weights(repository, settings.revision, local=True):
+            exported = huggingface.quantized_weights(str(out))
+            print(f"  compared with {repository}: {equal_codes(source, exported)}")
 
 
 def write_export(
@@ -145,7 +153,7 @@ def write_export(
         run = read_run(run_dir, step_of(checkpoint))
         further_files[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None, facts=facts)
         further_files[PICTURE] = picture_of_run(run)
-    model.export(hf, tensors, tokenizer, out, further_files)
+    huggingface.export(hf, tensors, tokenizer, out, further_files)
     return f"; without a tokenizer: {why_not}" if tokenizer is None else ""
 
 
@@ -192,10 +200,10 @@ def empty_model(recipe: Recipe, stored_as: Weights) -> PreTrainedModel:
 
     stored_as: the setting `weights` that determines the dtype of the parameters.
     """
-    hf = model.build_on_meta(model.load_config(recipe.model))
-    model.round_weights(hf, getattr(torch, WEIGHT_DTYPES[stored_as]))
+    hf = huggingface.build_on_meta(huggingface.load_config(recipe.model))
+    huggingface.round_weights(hf, getattr(torch, WEIGHT_DTYPES[stored_as]))
     if recipe.model.weights_source is not None:
-        model.load_generation_config(hf, recipe.model)
+        huggingface.load_generation_config(hf, recipe.model)
     return hf
 
 
@@ -272,7 +280,7 @@ def load_tensor(checkpoint: Path, name: str, entry: TensorEntry) -> Tensor:
 
 def all_tensors(hf: PreTrainedModel, read: Callable[[str], Tensor]) -> Iterable[tuple[str, Tensor]]:
     """Yield the name and the value of each tensor of the model. `read` returns the values."""
-    return ((name, read(name)) for name in model.named_tensors(hf))
+    return ((name, read(name)) for name in huggingface.named_tensors(hf))
 
 
 def forward_scales(checkpoint: Path) -> dict[str, Tensor]:
@@ -323,7 +331,7 @@ def export_trained(run: Run, record: RunRecord) -> None:
     further_files = {CARD: model_card(record, hf, has_tokenizer=run.job.tokenizer is not None)}
     if run.folder.loss_plot.exists():
         further_files[PICTURE] = run.folder.loss_plot.read_bytes()
-    model.export(
+    huggingface.export(
         hf,
         all_tensors(hf, tensor_reader([checkpoint], hf, run.job.recipe.weights)),
         run.job.tokenizer,
@@ -334,7 +342,8 @@ def export_trained(run: Run, record: RunRecord) -> None:
 
 # ── The card ──────────────────────────────────────────────────────────────────────────────────────
 
-_CONTINUE = """
+# Lines of the card's example that generate a text, if the folder has a tokenizer.
+_GENERATION_EXAMPLE = """
 tokenizer = AutoTokenizer.from_pretrained(".")
 prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))"""
@@ -381,7 +390,7 @@ def model_card(
         "```python\nfrom transformers import AutoModelForCausalLM"
         f"{', AutoTokenizer' if has_tokenizer else ''}\n\n"
         'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")'
-        f"{_CONTINUE if has_tokenizer else ''}\n```",
+        f"{_GENERATION_EXAMPLE if has_tokenizer else ''}\n```",
         "\n".join(["| | |", "| --- | --- |", *table]),
         f"![Training and held-out loss by step]({PICTURE})" if find_spec("matplotlib") else "",
         "Every setting of the run:",
