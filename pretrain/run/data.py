@@ -54,12 +54,11 @@ class Data:
         """
         return self.train.tokenizer or {}
 
-    def beside(self, name: str) -> Path | None:
-        """Return the path of the file `name` in the folder of the packs.
+    def find_file(self, name: str) -> Path | None:
+        """Return the path of the file `name` in the folder of the packs, or None if it is missing.
 
-        With several sources, return the path for the first source that has the file. Return None if
-        the file is missing. The folder of the packs has the file tokenizer.json, and the chat
-        template if the documents are chats.
+        With several sources, return the path for the first source that has the file. The folder of
+        the packs has the file tokenizer.json, and the chat template if the documents are chats.
         """
         files = [packs.path / name for packs in self.train.by_source.values()]
         return next((file for file in files if file.is_file()), None)
@@ -158,12 +157,13 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
     65,536 evenly spaced packs of each source are read and checked. All other packs are checked when
     batches are made from them.
     """
-    name, packed = map((data.train.tokenizer or {}).get, ("name", "fingerprint"))
+    packed = data.tokenizer.get("fingerprint")
     if fingerprint and packed and packed != fingerprint:
         raise InputError(
-            f"{data.train.path}: the packs were made with another tokenizer ({name}, "
-            f"{packed[:12]}) than the model's ({fingerprint[:12]}); prepare the packs with the "
-            "model's tokenizer (`data.tokenizer`)"
+            f"{data.train.path}: the packs were made with another tokenizer "
+            f"({data.tokenizer.get('name')}, {packed[:12]}) than the model's "
+            f"({fingerprint[:12]}); prepare the packs with the model's tokenizer "
+            "(`data.tokenizer`)"
         )
     for split in filter(None, (data.train, data.held_out)):
         for packs in split.by_source.values():
@@ -208,7 +208,7 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
                 count_valid_tokens(
                     pack.lengths, pack.trained, mask_boundaries=settings.mask_boundaries
                 )
-                for pack in map(packs.__getitem__, range(count))
+                for pack in (packs[index] for index in range(count))
             )
             if count and not any(labels):
                 raise InputError(

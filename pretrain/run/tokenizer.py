@@ -188,7 +188,7 @@ def load_tokenizer(
     tokenizer = tokenizer_in(location, of_packs if is_same else None)
     templates = (part.chat_template for part in training_parts(settings).values())
     template = next(filter(None, templates), None)
-    file = data.beside(CHAT_TEMPLATE) if data else None
+    file = data.find_file(CHAT_TEMPLATE) if data else None
     if template:
         tokenizer.chat_template = chat_template(template, str(settings.tokenizer))
     elif file:
@@ -257,7 +257,7 @@ def _location(settings: DataSettings, model: ModelSettings, data: Data | None) -
     The `source` of a model from scratch is not considered if the folder of the packs has a
     tokenizer.json. Return None if neither location contains a tokenizer.
     """
-    file = data.beside("tokenizer.json") if data else None
+    file = data.find_file("tokenizer.json") if data else None
     # The weights in `source` were trained with the ids of its tokenizer. A model from scratch has
     # no such weights.
     source = None if model.from_scratch and file else model.source
