@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from foundation.errors import InputError
 from foundation.reading import load_object
 from foundation.units import plural
-from pretrain.model.fused.layers import stack_of
+from pretrain.model.fused.layers import Stack, stack_of
 from pretrain.model.huggingface import is_mixture, named_tensors, quantized_weights
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -73,7 +73,7 @@ def served_weights(
     mixed = [
         name
         for name in stacks
-        if any(member in linears and member not in stacks for member in stack_of(name)[1])
+        if any(member in linears and member not in stacks for member in stack_of(name).members)
     ]
     stacks = {name: stack for name, stack in stacks.items() if name not in mixed}
     layout = LAYOUTS[precision.served_as]
@@ -85,7 +85,7 @@ def served_weights(
             tensors[parameter] = read(parameter)
             continue
         if precision.keeps_history:
-            of_input = decode_scale(of_operand(histories, stacks[name][0], "input", "scale"))
+            of_input = decode_scale(of_operand(histories, stacks[name].product, "input", "scale"))
             tensors[f"{name}.input_scale"] = of_input.reshape(1)
         weight = _quantize_as_trained(precision, name, stacks[name], read, histories)
         tensors |= {f"{name}.{key}": part for key, part in layout.tensors(weight).items()}
@@ -96,7 +96,7 @@ def served_weights(
         "layout": f"{layout.config['quant_method']} ({kind}), quantized as in the training forward",
         "activations": layout.activations,
     }
-    if all(name == stack for name, (stack, _) in stacks.items()) and precision.tensor_scaled:
+    if precision.tensor_scaled and all(name == stack.product for name, stack in stacks.items()):
         facts["tensor scales"] = (
             "one for each linear, as in training; a server that uses one scale for q, k and v, or "
             "one for gate and up, computes different products"
@@ -113,22 +113,22 @@ def served_weights(
 def _quantize_as_trained(
     precision: QuantizedPrecision,
     name: str,
-    stack: tuple[str, Collection[str]],
+    stack: Stack,
     read: Callable[[str], Tensor],
     histories: Mapping[str, Tensor],
 ) -> Quantized:
     """Return the weight of a linear as the forward of training quantizes it.
 
     name: the name of the linear.
-    stack: the value of the linear in the result of `_stacks_in`.
+    stack: the product that computes the linear.
 
     For the other arguments see `served_weights`.
     """
     scale = amax = None
     if precision.keeps_history:
-        scale = of_operand(histories, stack[0], "weight", "scale")
+        scale = of_operand(histories, stack.product, "weight", "scale")
     elif precision.tensor_scaled:
-        amax = max(absolute_maximum(read(f"{member}.weight")) for member in stack[1])
+        amax = max(absolute_maximum(read(f"{member}.weight")) for member in stack.members)
     return precision.quantizer("weight", "features")(read(f"{name}.weight"), scale, amax)
 
 
@@ -165,7 +165,7 @@ def compare_with_source(
     return [text + equal_codes(source, weights)] if source else []
 
 
-def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, Collection[str]]]:
+def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, Stack]:
     """Return `_stacks_in` of the record of a precision in audit.json.
 
     Raises InputError if audit.json has no record of the precision.
@@ -181,8 +181,8 @@ def _trained_stacks(run_dir: Path, precision_name: str) -> dict[str, tuple[str, 
     return _stacks_in(audit)
 
 
-def _stacks_in(audit: Mapping[str, Any]) -> dict[str, tuple[str, Collection[str]]]:
-    """Map each quantized linear to (name of its product, names of the linears in this product).
+def _stacks_in(audit: Mapping[str, Any]) -> dict[str, Stack]:
+    """Map the name of each quantized linear to the product that computes it.
 
     A fused layer computes several linears in one product. Their stacked weights share one tensor
     scale.
@@ -192,7 +192,7 @@ def _stacks_in(audit: Mapping[str, Any]) -> dict[str, tuple[str, Collection[str]
     return {
         entry["name"]: stack_of(entry["name"])
         if entry["module"].startswith("fused ")
-        else (entry["name"], (entry["name"],))
+        else Stack(entry["name"], (entry["name"],))
         for entry in audit["products"]
         if entry["products"]
     }

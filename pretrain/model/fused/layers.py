@@ -88,20 +88,27 @@ _FUSED = {
 }
 
 
-def stack_of(linear: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the product that computes `linear`, and the names of its linear layers.
+class Stack(NamedTuple):
+    """Full names of a matrix product, and of the linear layers that it computes together."""
 
-    `linear` is the full name of a linear layer, such as "model.layers.0.mlp.up_proj". The results
-    are full names too. In a fused decoder layer, the product computes several linear layers, and
-    checkpoints store the histories of the product under the product's name. A linear layer that is
-    in no stack has a product of its own, with its name.
+    product: str
+    members: tuple[str, ...]
+
+
+def stack_of(linear: str) -> Stack:
+    """Return the product that computes `linear`, and its linear layers.
+
+    `linear` is the full name of a linear layer, such as "model.layers.0.mlp.up_proj". In a fused
+    decoder layer, the product computes several linear layers, and checkpoints store the histories
+    of the product under the product's name. A linear layer that is in no stack has a product of its
+    own, with its name.
     """
     for product, members in [stack for names in _FUSED.values() for stack in names.stacks.items()]:
         for member in members:
             if linear.endswith(f".{member}"):
                 layer = linear.removesuffix(member)
-                return f"{layer}{product}", tuple(f"{layer}{name}" for name in members)
-    return linear, (linear,)
+                return Stack(f"{layer}{product}", tuple(f"{layer}{name}" for name in members))
+    return Stack(linear, (linear,))
 
 
 # ── The choice of layers ──
