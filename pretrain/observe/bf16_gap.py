@@ -73,10 +73,10 @@ class GapMeter(Observer):
         }
         self._layers = tuple(decoder_layers(packed.hf))
         self._figures: dict[str, Any] = {}
-        # Map the name of each matrix to the position of its gradient relative to the BF16 gradient
-        # (see `_place`). Rounding moves the gradient away from the BF16 gradient. In a deep model
-        # in FP4 the distance is as large as the norm of the gradient, and this is not a fault. But
-        # the distance stays about the same in all measurements as long as training is stable.
+        # Map the name of each matrix to the position of its gradient relative to the BF16 gradient.
+        # Rounding moves the gradient away from the BF16 gradient. In a deep model in FP4 the
+        # distance is as large as the norm of the gradient, and this is not a fault. But the
+        # distance stays about the same in all measurements as long as training is stable.
         self.positions: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
@@ -116,9 +116,9 @@ class GapMeter(Observer):
             differs = (low[:, :, None] != in_bf16[:, None]).all(2)
             self._choices[0] += differs.sum()
             self._choices[1] += differs.numel()
-        # Map the names of parameters to the results of `_products`.
-        self._products = {
-            name: _products(local_part(gradient), self._in_bf16[name])
+        # Map the names of parameters to the results of `_dot_and_norms`.
+        self._dots_and_norms = {
+            name: _dot_and_norms(local_part(gradient), self._in_bf16[name])
             for name, gradient in gradients_of(self._packed.hf).items()
             if name in self._in_bf16
         }
@@ -189,15 +189,17 @@ class GapMeter(Observer):
 
         All ranks must call this method.
         """
-        # Zeros take the place of the results of `_products` if a parameter has no gradient.
-        nothing = torch.zeros_like(self._losses)
-        rows = [self._products.get(name, nothing) for name in self._is_matrix]
-        *products, low, bf16, labels, differing, choices = self._accelerator.reduce(
+        # Use zeros for a parameter without a gradient.
+        zeros = torch.zeros_like(self._losses)
+        rows = [self._dots_and_norms.get(name, zeros) for name in self._is_matrix]
+        *values, low, bf16, labels, differing, choices = self._accelerator.reduce(
             torch.cat([*rows, self._losses, self._choices]), reduction="sum"
         ).tolist()
-        by_name = dict(zip(self._is_matrix, np.array(products).reshape(-1, 3), strict=True))
+        by_name = dict(zip(self._is_matrix, np.array(values).reshape(-1, 3), strict=True))
         self.positions = {
-            name: _place(*row) for name, row in by_name.items() if self._is_matrix[name] and row[2]
+            name: _position(dot, low_squared, bf16_squared)
+            for name, (dot, low_squared, bf16_squared) in by_name.items()
+            if self._is_matrix[name] and bf16_squared
         }
         layers: dict[str, Any] = defaultdict(lambda: np.zeros(3))
         for name, row in by_name.items():
@@ -213,7 +215,7 @@ def _similarity(suffix: str, sums: Any) -> dict[str, float]:
     """Return the figures gap/cosine and gap/norm_ratio. Return {} if a gradient is zero.
 
     suffix: the end of the keys, for example "/model.layers.0".
-    sums: the three values that `_products` returns, or their sums over several parameters.
+    sums: the three values that `_dot_and_norms` returns, or their sums over several parameters.
     """
     dot, low_squared, bf16_squared = sums.tolist()
     if not (low_squared and bf16_squared):
@@ -224,7 +226,7 @@ def _similarity(suffix: str, sums: Any) -> dict[str, float]:
     }
 
 
-def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
+def _dot_and_norms(low: Tensor, in_bf16: Tensor) -> Tensor:
     """Return the dot product of two gradients, and the squared norm of each gradient, FP64 [3].
 
     low: a gradient in low precision. Its squared norm is the second value.
@@ -239,13 +241,11 @@ def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
     return total
 
 
-def _place(dot: float, low_squared: float, bf16_squared: float) -> tuple[float, float]:
+def _position(dot: float, low_squared: float, bf16_squared: float) -> tuple[float, float]:
     """Return the position of a low-precision gradient relative to the BF16 gradient.
 
-    The arguments are the three values that `_products` returns.
-
-    The first value is the component parallel to the BF16 gradient, the second value is the norm of
-    the perpendicular component. Both are divided by the norm of the BF16 gradient.
+    The arguments are the three values that `_dot_and_norms` returns. `distance_from_usual` in
+    pretrain/metrics/health.py defines the two values of a position.
     """
     along = dot / bf16_squared
     return along, math.sqrt(max(low_squared / bf16_squared - along**2, 0.0))
