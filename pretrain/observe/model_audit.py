@@ -113,7 +113,7 @@ def backward_of(model: nn.Module, batch: Mapping[str, Any] | Callable[[], Tensor
         loss.backward()
 
 
-class _Values(NamedTuple):
+class _Origin(NamedTuple):
     """Origin of the values of a tensor."""
 
     # Names of the modules with this weight. Empty if the tensor is no copy of a weight.
@@ -136,14 +136,14 @@ class _ModelObserver(ProductObserver):
         # Map each node of autograd to the name of the module whose forward has created it.
         self._nodes: dict[Any, str] = {}
         # Map the address of a tensor to the origin of its values.
-        self._values: dict[int, _Values] = {}
+        self._origins: dict[int, _Origin] = {}
         for name, module in self._modules.items():
             for weight in _matrices(module):
                 # Tied weights have several owners.
-                owners = self._values.get(_address(weight), _Values()).owners
-                self._values[_address(weight)] = _Values((*owners, name))
+                owners = self._origins.get(_address(weight), _Origin()).owners
+                self._origins[_address(weight)] = _Origin((*owners, name))
         # A subclass of Tensor has no address. Its product belongs to the running module.
-        self._values.pop(0, None)
+        self._origins.pop(0, None)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -188,7 +188,7 @@ class _ModelObserver(ProductObserver):
         node = torch._C._current_autograd_node()
         # The forward of a recomputed layer runs inside of backward.
         name = self._stack[-1] if self._stack else self._nodes.get(node, "")
-        origins = [self._values.get(_address(operand), _Values()) for operand in operands]
+        origins = [self._origins.get(_address(operand), _Origin()) for operand in operands]
         owners = [owner for origin in origins for owner in origin.owners]
         if owners and name not in owners:
             name = owners[-1]
@@ -203,13 +203,13 @@ class _ModelObserver(ProductObserver):
 
     def follow_values(self, operation: Any, result: Any, source: Any = None) -> None:
         """Remember the origin of the tensors in `result`, which are computed from `source`."""
-        origin = _Values()
+        origin = _Origin()
         if operation in _COPIES:
-            origin = self._values.get(_address(source), origin)
+            origin = self._origins.get(_address(source), origin)
             if source.dtype in _FP8 and result.dtype not in _FP8:
                 origin = origin._replace(fp8=f" with {_FP8[source.dtype]} values")
         for address in {*map(_address, tree_leaves(result))} - {0, _address(source)}:
-            self._values[address] = origin
+            self._origins[address] = origin
 
     def audit(self) -> Audit:
         """Return all products, and an entry for each module whose products are not visible."""
