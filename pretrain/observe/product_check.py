@@ -252,14 +252,16 @@ class ProductCheck(Probe):
 
         If `bias` is not None, `result` includes the bias.
         """
-        roles = OPERANDS[gemm]
-        keys = [(name, *key) for key in zip(roles, ALONG[gemm], strict=True)]
+        keys = {
+            role: (name, role, along)
+            for role, along in zip(OPERANDS[gemm], ALONG[gemm], strict=True)
+        }
         # A product runs again if its layer is recomputed or called several times, and the LM head
         # computes in chunks of tokens. The first result belongs to the present samples.
         is_repeated = (name, gemm) in self._products
-        if is_repeated or not self.samples.keys() >= {*keys}:
+        if is_repeated or not self.samples.keys() >= {*keys.values()}:
             return
-        operands = {key[1]: self.samples[key] for key in keys}
+        operands = {role: self.samples[key] for role, key in keys.items()}
         result = _of_largest_expert(result.flatten(0, -2), ends, is_weight=gemm == "wgrad")
         rows, columns = (operand.rows for operand in operands.values())
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
