@@ -104,7 +104,7 @@ def audit_products(
             "name": name,
             "module": f"{'fused ' if name in fused else ''}{type(module).__name__}",
             "requested": decision.requested,
-            "effective": ran_low.get(name) or _multiplied(observed, all_three=is_announced),
+            "effective": ran_low.get(name) or _precision_in_torch(observed, all_three=is_announced),
             "products": {
                 product.gemm: f"{product.left} x {product.right}"
                 for product in observed
@@ -127,7 +127,7 @@ def audit_products(
     _require_requested(entries, active)
     _check_trained(packed.hf, optimizer)
     if packed.sharding and packed.sharding.kept == torch.float32:
-        _check_reduced(packed.hf, {f"{name}.weight" for name in low})
+        _check_not_rounded(packed.hf, {f"{name}.weight" for name in low})
     return entries
 
 
@@ -288,7 +288,7 @@ def console_rows(audited: Mapping[str, Any]) -> dict[str, str]:
 # ── Requested and effective precisions ────────────────────────────────────────────────────────────
 
 
-def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
+def _precision_in_torch(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     """Return the precision of products that torch computed, for example "bf16".
 
     If the operands have different dtypes, or a dtype that belongs to no precision, return the names
@@ -366,14 +366,15 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
         )
 
 
-def _check_reduced(hf: nn.Module, summed: Container[str]) -> None:
+def _check_not_rounded(hf: nn.Module, summed: Container[str]) -> None:
     """Raise InputError if FSDP2 has rounded gradients to BF16, before or after it added them up.
 
-    summed: names of the weights of low-precision linears. Their gradients are FP32 sums over
-        tokens, and at least one of 1,000 values does not fit into BF16. An exception is the
-        gradient of a single token. Some linears of the last layer have it if the pack has one
-        label. FSDP2 reduces all gradients in one dtype, so they are rounded only if all of them
-        fit.
+    summed: names of the weights of low-precision linears, whose gradients are FP32 sums over
+        tokens.
+
+    At least one of 1,000 such sums does not fit into BF16, unless the sum has a single token. This
+    is possible in some linears of the last layer if the pack has one label. FSDP2 reduces all
+    gradients in one dtype, so it has rounded them only if all of them fit.
     """
     gradients = {
         name: parameter.grad.to_local()
