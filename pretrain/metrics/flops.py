@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import InputError
 
 # FLOPs per weight and token: 2 in forward, 2 for the input gradient, 2 for the weight gradient.
-TRAINED = 6
+FLOPS_PER_WEIGHT = 6
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class ModelFlops:
         )
 
     @property
-    def left_out(self) -> str:
+    def uncounted_warning(self) -> str:
         """Return a warning about the `uncounted` weights. `uncounted` must not be empty."""
         more = ", ..." if len(self.uncounted) > 1 else ""
         return (
@@ -195,7 +195,7 @@ class ModelFlops:
     def per_token_matrix(self) -> float:
         """Return the FLOPs per token of all products with weights, forward and backward."""
         in_layers = self.attention_weights + self.mlp_weights + self.expert_weights
-        return float(TRAINED * (in_layers + self.head_weights))
+        return float(FLOPS_PER_WEIGHT * (in_layers + self.head_weights))
 
     @property
     def per_squared_length(self) -> float:

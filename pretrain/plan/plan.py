@@ -21,7 +21,7 @@ import torch
 
 from foundation import units
 from packing.order import Mixture
-from pretrain.metrics.flops import TRAINED, ModelFlops
+from pretrain.metrics.flops import FLOPS_PER_WEIGHT, ModelFlops
 from pretrain.optimizer.schedule import decay_begins
 from pretrain.plan.memory import (
     TAKES_LESS,
@@ -200,7 +200,7 @@ class Plan:
     @property
     def experts_in_bf16(self) -> list[str]:
         """Return a warning for each reason why experts stay unquantized, and so compute in BF16."""
-        in_experts = TRAINED * self.flops.expert_weights / self.flops_per_token
+        in_experts = FLOPS_PER_WEIGHT * self.flops.expert_weights / self.flops_per_token
         return [
             f"experts compute in BF16 and have {units.percent(in_experts * part)} of the FLOPs "
             f"({reason})"
@@ -293,7 +293,7 @@ class Plan:
             **dict.fromkeys(self.experts_in_bf16, True),
         }
         applying = [text for text, applies in warnings.items() if applies]
-        return [*applying, self.flops.left_out] if self.flops.uncounted else applying
+        return [*applying, self.flops.uncounted_warning] if self.flops.uncounted else applying
 
 
 # ── The use of a device's memory ──────────────────────────────────────────────────────────────────

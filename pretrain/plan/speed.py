@@ -34,7 +34,7 @@ from pathlib import Path
 
 from pretrain.metrics.card_rates import CardRates, read_rates
 from pretrain.metrics.cards import GUESSED, MEASURED, Card, card_of
-from pretrain.metrics.flops import TRAINED
+from pretrain.metrics.flops import FLOPS_PER_WEIGHT
 from pretrain.plan.plan import Plan
 from pretrain.plan.work import Work, work_of
 from pretrain.precision.formats.definition import StepCosts
@@ -182,8 +182,8 @@ def step_seconds(card: Card, work: Work, rates: CardRates | None = None) -> dict
 def _gemm_seconds(work: Work, rates: CardRates) -> tuple[float, float]:
     """Return the seconds per token of the GEMMs of the layers, and of the GEMMs of the LM head."""
     flops = work.flops
-    low = TRAINED / rates.gemm[work.precision]
-    plain = TRAINED / rates.gemm[BF16.name]
+    low = FLOPS_PER_WEIGHT / rates.gemm[work.precision]
+    plain = FLOPS_PER_WEIGHT / rates.gemm[BF16.name]
     dense = flops.attention_weights + flops.mlp_weights
     in_experts = work.experts_kept * plain / COSTS[BF16.name].grouped
     in_experts += (1 - work.experts_kept) * low / COSTS[work.precision].grouped

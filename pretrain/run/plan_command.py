@@ -97,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
         *NOTES,
         *([] if plan.packs else [WITHOUT_PACKS]),
         *unsuitable,
-        *([plan.flops.left_out] if plan.flops.uncounted else []),
+        *([plan.flops.uncounted_warning] if plan.flops.uncounted else []),
         *plan.notices,
     ]
     print("\n".join(_wrapped(f"* {text}") for text in notes))
